@@ -1,0 +1,24 @@
+# Every target works from nothing but python3 (3.11 or newer, with venv): the first one asked for makes .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: train test check sizes clean
+
+train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
+	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
+
+test: $(STAMP)  ## run all tests
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test
+
+check: $(STAMP)  ## style, types, layers, sizes, exported names, spelling
+	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
+
+sizes: $(STAMP)  ## the three longest files, functions and classes
+	@$(BIN)/python scripts/sizes
+
+clean:
+	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache
+
+$(STAMP): pyproject.toml constraints.txt scripts/install
+	@PYTHON="$(PYTHON)" scripts/install && touch $@

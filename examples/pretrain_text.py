@@ -1,0 +1,293 @@
+"""The main job: train a byte-level GPT on the Python library's own sources with ZeRO-3, and show what it cost.
+
+    deepseek-zero run --nproc 2 examples/pretrain_text.py
+    python examples/pretrain_text.py --size tiny --steps 40          # one process, a few seconds
+
+Leaves in --out: metrics.jsonl, metrics.csv, loss.png, memory.png, memory.json, sample.txt and model.safetensors.  Ends
+with an error if the loss did not fall by the margin of its size (see JOBS).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, SIZES, generate
+from rich.console import Console
+from rich.panel import Panel
+from rich.syntax import Syntax
+from rich.table import Table
+from safetensors.torch import save_file
+from text import Corpus, Sampler, load_corpus
+
+import deepseek_zero as dz
+from deepseek_zero.report.plots import Words, loss_curve, memory_bars, require_matplotlib
+from deepseek_zero.report.progress import Progress
+from deepseek_zero.report.quantities import format_bytes, format_count, format_seconds
+from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, MemoryRow, RecordWriter, StepRecord
+from deepseek_zero.report.tables import memory_table
+
+PROMPT = b"def "
+
+
+@dataclass(frozen=True)
+class Job:
+    """How one size is trained.  batch: sequences per step over all ranks.  least_fall: the margin, in nats per byte."""
+
+    steps: int
+    batch: int
+    lr: float
+    least_fall: float
+    every: int
+    held_out_every: int
+    sample_bytes: int
+
+
+JOBS = {
+    # About 7 and 160 seconds on two cores.  The margins hold for the stated steps and shrink with fewer of them.
+    "tiny": Job(steps=60, batch=4, lr=1e-2, least_fall=2.2, every=10, held_out_every=30, sample_bytes=80),
+    "main": Job(steps=600, batch=4, lr=3e-3, least_fall=3.2, every=20, held_out_every=100, sample_bytes=320),
+}
+
+
+@dataclass
+class Run:
+    """One run of the script: what was asked for, where it writes, who speaks, and how long each part took."""
+
+    options: argparse.Namespace
+    job: Job
+    out: Path
+    console: Console
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def steps(self) -> int:
+        return self.options.steps or self.job.steps
+
+    @property
+    def least_fall(self) -> float:
+        return self.job.least_fall * min(1.0, self.steps / self.job.steps)
+
+    @contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        started = time.monotonic()
+        yield
+        self.seconds[name] = time.monotonic() - started
+
+
+def config_for(run: Run, stage: int) -> dict[str, Any]:
+    """DeepSpeed's words.  The zeros at stage 3 shard every parameter and release each block as soon as it was used."""
+    return {
+        "train_micro_batch_size_per_gpu": max(1, run.job.batch // num_ranks()),
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,  # the progress lines below say the same
+        "optimizer": {"type": "AdamW", "params": {"lr": run.job.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": run.steps,
+                "warmup_num_steps": max(2, min(40, run.steps // 10)),
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.02,
+            },
+        },
+        "zero_optimization": {
+            "stage": stage,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+    }
+
+
+def start(run: Run, stage: int) -> tuple[Any, dict[str, Any]]:
+    """A fresh model and its engine; every rank builds the same model, and rank 0's values win anyway."""
+    torch.manual_seed(run.options.seed)
+    config = config_for(run, stage)
+    engine, *_ = dz.initialize(model=GPT(SIZES[run.options.size]), config=config)
+    return engine, config
+
+
+def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepRecord]:
+    """The loop.  Returns one record per step, the same on every rank but for its bytes."""
+    length = SIZES[run.options.size].context
+    sampler = Sampler(corpus.train, micro_batch, length, run.options.seed)
+    held_out = Sampler(corpus.held_out, micro_batch, length, run.options.seed)
+    records: list[StepRecord] = []
+    with Progress(run.steps, run.job.every, run.console) as progress, RecordWriter(run.out) as writer:
+        for step in range(1, run.steps + 1):
+            started = time.monotonic()
+            x, y = (tensor.to(engine.device) for tensor in sampler.draw(step, rank()))
+            lr = engine.get_lr()[0]
+            loss = engine(x, y)
+            engine.backward(loss)
+            engine.step()
+            mean_loss = mean_over_ranks(loss)
+            seconds = time.monotonic() - started
+            due = step % run.job.held_out_every == 0 or step == run.steps
+            held_out_loss = evaluate(engine, held_out) if due else None
+            speed = x.numel() * num_ranks() / seconds
+            # The engine's own record knows the gradient norm and this rank's bytes; the loop knows the rest.
+            known = {"loss": mean_loss, "lr": lr, "tokens_per_second": speed, "step_seconds": seconds}
+            records.append(replace(engine.observer.record, **known, held_out_loss=held_out_loss))
+            writer.write(records[-1])
+            progress.step(records[-1])
+    return records
+
+
+@torch.no_grad()
+def evaluate(engine: Any, sampler: Sampler, batches: int = 8) -> float:
+    """Mean loss over the same held-out windows each time; collective, each rank reads its own windows."""
+    engine.eval()
+    losses = [engine(*(t.to(engine.device) for t in sampler.draw(index, rank()))) for index in range(batches)]
+    engine.train()
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
+    """Train a fresh model for two steps at each stage, and read what it keeps beside what its plan predicts."""
+    rows = []
+    for stage in range(4):
+        engine, config = start(run, stage)
+        micro_batch = config["train_micro_batch_size_per_gpu"]
+        sampler = Sampler(corpus.train, micro_batch, SIZES[run.options.size].context, run.options.seed)
+        for step in (1, 2):  # the second step finds the moments that the first one made
+            engine.backward(engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank()))))
+            engine.step()
+        report = engine.memory_report()
+        ours = {state: size for state, size in report.measured.items() if state != "other"}  # the text, a batch
+        rows.append(MemoryRow(stage, dict(report.predicted), ours, report.measured_total))
+        del engine, report
+    return rows
+
+
+def save_model(run: Run, engine: Any) -> None:
+    """Full weights as safetensors.  Gathering is collective, so all ranks call this; rank 0 writes."""
+    state = engine.module.state_dict()
+    if rank() == 0:
+        unfinished = run.out / ".model.safetensors.unfinished"
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}, unfinished)
+        os.replace(unfinished, run.out / "model.safetensors")  # a reader never finds half a file
+
+
+def draw_results(run: Run, records: list[StepRecord], rows: list[MemoryRow], num_parameters: int) -> None:
+    """The two pictures and the table's numbers; rank 0."""
+    subtitle = f"{format_count(num_parameters)} parameters, ZeRO stage {run.options.stage} on {ranks()}"
+    words = Words("A byte-level GPT reads Python's library", subtitle, "nats per byte", chance=math.log(256))
+    loss_curve(records, run.out / "loss.png", words)
+    memory_bars(rows, run.out / "memory.png", f"Memory per rank by ZeRO stage, {ranks()}")
+    (run.out / "memory.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+
+
+def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample: str) -> None:
+    """What a person wants to see at the end; rank 0."""
+    (run.out / "sample.txt").write_text(sample, encoding="utf-8")
+    print_ = run.console.print
+    print_()
+    print_(Panel(Syntax(sample, "python", theme="ansi_dark", word_wrap=True), title="a sample", title_align="left"))
+    print_(memory_table(rows, f"Memory per rank, {ranks()}"))
+    facts = Table.grid(padding=(0, 2))
+    facts.add_row(
+        "loss", f"{records[0].loss:.3f} nats per byte at the first step, {final_loss(records):.3f} at the end"
+    )
+    facts.add_row("held-out", f"{records[-1].held_out_loss:.3f} nats per byte; a uniform guess has {math.log(256):.3f}")
+    facts.add_row("sent", f"{format_bytes(records[-1].comm_bytes)} per rank and step")
+    facts.add_row("time", ", ".join(f"{name} {format_seconds(took)}" for name, took in run.seconds.items()))
+    for name in ("loss.png", "memory.png", JSONL_NAME, CSV_NAME, "memory.json", "sample.txt", "model.safetensors"):
+        path = run.out / name
+        facts.add_row("file", f"{path}  ({format_bytes(path.stat().st_size)})")
+    print_(Panel(facts, title="done", title_align="left", expand=False))
+
+
+def final_loss(records: list[StepRecord]) -> float:
+    """Mean training loss of the last twentieth of the steps, at least three."""
+    last = records[-max(3, len(records) // 20) :]
+    return sum(record.loss for record in last) / len(last)
+
+
+def check_fall(run: Run, records: list[StepRecord]) -> None:
+    """End with an error unless the loss fell by the stated margin; all ranks come to the same verdict."""
+    fall = records[0].loss - final_loss(records)
+    verdict = f"the loss fell by {fall:.2f} nats per byte; the margin for {run.steps} steps is {run.least_fall:.2f}"
+    if not fall >= run.least_fall:  # written so that NaN fails too
+        sys.exit(f"FAILED: {verdict}" if rank() == 0 else 1)
+    if rank() == 0:
+        run.console.print(verdict, highlight=False)
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def num_ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def ranks() -> str:
+    return "1 rank" if num_ranks() == 1 else f"{num_ranks()} ranks"
+
+
+def mean_over_ranks(value: torch.Tensor) -> float:
+    """The mean of a scalar over the ranks; collective."""
+    total = value.detach().double().cpu()
+    if num_ranks() > 1:
+        dist.all_reduce(total)
+    return total.item() / num_ranks()
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="main")
+    parser.add_argument("--steps", type=int, help="optimizer steps (default: what the size needs)")
+    parser.add_argument("--stage", type=int, choices=range(4), default=3, help="ZeRO stage (default: 3)")
+    parser.add_argument("--out", type=Path, default=Path("runs/pretrain_text"), help="folder for what the run leaves")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parse()
+    require_matplotlib()
+    dz.init_distributed()
+    run = Run(options, JOBS[options.size], options.out, Console(quiet=rank() != 0))
+    for name in (JSONL_NAME, CSV_NAME):  # this program never continues a run, so the records of an earlier one go
+        (run.out / name).unlink(missing_ok=True)
+    with run.timed("setup"):
+        corpus = load_corpus()
+        engine, config = start(run, options.stage)
+        num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    run.console.print(
+        f"GPT of {format_count(num_parameters)} parameters, {ranks()}, ZeRO stage {options.stage}; "
+        f"{format_bytes(len(corpus.train))} of text from {corpus.num_files} files, "
+        f"{format_bytes(len(corpus.held_out))} of it held out",
+        highlight=False,
+        soft_wrap=True,
+    )
+    with run.timed("training"):
+        records = train(run, engine, corpus, config["train_micro_batch_size_per_gpu"])
+    with run.timed("sample"):
+        context = SIZES[options.size].context
+        sample = generate(engine.module, PROMPT, run.job.sample_bytes, context=context, temperature=0.7)
+    save_model(run, engine)
+    del engine
+    with run.timed("memory of four stages"):
+        rows = memory_rows(run, corpus)
+    if rank() == 0:
+        draw_results(run, records, rows, num_parameters)
+        summarise(run, records, rows, sample.decode("utf-8", errors="replace"))
+    check_fall(run, records)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""deepseek_zero: train models far larger than memory, on whatever there is.
+
+Two doors: seed 000's (`DeepSeekZeRO3`, `ZeroOptimizer`) and DeepSpeed's words (`initialize`, `engine.backward`, ...).
+Names load on first use, so that importing the package costs little more than importing torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base.errors import DeepSeekZeroError
+    from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
+    from .facade.deepspeed import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DeepSeekZeRO3",
+    "DeepSeekZeroError",
+    "DeepSpeedEngine",
+    "ZeroOptimizer",
+    "__version__",
+    "add_config_arguments",
+    "init_distributed",
+    "initialize",
+]
+
+_HOMES = {
+    "DeepSeekZeRO3": "facade.deepseek",
+    "ZeroOptimizer": "facade.deepseek",
+    "DeepSeekZeroError": "base.errors",
+    "DeepSpeedEngine": "facade.deepspeed",
+    "add_config_arguments": "facade.deepspeed",
+    "init_distributed": "facade.deepspeed",
+    "initialize": "facade.deepspeed",
+}
+_ROOMS = ("zero", "utils", "comm", "checkpointing", "optimizer")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    elif name in _ROOMS:
+        value = import_module(f"{__name__}.{name}")
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value

@@ -1,0 +1,76 @@
+"""What torch keeps private, and what differs between devices, in one place.
+
+Owns: the end-of-backward callback, the saved-tensor hook stack, storage use counts, memory counters.  Every private torch
+name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test in tests/unit/base/test_device.py that
+fails loudly when torch moves.  Called by comm, sharding and report.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+def queue_backward_callback(callback: Callable[[], None]) -> None:
+    """Run `callback` when the backward pass now running has computed every gradient.  Only legal inside a backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+
+
+def backward_id() -> int:
+    """Number of the backward call now running on this thread, -1 outside one.  A reentrant checkpoint's inner call differs."""
+    return int(torch._C._current_graph_task_id())
+
+
+def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
+    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours can hand on to them."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return tuple(found) if found else None
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors share this tensor's storage, itself included."""
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python storage object counts itself
+
+
+def without_torch_function() -> Any:
+    """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through it)."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def local_rank() -> int:
+    """This process's number on its host (LOCAL_RANK, which every launcher sets)."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def default_device() -> torch.device:
+    """The device this rank trains on: its GPU where there is one, else the CPU."""
+    if torch.cuda.is_available() and torch.cuda.device_count() > 0:
+        return torch.device("cuda", local_rank() % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def has_fast_bf16(device: torch.device) -> bool:
+    """Whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with AVX512-BF16 or AMX."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    try:
+        with open("/proc/cpuinfo") as cpuinfo:
+            flags = next((line for line in cpuinfo if line.startswith("flags")), "").split()
+    except OSError:  # not Linux
+        return False
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Bytes torch has allocated on a CUDA device; on the CPU the resident set of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")

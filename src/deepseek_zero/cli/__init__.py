@@ -1,0 +1,101 @@
+"""The command `deepseek-zero`: one typer app, one line per subcommand.
+
+What a subcommand does lives in its own module; torch is imported only by those that need it and only when they run, so
+that `--help` answers at once.  Errors of the house end the command with exit code 2 and their message, no traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import inspect
+import platform
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Annotated, Any, TypeVar, get_type_hints
+
+import typer
+from rich.console import Console
+
+from deepseek_zero.base.errors import DeepSeekZeroError
+from deepseek_zero.base.log import logger
+from deepseek_zero.cli.run import HELP as RUN_HELP
+from deepseek_zero.cli.run import RunOptions
+from deepseek_zero.cli.run import run as run_script
+
+Options = TypeVar("Options")
+
+USAGE_EXIT_CODE = 2
+
+app = typer.Typer(
+    name="deepseek-zero",
+    help="ZeRO 0-3 in pure Python on PyTorch: start training, look at the machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _hyphened(word: str) -> str:
+    """--master_port is --master-port; applies to option names only, never to values or to a script's arguments."""
+    return word.replace("_", "-")
+
+
+def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callable[..., None]:
+    """A typer command whose parameters are the fields of the dataclass `options`; `act` gets them as one object."""
+    hints = get_type_hints(options, include_extras=True)
+
+    def command(**values: Any) -> None:
+        raise typer.Exit(act(options(**values)))
+
+    parameters = [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for one in fields(options)  # type: ignore[arg-type]  # every caller passes a dataclass
+    ]
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = hints
+    return command
+
+
+RUN_CONTEXT: dict[str, Any] = {
+    # Parsing stops at the first word that is not an option: what follows the script's name is the script's.
+    "allow_interspersed_args": False,
+    "token_normalize_func": _hyphened,
+}
+
+app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_command_of(RunOptions, run_script))
+
+
+@app.command("doctor")
+def doctor_command(
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON instead of a table.")] = False,
+) -> None:
+    """Say what this machine has, and what that means for training here."""
+    importlib.import_module("deepseek_zero.cli.doctor").show(as_json=json)  # late: it imports torch
+
+
+@app.command("version")
+def version_command() -> None:
+    """Print the versions that a bug report needs."""
+    parts = [f"{name} {_installed(name)}" for name in ("deepseek-zero", "torch")]
+    Console(highlight=False).print(", ".join([*parts, f"Python {platform.python_version()}"]))
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed as a package)"
+
+
+def main() -> None:
+    """Run the command line; the entry point of the `deepseek-zero` script."""
+    try:
+        app()
+    except DeepSeekZeroError as error:
+        logger.error(str(error))
+        sys.exit(USAGE_EXIT_CODE)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

@@ -1,0 +1,297 @@
+"""Our elastic agent: torch's scaffolding (rendezvous, rank numbers, restarts) around cli/ranks.py.
+
+torch's own LocalElasticAgent is not used because it waits thirty seconds for the survivors of a failure, orders
+failures by whole seconds, and leaves the children of a killed rank alone; SimpleElasticAgent is the extension point
+torch documents for this.  Several nodes tell each other of a failure through the store they meet at.
+Importing this module imports torch, so cli/run.py does it late.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # public
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.log import logger
+from deepseek_zero.cli.failure import Death, Outcome
+from deepseek_zero.cli.machine import visible_gpus
+from deepseek_zero.cli.nodes import NodePlan
+from deepseek_zero.cli.ranks import Command, Ranks
+
+ROLE = "default"
+
+POLL_SECONDS = 0.1
+
+PEER_POLL_SECONDS = 0.5
+"""How often a node asks the store whether another node has failed."""
+
+MEETING_TIMEOUT = timedelta(minutes=15)
+"""How long a node waits for the others to be started."""
+
+FAREWELL_SECONDS = 2.0
+"""How long the node that holds the store stays after a failure, so that the others can read of it."""
+
+ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+FAILED_KEY, FINISHED_KEY = "deepseek_zero/failed", "deepseek_zero/finished"
+
+
+def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the GPUs torch can use here; counting them does not start CUDA in this process."""
+    return visible_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, environment)
+
+
+@dataclass
+class Meeting(RendezvousHandler):
+    """Where the nodes meet: one store, held by node 0; on a single node at a port the system chose while opening it."""
+
+    plan: NodePlan
+    run_id: str
+    _store: TCPStore | None = None
+
+    def get_backend(self) -> str:
+        """Name for torch's event log."""
+        return "deepseek_zero"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Ranks join this same store (MASTER_ADDR, MASTER_PORT) instead of opening their own."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Open or join the store; called again at a restart."""
+        if self._store is None:
+            self._store = self._open()
+        place = RendezvousStoreInfo(self.plan.master_addr, self._store.port)
+        return RendezvousInfo(self._store, self.plan.node_rank, self.plan.num_nodes, place)
+
+    def _open(self) -> TCPStore:
+        plan = self.plan
+        if plan.num_nodes > 1:
+            place = f"{plan.master_addr}:{plan.master_port}"
+            logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
+        try:
+            return TCPStore(
+                plan.master_addr,
+                plan.master_port,
+                is_master=plan.node_rank == 0,
+                timeout=MEETING_TIMEOUT,
+                wait_for_workers=False,
+            )
+        except (DistNetworkError, DistStoreError) as error:
+            raise UsageError(
+                f"The nodes cannot meet at {plan.master_addr}:{plan.master_port}.",
+                why=str(error).splitlines()[0],
+                fix="Another program may hold the port (leave --master_port out on a single node, and a free one is "
+                "taken), or node 0 is not running there, or the address cannot be reached from here.",
+            ) from error
+
+    def is_closed(self) -> bool:
+        """Never: the meeting lasts as long as the launcher."""
+        return False
+
+    def set_closed(self) -> None:
+        """Nothing to close."""
+
+    def num_nodes_waiting(self) -> int:
+        """The number of nodes is fixed, so nobody joins later."""
+        return 0
+
+    def get_run_id(self) -> str:
+        """The launch's mark."""
+        return self.run_id
+
+    def shutdown(self) -> bool:
+        """The store goes with this process."""
+        return True
+
+
+@dataclass
+class _PeerWatch:
+    """What nodes tell each other through the store; silent on a single node."""
+
+    plan: NodePlan
+    _asked_at: float = field(default_factory=time.monotonic)
+
+    def tell_failure(self, store: Store, death: Death, world_size: int) -> None:
+        """Make a failure known to the other nodes; the first one told stays."""
+        if self.plan.num_nodes > 1:
+            told = {"exit_code": death.exit_code, "headline": death.headline(world_size), "story": death.story()}
+            with suppress(RuntimeError):  # the node that holds the store may be gone: it failed first
+                store.compare_set(FAILED_KEY, "", json.dumps(told))
+                if self.plan.node_rank == 0:
+                    time.sleep(FAREWELL_SECONDS)
+
+    def heard_failure(self, store: Store) -> Outcome | None:
+        """What another node told, if it told of a failure or went away."""
+        if self.plan.num_nodes == 1 or time.monotonic() - self._asked_at < PEER_POLL_SECONDS:
+            return None
+        self._asked_at = time.monotonic()
+        try:
+            if not store.check([FAILED_KEY]):
+                return None
+            told = json.loads(store.get(FAILED_KEY))
+        except RuntimeError:
+            return Outcome(1, "node 0, which holds the store, is gone")
+        return Outcome(int(told["exit_code"]), f"{told['headline']}, on another machine", told["story"])
+
+    def all_finished(self, store: Store) -> bool:
+        """True when every node's ranks have ended well; call it repeatedly once ours have."""
+        if self.plan.num_nodes == 1:
+            return True
+        with suppress(RuntimeError):
+            store.set(f"{FINISHED_KEY}/{self.plan.node_rank}", "1")
+            return bool(store.check([f"{FINISHED_KEY}/{node}" for node in range(self.plan.num_nodes)]))
+        return True
+
+
+class RankAgent(SimpleElasticAgent):
+    """Runs one machine's ranks for torch's elastic scaffolding."""
+
+    def __init__(self, spec: WorkerSpec, plan: NodePlan, ranks: Ranks, environment: Mapping[str, str]) -> None:
+        super().__init__(spec)
+        self._plan, self._ranks, self._environment = plan, ranks, environment
+        self._peers = _PeerWatch(plan)
+        self._attempt = -1
+        self.elsewhere: Outcome | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks over all nodes, once they have met."""
+        workers = self.get_worker_group().workers
+        return int(workers[0].world_size) if workers else 0
+
+    @property
+    def _meeting_store(self) -> Store:
+        return self.get_worker_group().store  # type: ignore[return-value]  # torch annotates it as None
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        self._attempt += 1
+        return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
+
+    def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
+        """Everything torchrun sets, and DeepSpeed's names for the same."""
+        local_world_size = str(group.spec.local_world_size)
+        values = {
+            "RANK": worker.global_rank,
+            "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size,
+            "LOCAL_WORLD_SIZE": local_world_size,
+            "LOCAL_SIZE": local_world_size,
+            "GROUP_RANK": group.group_rank,
+            "CROSS_RANK": group.group_rank,
+            "GROUP_WORLD_SIZE": group.group_world_size,
+            "CROSS_SIZE": group.group_world_size,
+            "ROLE_RANK": worker.role_rank,
+            "ROLE_NAME": group.spec.role,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+            "MASTER_ADDR": group.master_addr,
+            "MASTER_PORT": group.master_port,
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
+            "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
+            "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
+            "TORCHELASTIC_USE_AGENT_STORE": True,
+        }
+        return {**self._environment, **{name: str(value) for name, value in values.items()}}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        # The scaffolding sleeps between calls; waiting here instead ends at the very moment a rank does.
+        self._ranks.wait(POLL_SECONDS)
+        death = self._ranks.poll()
+        if death is not None:
+            if self._attempt < worker_group.spec.max_restarts:
+                logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
+            return RunResult(WorkerState.FAILED)
+        self.elsewhere = self._peers.heard_failure(self._meeting_store)
+        if self.elsewhere is not None:
+            return RunResult(WorkerState.FAILED)
+        if self._ranks.finished and self._peers.all_finished(self._meeting_store):
+            return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
+        return RunResult(WorkerState.HEALTHY)
+
+    def _stop_workers(self, worker_group: WorkerGroup, *_: object) -> None:
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, *_: object) -> None:
+        if not self._ranks.finished:
+            self._ranks.end(death_sig)
+
+    def tell_failure(self, death: Death) -> None:
+        """Tell the other nodes, if there are any."""
+        self._peers.tell_failure(self._meeting_store, death, self.world_size)
+
+
+def run_ranks(plan: NodePlan, command: Command, environment: Mapping[str, str], max_restarts: int = 0) -> Outcome:
+    """Run this machine's ranks to their end; environment: what every rank gets besides its place in the world."""
+    _silence_scaffolding()
+    with Ranks(command) as ranks:
+        spec = WorkerSpec(
+            role=ROLE,
+            local_world_size=plan.share.nproc,
+            rdzv_handler=Meeting(plan, ranks.mark),
+            entrypoint=command.target,
+            max_restarts=max_restarts,
+            monitor_interval=0.001,
+        )
+        agent = RankAgent(spec, plan, ranks, environment)
+        _catch_ending_signals()
+        try:
+            result = agent.run()
+        except SignalException as error:
+            return Outcome(128 + error.sigval, f"the launcher received {error.sigval.name}")
+        return _outcome(agent, ranks, result)
+
+
+def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
+    if not result.is_failed():
+        return Outcome()
+    death = ranks.cause()
+    # A rank here that only lost its peer says less than the node on which that peer failed.
+    if agent.elsewhere and (death is None or death.secondary):
+        return agent.elsewhere
+    if death is None:
+        return Outcome(1, "a rank failed and left no trace")
+    agent.tell_failure(death)
+    return Outcome(death.exit_code, death.headline(agent.world_size), death.story())
+
+
+def _catch_ending_signals() -> None:
+    for number in ENDING_SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it: what we were started to ignore stays so
+            signal.signal(number, _raise_signal)
+
+
+def _raise_signal(number: int, _: FrameType | None) -> None:
+    # Once is enough: ending the ranks takes seconds at most, and an impatient second Ctrl-C must not leave orphans.
+    for each in ENDING_SIGNALS:
+        signal.signal(each, signal.SIG_IGN)
+    name = signal.Signals(number)
+    raise SignalException(f"received {name.name}", name)
+
+
+def _silence_scaffolding() -> None:
+    """torch's elastic loggers would tell in their own words what the launcher says once in ours."""
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)

@@ -1,0 +1,191 @@
+"""`deepseek-zero doctor`: what this machine has, and what that means for training here.
+
+Looks only: it starts no process group and allocates nothing on a GPU.  Called by cli/__init__.py, which imports it late
+because it imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from deepseek_zero.cli.agent import gpus_of_this_machine
+from deepseek_zero.cli.machine import THREAD_VARIABLES, Machine, allowed_cores
+
+GIB = 2**30
+
+MIN_SHM_GIB, MIN_DISK_GIB, MIN_MEMORY_GIB = 1.0, 5.0, 4.0
+"""Below these a small training run is likely to fail; a matter of experience, not of arithmetic."""
+
+SHM = Path("/dev/shm")
+
+MEMORY_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
+FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "fphp")
+
+
+class Verdict(Enum):
+    """How a finding bears on training; the value is the table's style."""
+
+    GOOD = "green"
+    NOTE = "yellow"
+    BAD = "red"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the table: what was looked at, what was found, what it means in plain words."""
+
+    name: str
+    value: str
+    meaning: str
+    verdict: Verdict = Verdict.GOOD
+
+
+def findings() -> list[Finding]:
+    """Look at everything, in the order of the table."""
+    machine = Machine(allowed_cores(), gpus_of_this_machine(os.environ))
+    return [
+        Finding("python", platform.python_version(), "3.11 or newer is needed"),
+        _torch(),
+        *_cpu(machine),
+        _memory(),
+        *_gpus(machine),
+        *_formats(machine),
+        *_backends(machine),
+        *_spaces(),
+        _default_launch(machine),
+    ]
+
+
+def _torch() -> Finding:
+    built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build: it cannot use a GPU"
+    return Finding("torch", torch.__version__, built)
+
+
+def _cpu(machine: Machine) -> Iterator[Finding]:
+    present = os.cpu_count() or machine.cores
+    meaning = "all of them" if present == machine.cores else f"of {present}; the rest are not allowed to this process"
+    yield Finding("CPU cores", str(machine.cores), meaning)
+    kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
+    if kept:
+        yield Finding("threads", ", ".join(kept), "set by you, so `run` leaves it alone", Verdict.NOTE)
+
+
+def _memory() -> Finding:
+    total, free = psutil.virtual_memory().total, psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # a container's limit, where there is one
+        total = min(total, int(MEMORY_LIMIT.read_text()))
+    free = min(free, total)
+    verdict = Verdict.GOOD if free >= MIN_MEMORY_GIB * GIB else Verdict.NOTE
+    # bf16 training with fp32 master weights and Adam: 2 + 4 + 8 bytes and a 2-byte gradient for each parameter.
+    millions = int(free / 16 / 1e6)
+    meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
+    return Finding("memory", f"{free / GIB:.1f} GiB free of {total / GIB:.1f}", meaning, verdict)
+
+
+def _gpus(machine: Machine) -> Iterator[Finding]:
+    if not machine.gpus:
+        yield Finding("GPUs", "none", "training runs on the CPU; everything works, slower", Verdict.NOTE)
+    for index, name in enumerate(machine.gpus):
+        properties = torch.cuda.get_device_properties(index)
+        memory = f"{properties.total_memory / GIB:.0f} GiB"
+        yield Finding(f"GPU {name}", properties.name, f"{memory}, compute capability {_capability(index)}")
+
+
+def _capability(index: int) -> str:
+    return ".".join(map(str, torch.cuda.get_device_capability(index)))
+
+
+def _formats(machine: Machine) -> Iterator[Finding]:
+    flags = _cpu_flags()
+    on_gpu = bool(machine.gpus)
+    # Compute capability 8.0 (Ampere) brought bf16 units; older ones emulate it, slower than fp16.
+    bf16 = min(map(torch.cuda.get_device_capability, range(len(machine.gpus)))) >= (8, 0) if on_gpu else False
+    yield _format("bf16", on_gpu, bf16, [flag for flag in BF16_CPU_FLAGS if flag in flags])
+    yield _format("fp16", on_gpu, on_gpu, [flag for flag in FP16_CPU_FLAGS if flag in flags])
+
+
+def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> Finding:
+    if on_gpu:
+        if gpu_has_it:
+            return Finding(name, "yes", "in the GPU's hardware")
+        return Finding(name, "slow", "works on these GPUs, without units for it", Verdict.NOTE)
+    if cpu_flags:
+        return Finding(name, "yes", f"in the CPU's hardware ({cpu_flags[0]})")
+    return Finding(name, "slow", "works on this CPU by conversion: saves memory, not time", Verdict.NOTE)
+
+
+def _cpu_flags() -> set[str]:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith(("flags", "Features")):
+                return set(line.partition(":")[2].split())
+    return set()
+
+
+def _backends(machine: Machine) -> Iterator[Finding]:
+    gloo = dist.is_available() and dist.is_gloo_available()
+    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", Verdict.GOOD if gloo else Verdict.BAD)
+    nccl = dist.is_available() and dist.is_nccl_available()
+    needed = "ranks on GPU talk through it" if machine.gpus else "only GPUs need it"
+    yield Finding("nccl", *_yes_no(nccl), needed, Verdict.BAD if machine.gpus and not nccl else Verdict.GOOD)
+
+
+def _yes_no(there: bool) -> tuple[str]:
+    return ("yes" if there else "no",)
+
+
+def _spaces() -> Iterator[Finding]:
+    shared = "data loader workers and ranks of one machine exchange data here"
+    if SHM.is_dir():
+        yield _space("shared memory", SHM, MIN_SHM_GIB, shared)
+    else:
+        yield Finding("shared memory", "no /dev/shm", shared, Verdict.BAD)
+    yield _space("disk here", Path.cwd(), MIN_DISK_GIB, "checkpoints go here unless told otherwise")
+    yield _space("disk for scratch", Path(tempfile.gettempdir()), MIN_DISK_GIB, "temporary files")
+
+
+def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
+    usage = shutil.disk_usage(path)
+    verdict = Verdict.GOOD if usage.free >= least_gib * GIB else Verdict.BAD
+    short = "" if verdict is Verdict.GOOD else f"; less than {least_gib:g} GiB is tight"
+    return Finding(name, f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}", f"{meaning}{short}", verdict)
+
+
+def _default_launch(machine: Machine) -> Finding:
+    nproc = machine.default_nproc
+    threads = max(1, machine.cores // nproc)
+    device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"
+    return Finding("`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number")
+
+
+def show(*, as_json: bool = False) -> None:
+    """Print the findings as a table, or as JSON for programs."""
+    found = findings()
+    console = Console(highlight=False)
+    if as_json:
+        entries = [{**asdict(one), "verdict": one.verdict.name.lower()} for one in found]
+        console.print(json.dumps(entries, indent=2), markup=False, soft_wrap=True)
+        return
+    table = Table(title="deepseek-zero doctor", title_justify="left", box=None, pad_edge=False)
+    for heading in ("what", "found", "what it means"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        table.add_row(one.name, f"[{one.verdict.value}]{one.value}[/]", one.meaning)
+    console.print(table)

@@ -1,0 +1,82 @@
+"""Whether a script takes `--local_rank=N` on its command line, decided by reading it, never by running it.
+
+DeepSpeed passes the option always, and a script that does not know it dies in its argument parser.  The rule here:
+  passed   the script, or a module beside it that it imports, names the option "--local_rank" (or "--local-rank") in a
+           call (add_argument, click.option, ...), or calls parse_known_args, which lets unknown options through;
+  not      everything else: no parser, an option already given by the user, a source that cannot be read.
+`add_config_arguments` alone does not count: it adds no such option.  LOCAL_RANK is in the environment in any case.
+Called by cli/run.py.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+OPTIONS = {"--local_rank", "--local-rank"}
+
+TOLERANT_CALLS = {"parse_known_args", "parse_known_intermixed_args"}
+
+MAX_FILES = 200
+"""Modules beside a script that are read at most; a project larger than that keeps its parser near the top."""
+
+
+def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
+    """True if the script at `source` takes --local_rank=N and `args` do not give it already."""
+    if source is None or any(arg.partition("=")[0] in OPTIONS for arg in args):
+        return False
+    waiting, seen = [source], {source}
+    while waiting and len(seen) <= MAX_FILES:
+        tree = _parse(waiting.pop(0))
+        if tree is None:
+            continue
+        if any(_takes_option(node) for node in ast.walk(tree)):
+            return True
+        found = [path for path in _local_imports(tree, source.parent) if path not in seen]
+        seen.update(found)
+        waiting.extend(dict.fromkeys(found))
+    return False
+
+
+def find_module(name: str, folders: Sequence[str] | None = None) -> Path | None:
+    """The file that `python -m name` would run, found by path alone (importing would run the parent packages)."""
+    for folder in folders if folders is not None else [str(Path.cwd()), *sys.path]:
+        base = Path(folder).joinpath(*name.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / "__main__.py"):
+            if candidate.is_file():
+                return candidate
+    return None
+
+
+def _parse(path: Path) -> ast.Module | None:
+    try:
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+
+
+def _takes_option(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+    # A flag built by f-string or held in a variable is not seen; the environment variable serves such scripts.
+    return called in TOLERANT_CALLS or any(isinstance(arg, ast.Constant) and arg.value in OPTIONS for arg in node.args)
+
+
+def _local_imports(tree: ast.Module, folder: Path) -> Iterator[Path]:
+    for name in _imported_names(tree):
+        base = folder.joinpath(*name.split("."))
+        for candidate in (base.with_name(f"{base.name}.py"), base / "__init__.py"):
+            if candidate.is_file():
+                yield candidate
+
+
+def _imported_names(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -1,0 +1,211 @@
+"""From what was asked to what this machine runs: its node number, its ranks, its devices, where the nodes meet.
+
+    asked                                   decides
+    --hostfile, --include, --exclude        hosts and slots; several hosts are several nodes, the first is node 0
+    --num_nodes, --num_gpus                 how many of them
+    --nproc                                 processes on this machine; else its GPUs, else one per pair of cores
+    --node_rank, else our own host name     which node this machine is
+
+Pure: `Asked` and the machine's facts in, `NodePlan` out.  Called by cli/run.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.cli.hosts import Slots, filter_slots, parse_filter, read_hostfile
+from deepseek_zero.cli.machine import Machine
+
+DEFAULT_PORT = 29500
+"""Where several nodes meet if --master_port is not given; a single node takes any free port."""
+
+LOCALHOST = "localhost"
+
+START_EACH = (
+    "Nothing is started over ssh: run this same command on every host, each with its own --node_rank (0, 1, ...) and "
+    "all with the same --master_addr; or name the hosts in the hostfile as they name themselves."
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The options of `deepseek-zero run` that decide where ranks run; None: not given."""
+
+    nproc: int | None = None
+    num_gpus: int | None = None
+    num_nodes: int | None = None
+    hostfile: Path | None = None
+    include: str = ""
+    exclude: str = ""
+    master_addr: str | None = None
+    master_port: int = 0
+    node_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Share:
+    """This machine's part.  devices: for CUDA_VISIBLE_DEVICES, None to leave it alone; note: a line to say, or none."""
+
+    nproc: int
+    devices: tuple[str, ...] | None = None
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """What this machine runs, as node `node_rank` of `num_nodes`; master_port 0: any free one."""
+
+    share: Share
+    num_nodes: int = 1
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+def plan_node(asked: Asked, machine: Machine, own_names: Collection[str]) -> NodePlan:
+    """Decide what this machine runs; own_names: the host names and addresses it is known by."""
+    _check(asked)
+    if asked.hostfile is None:
+        return _plan_without_hostfile(asked, machine)
+    hosts = filter_slots(read_hostfile(asked.hostfile), asked.include, asked.exclude)
+    hosts = dict(list(hosts.items())[: asked.num_nodes])
+    names = list(hosts)
+    node_rank = _own_place(names, asked.node_rank, own_names)
+    share = _share_of_slots(hosts[names[node_rank]][: asked.num_gpus], asked.nproc, machine)
+    if len(names) == 1:
+        return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
+    return NodePlan(share, len(names), node_rank, asked.master_addr or names[0], asked.master_port or DEFAULT_PORT)
+
+
+def _plan_without_hostfile(asked: Asked, machine: Machine) -> NodePlan:
+    share = _local_share(asked, machine)
+    num_nodes, node_rank = asked.num_nodes or 1, asked.node_rank
+    if num_nodes == 1:
+        _check_node_rank(node_rank or 0, 1)
+        return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
+    if node_rank is None or asked.master_addr is None:
+        raise UsageError(
+            f"{num_nodes} nodes need --node_rank and --master_addr (or a hostfile).",
+            why="This machine cannot know which of the nodes it is, nor where they meet.",
+            fix=START_EACH,
+        )
+    _check_node_rank(node_rank, num_nodes)
+    return NodePlan(share, num_nodes, node_rank, asked.master_addr, asked.master_port or DEFAULT_PORT)
+
+
+def _check(asked: Asked) -> None:
+    counts = {"--nproc": asked.nproc, "--num_gpus": asked.num_gpus, "--num_nodes": asked.num_nodes}
+    for option, value in counts.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{option} is {value}; it counts from 1.", fix=f"Leave {option} out for the default.")
+    if asked.nproc is not None and asked.num_gpus is not None:
+        raise UsageError(
+            "--nproc and --num_gpus are mutually exclusive: both give the number of processes.", fix="Give one of them."
+        )
+    filtered = bool(asked.include or asked.exclude)
+    clash = [option for option, value in counts.items() if filtered and value is not None]
+    if clash:
+        raise UsageError(
+            f"--include and --exclude are mutually exclusive with {' and '.join(clash)}.",
+            why="The filter already says which slots run.",
+            fix="Give the filter or the number.",
+        )
+
+
+def _check_node_rank(node_rank: int, num_nodes: int) -> None:
+    if not 0 <= node_rank < num_nodes:
+        raise UsageError(f"--node_rank {node_rank} is not one of the {num_nodes} nodes.", why="Nodes count from 0.")
+
+
+def _own_place(names: list[str], node_rank: int | None, own_names: Collection[str]) -> int:
+    if node_rank is not None:
+        _check_node_rank(node_rank, len(names))
+        return node_rank
+    known = {LOCALHOST, *own_names}
+    places = [index for index, name in enumerate(names) if name in known]
+    if len(places) != 1:
+        found = f"{len(places)} times" if places else "not at all"
+        raise UsageError(
+            f"The hostfile names this machine {found}, so it cannot tell which node it is.",
+            why=f"Its hosts: {', '.join(names)}. This machine is known as: {', '.join(sorted(own_names))}.",
+            fix=START_EACH,
+        )
+    return places[0]
+
+
+def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: Machine) -> Share:
+    """A hostfile states this machine's slots: as many processes, on the GPUs at those places if it has any."""
+    if nproc is not None or not machine.gpus:
+        return Share(nproc or len(slots))
+    if max(slots) >= len(machine.gpus):
+        raise UsageError(
+            f"The hostfile gives this machine slot {max(slots)}, but it shows {len(machine.gpus)} GPUs.",
+            fix="Correct `slots=` (slots count from 0), or CUDA_VISIBLE_DEVICES.",
+        )
+    return Share(len(slots), tuple(machine.gpus[slot] for slot in slots))
+
+
+def _local_share(asked: Asked, machine: Machine) -> Share:
+    if asked.nproc is not None:
+        return Share(asked.nproc, note=_crowded(asked.nproc, machine))
+    if asked.include or asked.exclude:
+        return _filtered_share(asked, machine)
+    if asked.num_gpus is None:
+        return Share(machine.default_nproc, note="" if machine.gpus else _cpu_default(machine))
+    if not machine.gpus:
+        return _instead_of_gpus(f"--num_gpus {asked.num_gpus}", asked.num_gpus, machine)
+    if asked.num_gpus > len(machine.gpus):
+        return Share(
+            len(machine.gpus),
+            note=f"--num_gpus {asked.num_gpus}: this machine shows {_count(len(machine.gpus), 'GPU')}, so that many "
+            "processes run",
+        )
+    return Share(asked.num_gpus, machine.gpus[: asked.num_gpus])
+
+
+def _filtered_share(asked: Asked, machine: Machine) -> Share:
+    numbered = _numbered(machine.gpus)
+    if not numbered:  # places for processes: as many as there are by default, or as the filter speaks of
+        spoken = [slot for slots in parse_filter(asked.include or asked.exclude).values() for slot in slots or ()]
+        places = range(max([machine.default_nproc, *(slot + 1 for slot in spoken)]))
+        slots = _only_local({LOCALHOST: tuple(places)}, asked)
+        return _instead_of_gpus("--include" if asked.include else "--exclude", len(slots), machine)
+    slots = _only_local({LOCALHOST: tuple(numbered)}, asked)
+    return Share(len(slots), tuple(numbered[slot] for slot in slots))
+
+
+def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
+    return filter_slots(hosts, asked.include, asked.exclude)[LOCALHOST]
+
+
+def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
+    """Slot -> GPU name: the number the user knows it by, its place where names are not numbers (UUIDs)."""
+    if all(name.isdecimal() for name in gpus):
+        return {int(name): name for name in gpus}
+    return dict(enumerate(gpus))
+
+
+def _instead_of_gpus(option: str, wanted: int, machine: Machine) -> Share:
+    nproc = min(wanted, machine.default_nproc)
+    running = f"running {_count(nproc, 'CPU process', 'es')} instead on {_count(machine.cores, 'core')}"
+    asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
+    return Share(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
+
+
+def _cpu_default(machine: Machine) -> str:
+    nproc = machine.default_nproc
+    running = f"running {_count(nproc, 'process', 'es')} on {_count(machine.cores, 'CPU core')}"
+    return f"no GPU here: {running} (--nproc N sets another number)"
+
+
+def _crowded(nproc: int, machine: Machine) -> str:
+    if not machine.gpus or nproc <= len(machine.gpus):
+        return ""
+    return f"--nproc {nproc} is more than this machine's {_count(len(machine.gpus), 'GPU')}: ranks must share them"
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"

@@ -1,0 +1,193 @@
+"""The rank processes of this machine: starts them, notices the first failure at once, ends all of them.
+
+    idle --start--> running --all exit 0--> finished
+                       |
+                       +--first failure, or end()--> ended       (start() again: a restart)
+
+It knows nothing of torch and nothing of other machines.  Called by cli/agent.py.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import IO
+
+from deepseek_zero.cli.failure import Death, first_cause, read_report, read_stack
+from deepseek_zero.cli.orphans import MARK, Guard, Launch, send
+
+WORKER = str(Path(__file__).with_name("worker.py"))
+
+POLITE_SECONDS = 2.5
+"""How long a rank may take to end after the signal; with the sweep and the poll it stays under five seconds."""
+
+
+class Target(Enum):
+    """What a rank runs; the value is the key of cli/worker.py's table."""
+
+    SCRIPT = "script"
+    MODULE = "module"
+    PROGRAM = "program"
+
+
+@dataclass(frozen=True)
+class Command:
+    """What every rank of this machine runs, and how."""
+
+    kind: Target
+    target: str
+    args: tuple[str, ...] = ()
+    pass_local_rank: bool = False  # as the first argument, where DeepSpeed puts it
+    log_dir: Path | None = None  # ranks other than the machine's first write there instead of the terminal
+
+    def argv(self, local_rank: int) -> list[str]:
+        """The command line of one rank."""
+        option = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
+        return [sys.executable, WORKER, str(os.getpid()), self.kind.value, self.target, *option, *self.args]
+
+
+@dataclass
+class _Running:
+    process: subprocess.Popen[bytes]
+    rank: int
+    error_file: Path
+    death: Death | None = None
+    finished: bool = False
+
+    def death_with(self, code: int) -> Death:
+        return Death(self.rank, code, time.time(), read_report(self.error_file), read_stack(self.error_file))
+
+    def death_by_report(self) -> Death | None:
+        report = read_report(self.error_file)
+        return Death(self.rank, report.exit_code, report.at, report) if report else None
+
+
+@dataclass
+class Ranks:
+    """The ranks of this machine as processes; use as a context manager, which leaves neither processes nor files."""
+
+    command: Command
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    _running: dict[int, _Running] = field(default_factory=dict)
+    _groups: set[int] = field(default_factory=set)
+    _files: ExitStack = field(default_factory=ExitStack)
+    _attempt: int = 0
+
+    def __enter__(self) -> Ranks:
+        self._folder = Path(tempfile.mkdtemp(prefix="deepseek_zero_"))
+        self._guard = Guard(self.mark, self._folder)
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self.finished:
+            self.end()
+        self._guard.dismiss()
+        self._files.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def finished(self) -> bool:
+        """True once every rank has ended with code 0."""
+        return bool(self._running) and all(rank.finished for rank in self._running.values())
+
+    def start(self, environments: Sequence[Mapping[str, str]]) -> dict[int, int]:
+        """Start one process per environment (of local ranks 0, 1, ...); returns their process ids by local rank."""
+        self._attempt += 1
+        self._running.clear()
+        for local_rank, environment in enumerate(environments):
+            self._running[local_rank] = self._start_one(local_rank, environment)
+        return {local_rank: rank.process.pid for local_rank, rank in self._running.items()}
+
+    def _start_one(self, local_rank: int, environment: Mapping[str, str]) -> _Running:
+        error_file = self._folder / f"attempt_{self._attempt}_rank_{local_rank}.json"
+        output = self._output(local_rank, environment)
+        process = subprocess.Popen(
+            self.command.argv(local_rank),
+            env={**os.environ, **environment, MARK: self.mark, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+            # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger can be talked to.
+            stdin=None if local_rank == 0 else subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT if output else None,
+            start_new_session=True,
+        )
+        self._groups.add(process.pid)
+        self._guard.add(process.pid)
+        return _Running(process, int(environment.get("RANK", local_rank)), error_file)
+
+    def _output(self, local_rank: int, environment: Mapping[str, str]) -> IO[bytes] | None:
+        if self.command.log_dir is None or local_rank == 0:
+            return None
+        self.command.log_dir.mkdir(parents=True, exist_ok=True)
+        rank = environment.get("RANK", local_rank)
+        return self._files.enter_context(open(self.command.log_dir / f"rank_{rank}.log", "ab"))
+
+    def wait(self, seconds: float) -> None:
+        """Return at the next end of a rank, or after `seconds`."""
+        living = [rank.process.pid for rank in self._running.values() if rank.process.returncode is None]
+        with ExitStack() as stack:
+            try:
+                watched = []
+                for pid in living:
+                    watched.append(os.pidfd_open(pid))
+                    stack.callback(os.close, watched[-1])
+                select.select(watched, [], [], seconds)
+            except (AttributeError, OSError, ValueError):  # not Linux, an old kernel, or more files than select takes
+                time.sleep(min(seconds, 0.1))
+
+    def poll(self) -> Death | None:
+        """Look at every rank once; the failure to act on, or None while all is well."""
+        for rank in self._running.values():
+            self._look_at(rank)
+        deaths = [rank.death for rank in self._running.values() if rank.death]
+        return first_cause(deaths) if deaths else None
+
+    def _look_at(self, rank: _Running) -> None:
+        code = rank.process.poll()
+        if rank.finished or rank.death:
+            return
+        if code is not None:
+            rank.finished = code == 0
+            rank.death = rank.death_with(code) if code else None
+            if rank.finished:
+                self._forget(rank.process.pid)
+        elif rank.error_file.exists():  # it raised; whatever its exit handlers wait for, it will not come back
+            rank.death = rank.death_by_report()
+
+    def _forget(self, group: int) -> None:
+        self._groups.discard(group)
+        self._guard.drop(group)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """End every process of this launch: ask the ranks, wait, then sweep up their children and whoever stayed."""
+        living = [rank.process for rank in self._running.values() if rank.process.poll() is None]
+        # A rank that raised is on its way out already: its exit handlers get the time without the signal.
+        send([rank.process.pid for rank in self._running.values() if rank.process in living and not rank.death], number)
+        deadline = time.monotonic() + POLITE_SECONDS
+        for process in living:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline - time.monotonic()))
+        Launch(self.mark, frozenset(self._groups)).end()
+        for process in living:
+            if process.poll() is None:
+                process.kill()  # where the sweep finds nothing (no /proc)
+                process.wait()
+        for group in list(self._groups):
+            self._forget(group)
+
+    def cause(self) -> Death | None:
+        """The failure to show once all have ended: what was seen before, and what ranks wrote while they were ended."""
+        found = [rank.death_by_report() or rank.death for rank in self._running.values()]
+        deaths = [death for death in found if death is not None]
+        return first_cause(deaths) if deaths else None

@@ -1,0 +1,189 @@
+"""`deepseek-zero run`: reads the options, decides, starts the ranks, tells the end.
+
+    deepseek-zero run [options] script.py args...
+
+The options are the fields of `RunOptions`; the first word that is not an option is the script, and everything after it
+belongs to the script, whatever it is called.  Called by cli/__init__.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.log import logger
+from deepseek_zero.cli.failure import Outcome
+from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
+from deepseek_zero.cli.machine import Machine, allowed_cores
+from deepseek_zero.cli.nodes import START_EACH, Asked, NodePlan, plan_node
+from deepseek_zero.cli.ranks import Command, Target
+
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""DeepSpeed's place for it; used where it exists and --hostfile names no other."""
+
+HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CPU cores).
+
+Everything after the script's name belongs to the script. Every option may be written with - or _ between its words.
+
+Several machines: {START_EACH}"""
+
+WHERE, WHAT = "Where ranks run", "What they run"
+
+
+def _option(*names: str, text: str, panel: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """The command line of `run`; each field is one option, and cli/__init__.py builds the command from them."""
+
+    nproc: Annotated[
+        int | None, _option("--nproc", text="Processes here. Default: GPUs, else a pair of cores each.", panel=WHERE)
+    ] = None
+    num_gpus: Annotated[
+        int | None,
+        _option("--num-gpus", "--num-accelerators", text="GPUs to use here (on each host of a hostfile).", panel=WHERE),
+    ] = None
+    num_nodes: Annotated[
+        int | None, _option("--num-nodes", text="Machines to use. Default: 1, or all.", panel=WHERE)
+    ] = None
+    hostfile: Annotated[
+        Path | None,
+        _option("--hostfile", "-H", text=f"Lines of `hostname slots=N`. Default: {DEFAULT_HOSTFILE}.", panel=WHERE),
+    ] = None
+    include: Annotated[
+        str, _option("--include", "-i", text="Only these: NAME[:SLOT,...][@NAME...], here: localhost:0,2", panel=WHERE)
+    ] = ""
+    exclude: Annotated[str, _option("--exclude", "-e", text="All but these; the same grammar.", panel=WHERE)] = ""
+    master_addr: Annotated[
+        str | None, _option("--master-addr", text="Address of node 0. Default: the first host, or here.", panel=WHERE)
+    ] = None
+    master_port: Annotated[
+        int, _option("--master-port", text="Port of node 0. Default 0: any free one; 29500 for several.", panel=WHERE)
+    ] = 0
+    node_rank: Annotated[
+        int | None,
+        _option("--node-rank", text="This machine's number. Default: its place in the hostfile.", panel=WHERE),
+    ] = None
+    module: Annotated[
+        bool, _option("--module", "-m", text="The script is a module's name (python -m).", panel=WHAT)
+    ] = False
+    no_python: Annotated[
+        bool, _option("--no-python", text="The script is a program of its own, not Python source.", panel=WHAT)
+    ] = False
+    no_local_rank: Annotated[
+        bool,
+        _option("--no-local-rank", text="Never pass --local_rank=N (else: where the script knows it).", panel=WHAT),
+    ] = False
+    max_restarts: Annotated[
+        int, _option("--max-restarts", text="Times to start all ranks again after a failure. Default 0.", panel=WHAT)
+    ] = 0
+    log_dir: Annotated[
+        Path | None,
+        _option("--log-dir", text="Ranks other than the first write DIR/rank_N.log, not the terminal.", panel=WHAT),
+    ] = None
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
+    ] = None
+
+
+def run(options: RunOptions) -> int:
+    """Launch; returns the exit code: 0, the failing rank's, or 128 + the signal that ended the launcher."""
+    command = _command(options)
+    agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
+    machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
+    plan = plan_node(_asked(options), machine, own_names())
+    if plan.num_nodes > 1 and options.max_restarts:
+        raise UsageError(
+            "--max-restarts works on a single machine only.",
+            why="A restart here would leave the other machines' ranks waiting for the old ones.",
+            fix="Restart the whole job from its last checkpoint instead.",
+        )
+    if plan.share.note:
+        logger.info(plan.share.note)
+    return _tell(agent.run_ranks(plan, command, rank_environment(plan, machine), options.max_restarts))
+
+
+def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
+    """What every rank of this machine gets: its share of the cores and, where slots were chosen, the GPUs."""
+    environment = machine.thread_environment(plan.share.nproc, os.environ)
+    if plan.share.devices is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.share.devices)
+    return environment
+
+
+def own_names() -> set[str]:
+    """The names and addresses by which a hostfile may call this machine."""
+    name = socket.gethostname()
+    names = {name, name.partition(".")[0], socket.getfqdn()}
+    with suppress(OSError):  # a machine that cannot resolve its own name still has it
+        names.update(str(entry[4][0]) for entry in socket.getaddrinfo(name, None))
+    return names
+
+
+def _asked(options: RunOptions) -> Asked:
+    asked = Asked(**{one.name: getattr(options, one.name) for one in fields(Asked)})
+    if asked.hostfile is None and DEFAULT_HOSTFILE.is_file():
+        return replace(asked, hostfile=DEFAULT_HOSTFILE)
+    return asked
+
+
+def _command(options: RunOptions) -> Command:
+    if not options.command:
+        raise UsageError("No script was given.", fix="deepseek-zero run [options] script.py args...")
+    if options.module and options.no_python:
+        raise UsageError("--module and --no_python are mutually exclusive.", fix="Give one of them.")
+    target, *args = options.command
+    kind = Target.MODULE if options.module else Target.PROGRAM if options.no_python else Target.SCRIPT
+    source = _source(kind, target)
+    return Command(
+        kind,
+        target,
+        tuple(args),
+        pass_local_rank=not options.no_local_rank and accepts_local_rank(source, args),
+        log_dir=options.log_dir,
+    )
+
+
+def _source(kind: Target, target: str) -> Path | None:
+    """The Python source the ranks will run, to look at; a missing script is an error before anything starts."""
+    if kind is Target.MODULE:
+        return find_module(target)
+    if kind is Target.PROGRAM:
+        if shutil.which(target) is None:
+            raise UsageError(
+                f"There is no program {target!r} to run.", fix="Check the path, or that it may be executed."
+            )
+        return None
+    path = Path(target)
+    if not path.exists():
+        hint = " `run` starts Python itself, so leave that word out." if target.startswith("python") else ""
+        raise UsageError(
+            f"There is no script {target!r} here.{hint}",
+            why=f"The current folder is {Path.cwd()}.",
+            fix="Name a Python file; for a module add --module, for another program --no_python.",
+        )
+    return path / "__main__.py" if path.is_dir() else path
+
+
+def _tell(outcome: Outcome) -> int:
+    """Say on stderr how it ended, once; silent if all went well."""
+    if outcome.headline:
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.show_cursor(True)  # a progress bar that was killed may have left it hidden
+        console.print(Text(f"\n{outcome.headline}; all ranks here have been ended", style="bold red"))
+        if outcome.story:
+            console.print(Text(outcome.story))
+    return outcome.exit_code

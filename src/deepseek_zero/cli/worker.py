@@ -1,0 +1,191 @@
+"""The first Python code of a rank: ties its life to the launcher's, then runs the user's script as Python would.
+
+Run by path, never imported by the package, standard library only: a rank pays nothing for having been launched, and
+`sys.path`, `sys.argv`, `__main__` and pickling are those of a plain start.  An exception is written to the rank's error
+file instead of the terminal, so that the launcher shows the first one, once.  Called by cli/ranks.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import importlib.machinery
+import io
+import json
+import os
+import runpy
+import signal
+import sys
+import time
+import traceback
+import types
+from collections.abc import Iterator
+from types import TracebackType
+
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable naming this rank's error file; torch's own @record writes there as well."""
+
+PR_SET_PDEATHSIG = 1
+
+LOST_PEER_TYPES = {"PeerError", "DistBackendError", "DistNetworkError", "DistStoreError"}
+LOST_PEER_TEXTS = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "remote process exited",
+    "communicator was aborted",
+)
+"""How an exception says that some other rank went first; such a one is shown only if nothing better is known."""
+
+
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends, however that ends (Linux; kept by exec, not by children).
+
+    parent: the launcher's process id; if it is gone already, the signal would never come, so end here.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+
+
+def run_script(path: str) -> None:
+    """Run a file as `python path` does: a fresh `__main__` that stays for exit handlers, threads and pickling."""
+    script = os.path.abspath(path)
+    _set_first_path(os.path.dirname(os.path.realpath(script)))
+    if not os.path.isfile(script):  # a folder or an archive with a __main__.py inside
+        runpy.run_path(path, run_name="__main__")
+        return
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=script, __builtins__=__builtins__, __loader__=importlib.machinery.SourceFileLoader("__main__", script)
+    )
+    sys.modules["__main__"] = main
+    with io.open_code(script) as file:
+        code = compile(file.read(), script, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def run_module(name: str) -> None:
+    """Run a module as `python -m name` does."""
+    _set_first_path(os.getcwd())
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def run_program(path: str) -> None:
+    """Become another program; it keeps the signal that ties it to the launcher."""
+    os.execvp(path, sys.argv)
+
+
+RUNNERS = {"script": run_script, "module": run_module, "program": run_program}
+
+
+def _set_first_path(folder: str) -> None:
+    if not sys.flags.safe_path:  # started as a file, so the first entry is this file's own folder
+        sys.path[0] = folder
+
+
+def _own_frames_cut(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if file != __file__ and file != runpy.__file__ and not file.startswith("<frozen "):
+            return trace
+        trace = trace.tb_next
+    return None
+
+
+def _shown_text(error: BaseException) -> str:
+    """What the interpreter would have printed, through `sys.excepthook` so that a script's own hook is honoured."""
+    terminal, sys.stderr = sys.stderr, io.StringIO()
+    try:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return sys.stderr.getvalue() or "".join(traceback.format_exception(error))
+    except Exception:  # a hook that fails must not hide the error it was called for
+        return "".join(traceback.format_exception(error))
+    finally:
+        sys.stderr = terminal
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        yield link
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+
+
+def blames_a_peer(error: BaseException) -> bool:
+    """True if the exception, or one it came from, tells of another rank's end rather than of a fault here."""
+    return any(
+        not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(link).__mro__)
+        or any(text in str(link) for text in LOST_PEER_TEXTS)
+        for link in _chain(error)
+    )
+
+
+def write_report(text: str, summary: str, exit_code: int, *, secondary: bool, at: float) -> None:
+    """Write the error file in torch elastic's layout plus our own entry, at once and whole."""
+    path = os.environ.get(ERROR_FILE)
+    if not path:
+        sys.stderr.write(text)
+        return
+    report = {
+        "message": {"message": summary, "extraInfo": {"py_callstack": text, "timestamp": str(int(at))}},
+        "deepseek_zero": {"at": at, "exit_code": exit_code, "secondary": secondary},
+    }
+    with open(f"{path}.part", "w", encoding="utf-8", errors="backslashreplace") as file:
+        json.dump(report, file)
+    os.replace(f"{path}.part", path)
+
+
+def _report_exception(error: BaseException, at: float) -> int:
+    error = error.with_traceback(_own_frames_cut(error.__traceback__))
+    summary = "".join(traceback.format_exception_only(error)).strip()
+    write_report(_shown_text(error), summary, 1, secondary=blames_a_peer(error), at=at)
+    return 1
+
+
+def _report_exit(error: SystemExit, at: float) -> int:
+    if error.code is None or isinstance(error.code, int):
+        return error.code or 0
+    # `sys.exit("message")`: Python prints the message and exits with 1; every rank would print it.
+    write_report(f"{error.code}\n", str(error.code), 1, secondary=False, at=at)
+    return 1
+
+
+def _flush_whole_lines() -> None:
+    """Buffer standard output as on a terminal even into a pipe or file: at once, and a line is one write.
+
+    Unbuffered (`python -u`, PYTHONUNBUFFERED as in many containers), a line's text and its end are written apart, and
+    the lines of ranks run into each other.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def _keep_crash_stack() -> None:
+    """A crash in native code leaves its Python stack beside the error file, for the launcher to show."""
+    path = os.environ.get(ERROR_FILE)
+    if path and not faulthandler.is_enabled():
+        faulthandler.enable(file=open(f"{path}.stack", "w"))  # noqa: SIM115  open as long as the process lives
+
+
+def main(parent: str, kind: str, target: str, *args: str) -> int:
+    """Run the target and return the exit code; parent: the launcher's process id; kind: a key of RUNNERS."""
+    die_with_parent(int(parent))
+    _keep_crash_stack()
+    _flush_whole_lines()
+    sys.argv = [target, *args]
+    try:
+        RUNNERS[kind](target)
+    except SystemExit as error:
+        return _report_exit(error, time.time())
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except BaseException as error:
+        return _report_exception(error, time.time())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

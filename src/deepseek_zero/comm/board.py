@@ -1,0 +1,146 @@
+"""The notice board: how a rank that waits learns that it waits in vain.
+
+Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when something
+takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence* (a rank raised, a
+rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour is late, not dead.
+Called by comm/collectives.py; a rank's own exception is posted by sharding/runtime.py.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import weakref
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from ..base.errors import PeerError
+
+
+@dataclass
+class Position:
+    """What one rank has issued, and the one collective it waits for.  Lanes are independent sequences of collectives."""
+
+    lane: str
+    sequence: int
+    issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
+    log: dict[str, dict[str, str]] = field(default_factory=dict)  # lane -> sequence -> name, the last few
+
+    def name(self, lane: str | None = None, sequence: int | None = None) -> str:
+        number = self.sequence if sequence is None else sequence
+        return self.log.get(lane or self.lane, {}).get(str(number), "")
+
+    def has_issued(self, other: Position) -> bool:
+        """Whether this rank has entered the collective the other waits for."""
+        return self.issued.get(other.lane, 0) > other.sequence
+
+
+class Board:
+    """One small TCPStore per group.  Making one is collective; the methods are local and never wait for another rank."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.rank, self.size = rank, size
+        address: list[tuple[str, int] | None] = [None]
+        if rank == 0:
+            host = socket.gethostbyname(socket.gethostname()) if _spans_hosts() else "127.0.0.1"
+            self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+            address = [(host, self._store.port)]
+        # The address travels through the group itself: no private default store, no port the user must know.
+        dist.broadcast_object_list(address, src=0, group=group)
+        if rank != 0 and address[0] is not None:
+            self._store = dist.TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))
+        self._said: dict[str, str] = {}
+        self._suspicion: tuple[str, ...] = ()
+        _say_goodbye_at_exit(self)
+
+    def post(self, topic: str, text: str) -> None:
+        """Write this rank's line under a topic ("raised", "ended", "waiting"); a store that is gone is no error here."""
+        if self._said.get(topic, "") == text:
+            return
+        try:
+            self._store.set(f"{topic}/{self.rank}", text)
+            self._said[topic] = text
+        except RuntimeError:
+            pass
+
+    def withdraw(self, topic: str) -> None:
+        """Take this rank's line back."""
+        self.post(topic, "")
+
+    def read(self, topic: str, rank: int) -> str:
+        """Another rank's line, or "" where it wrote none."""
+        key = f"{topic}/{rank}"
+        try:
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+        except RuntimeError:
+            return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
+
+    def evidence(self, mine: Position) -> PeerError | None:
+        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when seen twice in a row."""
+        self.post("waiting", json.dumps(asdict(mine)))
+        waits = f"rank {self.rank} waits for it in '{mine.name()}'"
+        positions = {self.rank: mine}
+        for rank in range(self.size):
+            if rank == self.rank:
+                continue
+            if text := self.read("raised", rank):
+                return PeerError(
+                    f"rank {rank} raised an error while {waits}: {text}",
+                    "A collective needs every rank.",
+                    f"fix the error of rank {rank}; its traceback is in that rank's output.",
+                )
+            if text := self.read("ended", rank):
+                return PeerError(
+                    f"rank {rank} has ended ({text}) while {waits}.",
+                    "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some ranks only.",
+                    "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
+                )
+            if line := self.read("waiting", rank):
+                positions[rank] = Position(**json.loads(line))
+        suspects = _astray(positions, self.rank)
+        names = tuple(f"rank {rank} is in '{positions[rank].name()}'" for rank in suspects)
+        confirmed, self._suspicion = bool(names) and names == self._suspicion, names
+        if not confirmed:
+            return None
+        return PeerError(
+            "ranks called different collectives: " + ", ".join(names) + ".",
+            "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
+            "look for a branch that depends on the rank: state_dict() on one rank only, unequal batches, another model.",
+        )
+
+
+def _astray(positions: dict[int, Position], me: int) -> list[int]:
+    """The ranks that wait for each other in different collectives; empty while somebody can still move."""
+    chain = [me]
+    while True:
+        here = positions[chain[-1]]
+        for rank, there in positions.items():
+            name = there.name(here.lane, here.sequence)
+            if rank != chain[-1] and name and name != here.name():
+                return sorted({chain[-1], rank})
+        blockers = [rank for rank, there in positions.items() if rank != chain[-1] and not there.has_issued(here)]
+        if not blockers:
+            return []
+        if blockers[0] in chain:
+            return sorted(chain[chain.index(blockers[0]) :])
+        chain.append(blockers[0])
+
+
+def _spans_hosts() -> bool:
+    world = os.environ.get("WORLD_SIZE", "1")
+    return os.environ.get("LOCAL_WORLD_SIZE", world) != world
+
+
+def _say_goodbye_at_exit(board: Board) -> None:
+    reference = weakref.ref(board)
+
+    def say_goodbye() -> None:
+        alive = reference()
+        if alive is not None and not alive._said.get("raised"):
+            alive.post("ended", "its program finished")
+
+    atexit.register(say_goodbye)

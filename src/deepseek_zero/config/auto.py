@@ -1,0 +1,274 @@
+"""`resolve`: a `RawConfig` and the facts of this run -> `Config`, every "auto" replaced and the reason recorded.
+
+The rules are Hugging Face's where it has some (bucket sizes from the hidden size), DeepSpeed's and torch's defaults
+elsewhere. Called by the doors once model, ranks and the program's own objects are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepseek_zero.base.log import log_once
+from deepseek_zero.config.batch import Batch, BatchRequest, attempt
+from deepseek_zero.config.fields import Part
+from deepseek_zero.config.load import validate
+from deepseek_zero.config.problems import Problem, Problems
+from deepseek_zero.config.raw import Decision, RawConfig, lookup, put
+from deepseek_zero.config.schema import Config
+from deepseek_zero.config.schema_zero import ZeroOptimization
+
+_ZERO = "zero_optimization."
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# What torch (and, for Lion and LAMB, their papers) take when nothing is said; "" is every other optimizer.
+OPTIMIZER_DEFAULTS: dict[str, dict[str, Any]] = {
+    "": {"lr": 1e-3, "eps": 1e-8, "weight_decay": 0.0, "betas": [0.9, 0.999], "momentum": 0.0},
+    "adamw": {"weight_decay": 1e-2},
+    "adagrad": {"lr": 1e-2, "eps": 1e-10},
+    "lion": {"lr": 1e-4, "betas": [0.9, 0.99]},
+    "lamb": {"eps": 1e-6},
+    "muon": {"momentum": 0.95, "weight_decay": 0.1},
+}
+SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the resolver may know of a run; None where it does not.
+
+    launched: a launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of the
+    program's data loader.  client_optimizer: defaults of an optimizer the program passes (lr, betas, ...).
+    total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any batch size, as
+    DeepSpeed does.
+    """
+
+    world_size: int = 1
+    device_type: str = "cpu"
+    has_bf16: bool = True
+    launched: bool = True
+    hidden_size: int | None = None
+    num_params: int | None = None
+    loader_micro_batch: int | None = None
+    client_optimizer: Mapping[str, Any] = field(default_factory=dict)
+    total_steps: int | None = None
+    require_batch_key: bool = False
+
+
+def resolve(raw: RawConfig, facts: Facts) -> Config:
+    """The configuration of this run; `Config.decisions` holds what was decided and why."""
+    resolver = _Resolver(raw, facts)
+    for rule in _RULES:
+        rule(resolver)
+    config = resolver.finish()
+    for line in resolver.news:
+        log_once(line)
+    return config
+
+
+class _Resolver:
+    """The values so far, what is still "auto", and the record."""
+
+    def __init__(self, raw: RawConfig, facts: Facts) -> None:
+        self.facts, self.problems = facts, Problems(raw.source)
+        self.values: dict[str, Any] = deepcopy(dict(raw.values))
+        self.asked, self.open = raw.autos, set(raw.autos)
+        self.decisions: list[Decision] = []
+        self.news: list[str] = []
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a dotted key as far as it is known."""
+        return lookup(self.values, key, default)
+
+    def decide(self, key: str, value: Any, why: str) -> None:
+        """Set a key and record the reason."""
+        put(self.values, key, value)
+        self.open.discard(key)
+        self.decisions.append(Decision(key, value, why, key in self.asked))
+
+    def silent(self, key: str) -> bool:
+        """True when nobody stated the key, or it says "auto"."""
+        return self.get(key, _UNSTATED) is _UNSTATED
+
+    def finish(self) -> Config:
+        """Give the remaining "auto" keys their defaults and build the model."""
+        table = {row.path: row.default for row in Config.field_table()}
+        for key in sorted(self.open):
+            if key in table:
+                self.decisions.append(Decision(key, table[key], "the default of the key", True))
+            else:
+                self.decisions.append(Decision(key, None, "left out: its owner's default holds", True))
+        config = validate(self.values, self.problems)
+        self.problems.raise_if_any()
+        if config is None:
+            raise AssertionError("a refused model always leaves a problem")
+        return config.with_decisions(tuple(self.decisions))
+
+
+_UNSTATED = object()
+
+
+def _precision(run: _Resolver) -> None:
+    """precision, fp16.enabled, bf16.enabled, and what follows them."""
+    has_bf16 = run.facts.has_bf16
+    hardware = f"the {run.facts.device_type} {'has' if has_bf16 else 'lacks'} bf16"
+    wanted = run.get("precision")
+    if wanted == "auto":
+        if not any(run.get(f"{name}.enabled") for name in ("bf16", "fp16")):
+            run.decide(f"{'bf16' if has_bf16 else 'fp16'}.enabled", True, f'precision is "auto": {hardware}')
+    elif wanted in ("bf16", "fp16"):
+        run.decide(f"{wanted}.enabled", True, f"precision is {wanted}")
+    _auto_sections(run, hardware)
+    if run.silent("torch_autocast.dtype"):
+        run.decide("torch_autocast.dtype", "bf16" if has_bf16 else "fp16", hardware)
+    if run.silent("fp16.auto_cast"):
+        run.decide("fp16.auto_cast", run.get("auto_cast", True), "follows auto_cast")
+
+
+def _auto_sections(run: _Resolver, hardware: str) -> None:
+    taken = next((key for key in _SWITCHES if run.get(key)), None)
+    fixed = run.get("precision") == "fp32"
+    if "bf16.enabled" in run.open:
+        on = run.facts.has_bf16 and taken is None and not fixed
+        run.decide("bf16.enabled", on, hardware if taken is None else f"{taken} is on")
+    if "fp16.enabled" in run.open:
+        bf16 = run.get("bf16.enabled", False)
+        on = run.facts.device_type == "cuda" and not run.facts.has_bf16 and taken is None and not fixed
+        run.decide("fp16.enabled", on, "bf16.enabled is on" if bf16 else hardware)
+
+
+_SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
+
+
+def _ranks(run: _Resolver) -> None:
+    """dp_degree: every rank of the run; a stated one must agree, except in a lone process, which only warns."""
+    world, stated = run.facts.world_size, run.get("dp_degree")
+    if stated is None:
+        run.decide("dp_degree", world, "every rank of the run")
+    elif stated != world and (run.facts.launched or world > 1):
+        run.problems.add(
+            "dp_degree",
+            f"the run has {world} data-parallel {'rank' if world == 1 else 'ranks'}",
+            f"start {stated} ranks (deepseek-zero run --nproc {stated} ...), or remove dp_degree",
+            stated,
+        )
+    elif stated != world:
+        run.news.append(
+            f"dp_degree is {stated} and this is one process without a launcher: running as one rank; for {stated} use "
+            f"`deepseek-zero run --nproc {stated} script.py`"
+        )
+        run.decide("dp_degree", world, "one process without a launcher")
+
+
+def _batch(run: _Resolver) -> None:
+    """The batch triangle; one line of news when the configuration has no batch key at all."""
+    train_key, micro_key, steps_key = _BATCH_KEYS
+    request = BatchRequest(
+        run.facts.world_size,
+        train=run.get(train_key),
+        micro=run.get(micro_key),
+        accumulation=run.get(steps_key),
+        loader=run.facts.loader_micro_batch,
+        micro_auto=micro_key in run.asked,
+        require_key=run.facts.require_batch_key and not run.asked.intersection((train_key, micro_key)),
+    )
+    answer = attempt(request)
+    if isinstance(answer, Problem):
+        run.problems.found.append(answer)
+        return
+    if all(run.silent(key) for key in _BATCH_KEYS):
+        run.news.append(_batch_line(answer))
+    for key, value in zip(_BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True):
+        if run.silent(key):
+            run.decide(key, value, answer.why)
+
+
+def _batch_line(batch: Batch) -> str:
+    return (
+        f"no batch size is stated: micro-batch {batch.micro} x accumulation {batch.accumulation} x {batch.dp_size} "
+        f"{'rank' if batch.dp_size == 1 else 'ranks'} = train batch {batch.train} ({batch.why})"
+    )
+
+
+def _sizes(run: _Resolver) -> None:
+    """Bucket sizes that said "auto", from the hidden size; without one the defaults stand."""
+    hidden = run.facts.hidden_size
+    if hidden is not None:
+        for name, size, why in (
+            ("reduce_bucket_size", hidden * hidden, "hidden size squared"),
+            ("stage3_prefetch_bucket_size", int(0.9 * hidden * hidden), "0.9 x hidden size squared"),
+            ("stage3_param_persistence_threshold", 10 * hidden, "10 x hidden size"),
+        ):
+            if _ZERO + name in run.open:
+                run.decide(_ZERO + name, size, f"{why} ({hidden})")
+    if run.silent(_ZERO + "overlap_comm"):
+        stage = run.get(_ZERO + "stage", 0)
+        run.decide(_ZERO + "overlap_comm", stage == 3, f"stage {stage}")
+
+
+def _optimizer(run: _Resolver) -> None:
+    """optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual values."""
+    if "optimizer.type" in run.open and not run.facts.client_optimizer:
+        run.decide("optimizer.type", "AdamW", "the program passes no optimizer")
+    kind = str(run.get("optimizer.type", "")).lower()
+    usual = {**OPTIMIZER_DEFAULTS[""], **OPTIMIZER_DEFAULTS.get(kind, {})}
+    for key in sorted(run.open):
+        prefix, _, name = key.rpartition(".")
+        if prefix != "optimizer.params":
+            continue
+        if name in run.facts.client_optimizer:
+            run.decide(key, run.facts.client_optimizer[name], "the program's own optimizer")
+        elif name in usual:
+            run.decide(key, usual[name], f"the usual value of {kind or 'an optimizer'}")
+
+
+def _scheduler(run: _Resolver) -> None:
+    """scheduler.params that said "auto"."""
+    lr = run.get("optimizer.params.lr", run.facts.client_optimizer.get("lr"))
+    found = {
+        **{name: (value, "DeepSpeed's default") for name, value in SCHEDULER_DEFAULTS.items()},
+        "warmup_max_lr": (lr, "the optimizer's lr"),
+        "total_num_steps": (run.facts.total_steps, "the planned steps"),
+    }
+    for key in sorted(run.open):
+        prefix, _, name = key.rpartition(".")
+        if prefix == "scheduler.params" and name in found and found[name][0] is not None:
+            run.decide(key, *found[name])
+        elif key == "scheduler.params.total_num_steps":
+            run.problems.add(
+                key, "the number of steps is not known here", "write the planned number of optimizer steps", "auto"
+            )
+
+
+def _tiers(run: _Resolver) -> None:
+    """Device "cpu" where the training device is the CPU is what we do already; elsewhere the host tier is not built."""
+    for name in ("offload_optimizer", "offload_param"):
+        key = f"{_ZERO}{name}.device"
+        if run.get(key) != "cpu":
+            continue
+        if run.facts.device_type == "cpu":
+            run.decide(key, "none", "host memory is the training device")
+            run.news.append(f'{key} is "cpu" and so is the training device: nothing is moved')
+        else:
+            run.problems.found.append(
+                Problem(
+                    key,
+                    f"is not built on {run.facts.device_type}: it comes with {Part.TIERS}",
+                    'remove it or write "none"; more ranks at stage 3 also lower the memory per device',
+                    "cpu",
+                    not_built=True,
+                )
+            )
+
+
+def _replicated(run: _Resolver) -> None:
+    """Say so when nothing will be sharded at stage 3 because every parameter is below the threshold."""
+    total = run.facts.num_params
+    key = _ZERO + "stage3_param_persistence_threshold"
+    threshold = run.get(key, ZeroOptimization.model_fields["stage3_param_persistence_threshold"].default)
+    if run.get(_ZERO + "stage") == 3 and total is not None and total <= threshold:
+        run.news.append(f"{key} {threshold} covers all {total} parameters: they stay replicated; 0 shards them")
+
+
+_RULES = (_precision, _ranks, _batch, _sizes, _optimizer, _scheduler, _tiers, _replicated)

@@ -1,0 +1,118 @@
+"""The batch-size triangle: train_batch = micro_batch x accumulation x data-parallel ranks, solved for what is missing.
+
+Follows DeepSpeed's rules and words; adds the data loader's batch size and the case where nothing is stated.  Pure
+arithmetic; called by `auto.resolve` and by doors that change one member later.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from deepseek_zero.config.problems import Problem, as_error
+
+NOTHING_STATED = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The solved triangle, in samples and micro-batches."""
+
+    train: int
+    micro: int
+    accumulation: int
+    dp_size: int
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class BatchRequest:
+    """What is known: None where a key is missing or "auto".
+
+    loader: the batch size of the program's own data loader.  micro_auto: the micro-batch key said "auto", so the
+    loader's size is preferred to a division.  require_key: refuse a configuration without any batch size, as
+    DeepSpeed does.
+    """
+
+    dp_size: int
+    train: int | None = None
+    micro: int | None = None
+    accumulation: int | None = None
+    loader: int | None = None
+    micro_auto: bool = False
+    require_key: bool = False
+
+
+def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
+    """The triangle, or a ConfigError in DeepSpeed's words."""
+    answer = attempt(request)
+    if isinstance(answer, Problem):
+        raise as_error([answer], source)
+    return answer
+
+
+def attempt(request: BatchRequest) -> Batch | Problem:
+    """The triangle, or the first problem with it."""
+    stated = (request.train, request.micro, request.accumulation)
+    for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
+        if value is not None and value <= 0:
+            return Problem(key, f"{label}: {value} has to be greater than 0", f"set {key} to 1 or more", value)
+    if request.require_key and request.train is None and request.micro is None:
+        return Problem(_KEYS[0], NOTHING_STATED, f"state one of {_KEYS[0]} and {_KEYS[1]}")
+    return _check(_fill(_with_loader(request)))
+
+
+_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+_LABELS = ("Train batch size", "Micro batch size per gpu", "Gradient accumulation steps")
+
+
+def _with_loader(request: BatchRequest) -> BatchRequest:
+    """Take the loader's size where it decides more than a division would."""
+    if request.loader is None or request.micro is not None:
+        return request
+    if request.train is None:
+        return replace(request, micro=request.loader)
+    free = request.micro_auto and request.accumulation is None
+    fits = request.train % (request.loader * request.dp_size) == 0
+    return replace(request, micro=request.loader) if free and fits else request
+
+
+def _fill(request: BatchRequest) -> Batch:
+    """DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth for nothing stated."""
+    train, micro, steps, ranks = request.train, request.micro, request.accumulation, request.dp_size
+    if train is None:
+        micro, steps = micro or 1, steps or 1
+        return Batch(micro * steps * ranks, micro, steps, ranks, _why_micro(request))
+    if micro is None:
+        why = "micro-batch = train batch / ranks / accumulation" if steps else "micro-batch = train batch / ranks"
+        return Batch(train, train // ranks // (steps or 1), steps or 1, ranks, why)
+    if steps is None:
+        return Batch(train, micro, train // micro // ranks, ranks, "accumulation = train batch / micro-batch / ranks")
+    return Batch(train, micro, steps, ranks, "as stated")
+
+
+def _why_micro(request: BatchRequest) -> str:
+    if request.micro is None:
+        return "no data loader is known: micro-batch 1"
+    if request.loader == request.micro:
+        return "micro-batch from the data loader; train batch = micro-batch x accumulation x ranks"
+    return "train batch = micro-batch x accumulation x ranks"
+
+
+def _check(batch: Batch) -> Batch | Problem:
+    solved = (batch.train, batch.micro, batch.accumulation)
+    least = batch.dp_size * max(1, batch.accumulation)
+    for value, key, label in zip(solved, _KEYS, _LABELS, strict=True):
+        if value <= 0:
+            fix = f"with {batch.dp_size} data-parallel ranks, {_KEYS[0]} must be a multiple of {least}"
+            return Problem(key, f"{label}: {value} has to be greater than 0", fix, value)
+    ranks = batch.dp_size
+    if batch.train == batch.micro * batch.accumulation * ranks:
+        return batch
+    product = batch.micro * batch.accumulation * ranks
+    return Problem(
+        _KEYS[0],
+        "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * gradient_acc_step * "
+        f"world_size {batch.train} != {batch.micro} * {batch.accumulation} * {ranks}",
+        f'set {_KEYS[0]} to {product}, or write "auto" for one of the three keys',
+        batch.train,
+    )

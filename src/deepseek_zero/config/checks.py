@@ -1,0 +1,177 @@
+"""What cannot be right although every key is: keys that are not built, contradictions, missing packages.
+
+Works on stated values, before anything is resolved.  Called by `load`; problems are collected, nothing is raised here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from importlib.util import find_spec
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from deepseek_zero.config.fields import Part, Section, Status
+from deepseek_zero.config.problems import Problem, Problems
+from deepseek_zero.config.raw import lookup
+from deepseek_zero.config.schema import Config
+from deepseek_zero.config.table import declared, subsection
+
+MAX_GRAD_NORM = (
+    "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed parameter "
+    "'gradient_clipping'"
+)
+# Optimizers that DeepSpeed knows by name and this library does not have.
+OTHER_OPTIMIZERS = {
+    "onebitadam": "its compressed communication comes with " + Part.SPEED,
+    "zerooneadam": "its compressed communication comes with " + Part.SPEED,
+    "onebitlamb": "its compressed communication comes with " + Part.SPEED,
+    "muadam": "it scales by the width of layers that the mup package marks, which is not planned",
+    "muadamw": "it scales by the width of layers that the mup package marks, which is not planned",
+    "musgd": "it scales by the width of layers that the mup package marks, which is not planned",
+}
+# section -> (module to import, how to install it)
+PACKAGES = {
+    "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
+    "wandb": ("wandb", "pip install wandb"),
+    "comet": ("comet_ml", "pip install comet-ml"),
+}
+_PRECISION_SECTIONS = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
+
+
+def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
+    """Every check that needs only what was stated, and which keys said "auto"."""
+    _precision(values, problems)
+    _loss_scale(values, problems)
+    _optimizer(values, problems)
+    _types(values, autos, problems)
+    _packages(values, problems)
+    _not_built(Config, values, "", None, problems)
+
+
+def _precision(values: Mapping[str, Any], problems: Problems) -> None:
+    on = [name for name, key in _PRECISION_SECTIONS.items() if lookup(values, key)]
+    if len(on) == 2:
+        problems.add(
+            "fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled", "switch one of them off", True
+        )
+    if on and lookup(values, "torch_autocast.enabled"):
+        problems.add(
+            "torch_autocast.enabled",
+            f"{on[0]}.enabled casts the model itself; autocast wants it in fp32",
+            f"switch {on[0]} or torch_autocast off",
+            True,
+        )
+    wanted = values.get("precision")
+    for name in on:
+        if wanted not in (None, "auto", name):
+            problems.add(
+                "precision", f"contradicts {name}.enabled = true", f"remove precision, or set it to {name!r}", wanted
+            )
+
+
+def _loss_scale(values: Mapping[str, Any], problems: Problems) -> None:
+    if lookup(values, "fp16.loss_scale", 0):
+        return
+    for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
+        value = lookup(values, key, 1)
+        if value <= 0:
+            problems.add(
+                key, "must be greater than 0 while the loss scale is dynamic", "remove it or set it to 1", value
+            )
+
+
+def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
+    params = lookup(values, "optimizer.params", {})
+    if "max_grad_norm" in params:
+        norm = params["max_grad_norm"]
+        problems.add(
+            "optimizer.params.max_grad_norm",
+            MAX_GRAD_NORM,
+            f'remove it and write "gradient_clipping": {norm} at the top',
+            norm,
+        )
+    name = str(lookup(values, "optimizer.type", "")).lower()
+    if name in OTHER_OPTIMIZERS:
+        fix = "take another optimizer, for example AdamW"
+        problems.found.append(
+            Problem("optimizer.type", f"is not built: {OTHER_OPTIMIZERS[name]}", fix, name, not_built=True)
+        )
+
+
+def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
+    """Arguments without the thing they belong to would be read by nobody."""
+    for name, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        params = lookup(values, f"{name}.params")
+        if params and not lookup(values, f"{name}.type") and f"{name}.type" not in autos:
+            fix = f'add "type": "{example}" or another'
+            problems.add(f"{name}.params", f"has no {name}.type beside it", fix, params)
+
+
+def _packages(values: Mapping[str, Any], problems: Problems) -> None:
+    for name, (module, install) in PACKAGES.items():
+        if lookup(values, f"{name}.enabled") and find_spec(module) is None:
+            fix = f"{install}, or switch it off"
+            problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
+
+
+def _not_built(
+    model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems
+) -> None:
+    part = model.part.value if model.part else part
+    if model.gate:
+        _gated(model, values, prefix, part, problems)
+        return
+    for name, value in values.items():
+        info = model.model_fields[name]
+        inner = subsection(info)
+        if inner is not None and not declared(info):
+            _not_built(inner, value, f"{prefix}{name}.", part, problems)
+        elif _is_off_default(info, value):
+            _report(prefix + name, value, declared(info)["reason"] or part, "", problems)
+
+
+def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
+    """One problem per switch that is on; the other keys of the section are named in it."""
+    others = ", ".join(key for key in _stated(model, values) if key not in model.gate)
+    for key in model.gate:
+        value = lookup(values, key)
+        if value is not None and _is_off_default(_field(model, key), value):
+            _report(prefix + key, value, part, f" (with {others})" if others else "", problems)
+
+
+def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        inner = subsection(model.model_fields[name])
+        if inner is None:
+            yield name
+        else:
+            yield from (f"{name}.{key}" for key in _stated(inner, value))
+
+
+def _report(key: str, value: Any, part: str | None, beside: str, problems: Problems) -> None:
+    planned = f"it comes with {part}" if part != Part.UNPLANNED else "it is not planned"
+    fix = "remove the key, or leave it at its default"
+    problems.found.append(Problem(key, f"is not built{beside}: {planned}", fix, value, not_built=True))
+
+
+def _is_off_default(info: FieldInfo, value: Any) -> bool:
+    about = declared(info)
+    if about.get("status") != Status.LATER:
+        return False
+    if about.get("off_when") == "nothing_enabled":
+        return _anything_enabled(value)
+    return bool(value != info.default and value not in about.get("also", ()))
+
+
+def _anything_enabled(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return any(bool(inner) if name.endswith("enabled") else _anything_enabled(inner) for name, inner in value.items())
+
+
+def _field(model: type[Section], key: str) -> FieldInfo:
+    *path, last = key.split(".")
+    for name in path:
+        model = subsection(model.model_fields[name]) or model
+    return model.model_fields[last]

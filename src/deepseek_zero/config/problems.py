@@ -1,0 +1,67 @@
+"""Problems of a configuration, gathered and reported all at once.
+
+A problem names the key, its value, where it came from, what is wrong and what to write instead.  Used by every
+reader of this package; raised once per stage of reading (`load`, `resolve`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError
+
+_LONGEST_VALUE = 80
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong: `what` is a clause about `key`, `fix` says what to write instead."""
+
+    key: str
+    what: str
+    fix: str = ""
+    value: Any = None
+    not_built: bool = False
+
+    def describe(self, source: str) -> str:
+        """Two lines: the fact with its origin, and the fix."""
+        stated = f"{self.key} = {_short(self.value)}" if self.key else _short(self.value)
+        return f"{stated} (from {source}): {self.what}" + (f"\n     fix: {self.fix}" if self.fix else "")
+
+
+@dataclass
+class Problems:
+    """The problems and warnings met while one configuration is read."""
+
+    source: str
+    found: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, key: str, what: str, fix: str = "", value: Any = None) -> None:
+        """Record an error."""
+        self.found.append(Problem(key, what, fix, value))
+
+    def warn(self, key: str, note: str) -> None:
+        """Record something that is accepted and deserves a line."""
+        self.notes.append(f"config {self.source}: {key}: {note}")
+
+    def raise_if_any(self) -> None:
+        """Raise one error that lists them all; a NotBuiltError where nothing else is wrong."""
+        if self.found:
+            raise as_error(self.found, self.source)
+
+
+def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
+    """The error for a list of problems."""
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
+    lines = [f"  {number}. {problem.describe(source)}" for number, problem in enumerate(found, 1)]
+    what = "\n".join([f"{count} in the configuration {source}:", *lines])
+    kind = NotBuiltError if all(problem.not_built for problem in found) else ConfigError
+    return kind(what)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."

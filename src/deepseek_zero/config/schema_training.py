@@ -1,0 +1,212 @@
+"""Sections of an ordinary run: optimizer, schedule, precision, records, monitors, checkpoint policy."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from deepseek_zero.config.fields import Part, Section, accepted, effective, later, section
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+
+_ADAMW = {"optimizer.type": "AdamW"}
+_FP16 = {"fp16.enabled": True}
+_BF16 = {"bf16.enabled": True}
+_AUTOCAST = {"torch_autocast.enabled": True}
+
+
+class Optimizer(Section):
+    type: str | None = effective(
+        None,
+        "Name of the optimizer: ours, or any class of torch.optim; none where the program passes one.",
+        example="SGD",
+    )
+    params: dict[str, Any] = effective(
+        {}, "Arguments of the optimizer, for example lr, betas, eps, weight_decay.", example={"lr": 5e-4}, needs=_ADAMW
+    )
+    legacy_fusion: bool = accepted(
+        False, "Use the old fusion of DeepSpeed's LAMB.", "there is one implementation of each optimizer"
+    )
+
+
+class Scheduler(Section):
+    type: str | None = effective(
+        None,
+        "Name of the learning-rate schedule: DeepSpeed's five, or any class of torch.optim.lr_scheduler.",
+        example="WarmupLR",
+        needs=_ADAMW,
+    )
+    params: dict[str, Any] = effective(
+        {},
+        "Arguments of the schedule.",
+        example={"warmup_num_steps": 7},
+        needs={**_ADAMW, "scheduler.type": "WarmupLR"},
+    )
+
+
+class Fp16(Section):
+    enabled: bool = effective(
+        False, 'Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16.', example=True
+    )
+    auto_cast: bool = effective(
+        True, "Cast floating inputs to fp16.", auto="the top-level auto_cast", example=False, needs=_FP16
+    )
+    loss_scale: float = effective(0.0, "Fixed loss scale; 0 scales dynamically.", example=128.0, needs=_FP16, ge=0)
+    initial_scale_power: int = effective(
+        16, "The dynamic loss scale starts at 2 to this power.", example=8, needs=_FP16, ge=0, le=127
+    )
+    loss_scale_window: int = effective(
+        1000, "Good steps after which the dynamic scale doubles.", unit="steps", example=50, needs=_FP16
+    )
+    hysteresis: int = effective(
+        2, "Overflows endured before the dynamic scale halves.", unit="steps", example=4, needs=_FP16, ge=1
+    )
+    consecutive_hysteresis: bool = effective(
+        False, "Refill the hysteresis after every good step.", example=True, needs=_FP16
+    )
+    min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
+    fp16_master_weights_and_grads: bool = later(
+        False, "Keep master weights and gradients in fp16.", Part.TIERS, example=True
+    )
+
+
+class Bf16(Section):
+    enabled: bool = effective(
+        False, 'Compute in bf16 with fp32 master weights; "auto": where the hardware has it.', example=True
+    )
+    check_grad_overflow: bool = effective(
+        True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
+    )
+    immediate_grad_update: bool = accepted(
+        False, "Add gradients to the fp32 buffer from the hook.", "always so: gradients are accumulated as they arrive"
+    )
+    bf16_master_weights_and_grads: bool = later(
+        False, "Keep master weights and gradients in bf16.", Part.TIERS, example=True
+    )
+    bf16_optimizer_states: bool = later(False, "Keep the moments in bf16.", Part.TIERS, example=True)
+
+
+class TorchAutocast(Section):
+    enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
+    dtype: Literal["fp16", "bf16"] = effective(
+        "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
+    )
+    lower_precision_safe_modules: tuple[str, ...] = later(
+        (), "Module classes whose gradients travel in the autocast dtype.", Part.SPEED, example=["torch.nn.Linear"]
+    )
+
+
+class DataTypes(Section):
+    grad_accum_dtype: Dtype | None = effective(
+        None,
+        "Dtype gradients are accumulated in; null: the plan's choice, fp32 above one micro-batch.",
+        example="bf16",
+        needs=_BF16,
+    )
+    param_dtype: Dtype | None = later(None, "Dtype of the weights in computation.", Part.CLIENTS, example="bf16")
+    buffer_dtype: Dtype | None = later(None, "Dtype of the buffers; they keep their own.", Part.CLIENTS, example="fp32")
+
+
+class Amp(Section):
+    gate: ClassVar[tuple[str, ...]] = ("enabled",)
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Use NVIDIA Apex AMP; torch_autocast is its successor.", example=True)
+    opt_level: str = later("O1", "Apex optimization level.", example="O2")
+
+
+class TensorBoard(Section):
+    enabled: bool = effective(False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard")
+    output_path: str = effective(
+        "", "Directory of the files.", example="tb", needs={"tensorboard.enabled": True}, requires="tensorboard"
+    )
+    job_name: str = effective(
+        "DeepSpeedJobName",
+        "Sub-directory of the run.",
+        example="trial",
+        needs={"tensorboard.enabled": True},
+        requires="tensorboard",
+    )
+
+
+class CsvMonitor(Section):
+    enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
+    output_path: str = effective("", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True})
+    job_name: str = effective(
+        "DeepSpeedJobName", "Sub-directory of the run.", example="trial", needs={"csv_monitor.enabled": True}
+    )
+
+
+_WANDB: dict[str, Any] = {"needs": {"wandb.enabled": True}, "requires": "wandb"}
+_COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_ml"}
+
+
+class Wandb(Section):
+    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb")
+    group: str | None = effective(None, "Group of the run.", example="trials", **_WANDB)
+    team: str | None = effective(None, "Team (entity) that owns the run.", example="us", **_WANDB)
+    project: str = effective("deepspeed", "Project of the run.", example="zero", **_WANDB)
+
+
+class Comet(Section):
+    enabled: bool = effective(False, "Send records to Comet from rank 0.", example=True, requires="comet_ml")
+    samples_log_interval: int = effective(
+        100, "Send a record every so many samples.", unit="samples", example=10, ge=1, **_COMET
+    )
+    project: str | None = effective(None, "Project of the run.", example="zero", **_COMET)
+    workspace: str | None = effective(None, "Workspace of the project.", example="us", **_COMET)
+    api_key: str | None = effective(None, "Key of the account; better given by environment.", example="key", **_COMET)
+    experiment_name: str | None = effective(None, "Name shown for the run.", example="trial", **_COMET)
+    experiment_key: str | None = effective(None, "Key of an experiment to continue.", example="a" * 32, **_COMET)
+    online: bool | None = effective(None, "Send at once, or keep an offline archive.", example=False, **_COMET)
+    mode: str | None = effective(None, "Get, create, or get_or_create the experiment.", example="create", **_COMET)
+
+
+class ParallelWrite(Section):
+    pipeline_stage: bool = later(
+        False, "Write the layers of a pipeline stage from all its ranks.", Part.CHECKPOINTS, example=True
+    )
+
+
+class Writer(Section):
+    part: ClassVar[Part | None] = Part.CHECKPOINTS
+    type: str = later("FAST", "Which writer: MOCK, PYTHON or FAST.", example="PYTHON")
+    decoupled: bool = later(False, "Write behind the training.", example=True)
+    io_buffer_size: int = later(64 * 1024 * 1024, "Size of the write buffer.", unit="bytes", example=1024, ge=1)
+    io_buffer_double: bool = later(True, "Use two buffers in turn.", example=False)
+    io_multiplier: int = later(1, "Write threads per buffer.", example=2, ge=1)
+    show_statistics: bool = later(False, "Log the bandwidth of each write.", example=True)
+    data_parallel: str | None = later(None, "Spread writing over replica, socket or machine.", example="replica")
+
+
+class Checkpoint(Section):
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
+        "Warn", "What to do when ranks save under different tags.", example="Fail"
+    )
+    load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
+    use_node_local_storage: bool = later(
+        False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True
+    )
+    parallel_write: ParallelWrite = section(ParallelWrite, "How ranks share the writing.")
+    checkpoint_serialization: bool = accepted(
+        True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
+    )
+    writer: Writer | None = later(None, "DeepSpeed's own file writer.", Part.CHECKPOINTS, example={"type": "PYTHON"})
+
+
+class Throughput(Section):
+    enabled: bool = accepted(True, "Measure samples per second.", "always measured; it costs one clock reading")
+    synchronized: bool = accepted(
+        True, "Wait for the device before reading the clock.", "the device is waited for once per printed line only"
+    )
+
+
+class Timers(Section):
+    throughput: Throughput = section(Throughput, "The samples-per-second timer.")
+
+
+class Records(Section):
+    path: str | None = effective(
+        None, "Directory for metrics.jsonl and metrics.csv; null writes neither.", example="runs/demo"
+    )
+    every: int = effective(
+        1, "Write a record every so many steps.", unit="steps", example=5, needs={"records.path": "runs/demo"}, ge=1
+    )

@@ -1,0 +1,116 @@
+"""From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any key.
+
+JSON may hold comments (// # /* */) and trailing commas.  Called by `load`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deepseek_zero.base.errors import ConfigError
+
+# Strings are matched first, so that a comment sign inside one is never taken for a comment.
+_COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_TRAILING_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
+
+Source = Mapping[str, Any] | str | Path | None
+
+
+@dataclass(frozen=True)
+class Document:
+    """A configuration as read: its keys, a name for messages, and keys that stood there twice."""
+
+    values: Mapping[str, Any]
+    source: str
+    duplicates: tuple[str, ...] = ()
+
+
+def read(source: Source, origin: str | None = None) -> Document:
+    """Read a configuration; `origin` replaces the name used in messages."""
+    if source is None:
+        return Document({}, origin or "defaults")
+    if isinstance(source, Mapping):
+        return Document(source, origin or "dict")
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"a configuration cannot be a {type(source).__name__}", fix="pass a dict, a path, or base64 of JSON"
+        )
+    if isinstance(source, str) and source.lstrip().startswith("{"):
+        return parse(source, origin or "text")
+    return _read_file_or_base64(source, origin)
+
+
+def parse(text: str, source: str) -> Document:
+    """Parse JSON with comments and trailing commas."""
+    duplicates: list[str] = []
+
+    def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = [name for name, _ in pairs]
+        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        return dict(pairs)
+
+    try:
+        values = json.loads(strip_comments(text), object_pairs_hook=keep_last)
+    except json.JSONDecodeError as error:
+        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        raise ConfigError(
+            f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line}",
+            fix="comments and trailing commas are allowed; words are true, false, null; names stand in double quotes",
+        ) from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{source} holds a JSON {type(values).__name__}, not an object", fix="write { ... } around it"
+        )
+    return Document(values, source, tuple(duplicates))
+
+
+def strip_comments(text: str) -> str:
+    """Blank comments and trailing commas, keeping every line and column where it was."""
+
+    def blank(match: re.Match[str]) -> str:
+        found = match[0]
+        return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+
+    return _TRAILING_COMMAS.sub(blank, _COMMENTS.sub(blank, text))
+
+
+def _read_file_or_base64(source: str | Path, origin: str | None) -> Document:
+    path = Path(source)
+    if _is_file(path):
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"cannot read the configuration {path}: {error}") from None
+        return parse(text, origin or str(path))
+    decoded = _decode(str(source))
+    if decoded is not None:
+        return parse(decoded, origin or "base64")
+    raise ConfigError(
+        "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64. "
+        f"Received: {source}",
+        why="no such file, and the text is not base64 of a JSON object",
+        fix="check the path; relative paths start at the current directory",
+    )
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a long base64 text is no legal file name
+        return False
+
+
+def _decode(text: str) -> str | None:
+    padded = text + "=" * (-len(text) % 4)  # url-safe base64 often travels without its padding
+    try:
+        decoded = base64.b64decode(padded, altchars=b"-_", validate=True).decode("utf-8")
+    except (binascii.Error, ValueError):
+        return None
+    return decoded if decoded.lstrip().startswith("{") else None

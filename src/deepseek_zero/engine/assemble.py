@@ -1,0 +1,169 @@
+"""The only reader of the configuration: settings in, working parts out.
+
+Nothing below ever sees a key.  Called by the doors (facade/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..base.mesh import Mesh
+from ..comm.collectives import Comm
+from ..config import Config
+from ..optim.registry import granularity_of, resolve_optimizer
+from ..optim.sharded import TILE_NUMEL, ShardedOptimizer, StepSettings
+from ..precision.loss_scale import LossScaler, LossScaleSettings
+from ..precision.policy import Policy
+from ..sharding.build import wrap_model
+from ..sharding.plan import PlanSettings
+from ..sharding.runtime import Runtime
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass
+class Parts:
+    """What one engine is made of.  `settings` and `step` are all the lower layers were told."""
+
+    runtime: Runtime
+    optimizer: ShardedOptimizer | None
+    scaler: LossScaler | None
+    plan_settings: PlanSettings
+    step_settings: StepSettings
+
+
+def policy_of(config: Config) -> Policy:
+    """Number formats: fp16 and bf16 sections, autocast, reduce and accumulate dtypes."""
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    auto_cast = config.fp16.auto_cast if config.fp16.enabled else config.auto_cast
+    return Policy(
+        compute=compute,
+        reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
+        autocast=DTYPES[config.torch_autocast.dtype or "bf16"] if config.torch_autocast.enabled else None,
+        auto_cast=auto_cast,
+    )
+
+
+def plan_settings_of(config: Config, mesh: Mesh) -> PlanSettings:
+    """Everything about sharding and its schedule."""
+    zero = config.zero_optimization
+    predivide = float(mesh.size) if config.prescale_gradients else config.gradient_predivide_factor
+    return PlanSettings(
+        stage=zero.stage,
+        policy=policy_of(config),
+        accumulation=config.gradient_accumulation_steps,
+        persistence_numel=zero.stage3_param_persistence_threshold,
+        persistence_total_numel=zero.stage3_model_persistence_threshold,
+        window_numel=zero.stage3_max_live_parameters,
+        keep_numel=zero.stage3_max_reuse_distance,
+        ahead_numel=zero.stage3_prefetch_bucket_size,
+        bucket_numel=zero.reduce_bucket_size,
+        overlap=bool(zero.overlap_comm),
+        mean=config.gradient_allreduce_op == "mean",
+        predivide=predivide,
+        deterministic=config.deterministic,
+        unused_is_error=not zero.ignore_unused_parameters,
+        unit_names=tuple(config.units),
+        leaf_classes=tuple(str(name).rpartition(".")[2] for name in zero.leaf_module.classes),
+        leaf_names=tuple(zero.leaf_module.names),
+        leaf_suffixes=tuple(zero.leaf_module.name_suffixes),
+    )
+
+
+def scaler_of(config: Config) -> LossScaler | None:
+    """Loss scaling belongs to fp16 alone."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    return LossScaler(
+        LossScaleSettings(
+            loss_scale=fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+    )
+
+
+def step_settings_of(config: Config, granularity: str) -> StepSettings:
+    return StepSettings(
+        max_norm=config.gradient_clipping,
+        tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL),
+        granularity="tensor" if granularity == "tensor" else "element",
+        check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
+    )
+
+
+Client = Optimizer | Callable[[list[Any]], Optimizer] | None
+
+
+def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, params: Sequence[Any] | None) -> Parts:
+    """Shard the model and build its optimizer.  Collective.
+
+    client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names one).
+    params: parameters or parameter groups to train; None = all that require gradients.
+    """
+    settings = plan_settings_of(config, mesh)
+    comm = Comm(mesh.device, deterministic=settings.deterministic)
+    groups, make, granularity = _optimizer_parts(config, model, client, params)
+    runtime = wrap_model(model, settings, comm, mesh.device)
+    scaler = scaler_of(config)
+    step_settings = step_settings_of(config, granularity)
+    optimizer = ShardedOptimizer(runtime, groups, make, step_settings, scaler) if make is not None else None
+    factor = 1.0 / config.gradient_accumulation_steps
+    if scaler is not None or factor != 1.0:
+        runtime.output_factor = lambda: factor * (scaler.scale if scaler is not None else 1.0)
+    return Parts(runtime, optimizer, scaler, settings, step_settings)
+
+
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+def _optimizer_parts(
+    config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None
+) -> tuple[list[dict[str, Any]], Make | None, str]:
+    """Parameter groups, how to build the optimizer over their slices, and how finely its state may be cut."""
+    if callable(client) and not isinstance(client, Optimizer):
+        client = client([group for group in _groups(model, params)])
+    if isinstance(client, Optimizer):
+        return list(client.param_groups), adopting(client), granularity_of(client)
+    if config.optimizer.type is None:
+        return [], None, "element"
+    spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+    groups = _groups(model, params) if params is not None else spec.parameter_groups(model)
+    return groups, spec.build, spec.granularity
+
+
+def adopting(client: Optimizer) -> Make:
+    """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it keep working."""
+
+    def adopt(groups: list[dict[str, Any]]) -> Optimizer:
+        if client.state:
+            raise UsageError(
+                "the optimizer has already taken a step, so it holds state for whole parameters.",
+                "Its state would have to be cut into slices.",
+                "pass a fresh optimizer and load its state from a checkpoint afterwards.",
+            )
+        for mine, sliced in zip(client.param_groups, groups, strict=True):
+            mine["params"] = sliced["params"]
+        return client
+
+    return adopt
+
+
+def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Parameters or groups, as groups."""
+    found = list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+    if found and isinstance(found[0], dict):
+        return [{**group, "params": list(group["params"])} for group in found]
+    return [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]

@@ -1,0 +1,178 @@
+"""The engine: forward, backward, step.  Coordinates, computes nothing.
+
+`Engine` is what both doors hand out; facade/deepspeed.py adds DeepSpeed's getters as words for what is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from ..base.mesh import Mesh
+from ..config import Config
+from ..optim.sharded import ShardedOptimizer
+from .assemble import Parts
+from .memory import memory_report
+from .observe import Observer
+
+
+class Engine(nn.Module):
+    """One model, its optimizer and its schedule.
+
+    The wrapped model stays `engine.module`; other attributes fall through to it.  `loss.backward()` and
+    `engine.backward(loss)` are equally good.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parts: Parts) -> None:
+        super().__init__()
+        self.module = model
+        self.config, self.mesh, self.parts = config, mesh, parts
+        self.runtime = parts.runtime
+        self.optimizer: ShardedOptimizer | None = parts.optimizer
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.observer = Observer(config, mesh, parts)
+        self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
+        self._boundary: bool | None = None
+        self._stepped = False
+        self._accumulation = config.gradient_accumulation_steps
+
+    # -- the step by step flow ------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's micro-batch."""
+        self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
+        with self.observer.timed("forward"):
+            return self.module(*args, **kwargs)
+
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """The loss as it must be differentiated: times the loss scale, divided by the accumulation steps."""
+        return loss.float() * self._loss_factor(scale_wrt_gas)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation steps.
+
+        Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model.
+        """
+        runtime = self.runtime
+        runtime.is_boundary = self.is_gradient_accumulation_boundary()
+        done = runtime.backwards
+        factor = self._loss_factor(scale_wrt_gas)
+        held, runtime.output_factor = runtime.output_factor, None
+        try:
+            with self.observer.timed("backward"):
+                if loss.requires_grad:
+                    (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+                if runtime.backwards == done:
+                    runtime.catch_up()
+        except BaseException as error:
+            runtime.post_error(error)
+            raise
+        finally:
+            runtime.output_factor = held
+        self.observer.loss(loss)
+        return loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
+
+    def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
+        """Count a micro-batch; at the accumulation boundary update the weights and the learning rate.  Collective."""
+        if self.optimizer is None:
+            raise UsageError(
+                "the engine has no optimizer.",
+                "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
+                "add one of the two; without an optimizer the engine serves inference only.",
+            )
+        boundary = self.is_gradient_accumulation_boundary()
+        self._stepped = False
+        self.micro_steps += 1
+        self.global_samples += self.config.train_micro_batch_size_per_gpu * self.mesh.size
+        if not boundary:
+            return
+        with self.observer.timed("step"):
+            self.optimizer.step()
+        self.global_steps += 1
+        if self.optimizer.overflow:
+            self.skipped_steps += 1
+        else:
+            self._stepped = True
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**(lr_kwargs or {}))
+        self.observer.stepped(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
+
+    def was_step_applied(self) -> bool:
+        """Whether the last step() changed the weights (not inside an accumulation, not skipped)."""
+        return self._stepped
+
+    # -- accumulation ------------------------------------------------------------------------------------------------------
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the micro-batch under way is the last of its step."""
+        if self._boundary is not None:
+            return self._boundary
+        return (self.micro_steps + 1) % self._accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Say by hand whether the next micro-batch ends a step; holds until said otherwise."""
+        self._boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate without reducing: stages 0 and 1 only, whose gradients are whole on every rank until the boundary."""
+        if self.runtime.settings.stage >= 2:
+            raise UsageError(
+                f"no_sync is not compatible with ZeRO stage {self.runtime.settings.stage}.",
+                "A sharded gradient has nowhere to wait: each rank keeps only its slice, so every backward reduces.",
+                "use gradient_accumulation_steps, or stage 0 or 1.",
+            )
+        held, self._boundary = self._boundary, False
+        try:
+            yield
+        finally:
+            self._boundary = held
+
+    def _loss_factor(self, scale_wrt_gas: bool) -> float:
+        scale = self.parts.scaler.scale if self.parts.scaler is not None else 1.0
+        return scale / self._accumulation if scale_wrt_gas else scale
+
+    # -- looking ---------------------------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> Any:
+        """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
+        return memory_report(self.runtime, self.optimizer)
+
+    def explain(self) -> str:
+        """The plan of every unit and the schedule, as text."""
+        lines = [f"stage {self.runtime.settings.stage}, {self.mesh.size} rank(s), device {self.mesh.device}"]
+        for unit in self.runtime.units:
+            for group in unit.groups:
+                plan = group.plan
+                states = " | ".join(f"{name} {getattr(plan, name) or '-'}" for name in ("weight", "grad", "master", "moments"))
+                lines.append(f"  {unit.number:>3} {unit.name:<28} {group.layout.numel:>12,} elements  {states}")
+        return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
+
+    def destroy(self) -> None:
+        """Unhook the model and free what the engine lent; calling it twice is harmless."""
+        self.runtime.remove_hooks()
+        self.observer.close()
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    @property
+    def device(self) -> torch.device:
+        return self.mesh.device

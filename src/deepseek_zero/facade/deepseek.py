@@ -1,0 +1,130 @@
+"""Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
+
+The model is wrapped in place and used as before: `model(...)`, `loss.backward()`, `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.device import default_device
+from ..base.mesh import current_mesh
+from ..config.load import load
+from ..engine.assemble import adopting, assemble
+from ..engine.start import Request, facts_of
+from ..config import resolve
+from ..optim.registry import granularity_of, resolve_optimizer
+from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..sharding.group import FlatGroup
+from ..sharding.handle import owner_of
+from ..sharding.runtime import Runtime
+
+# Seed 000's flat keywords and where they stand in the configuration.
+FLAT = {"optimizer": "optimizer.type", "lr": "optimizer.params.lr", "stage": "zero_optimization.stage"}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """Seed 000's keywords as a configuration; any other keyword is a top-level key of it."""
+    config: dict[str, Any] = {}
+    for key, value in flat.items():
+        *sections, last = FLAT.get(key, key).split(".") if not isinstance(value, dict) else [key]
+        into = config
+        for section in sections:
+            into = into.setdefault(section, {})
+        into[last] = value
+    return config
+
+
+class DeepSeekZeRO3:
+    """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
+
+    The name says 3; `stage` may be 0 to 3.  Keep using the model itself; this object tells (`explain`) and can be dropped.
+    """
+
+    def __init__(self, model: nn.Module, **zero_config: Any) -> None:
+        mesh = current_mesh(default_device())
+        flat = {"stage": 3, **zero_config}
+        optimizer = {key: flat.pop(key) for key in ("optimizer", "lr") if key in flat}
+        self.optimizer_defaults = optimizer
+        self.config = resolve(load(nested(flat)), facts_of(Request(model), mesh))
+        parts = assemble(self.config, model, mesh, None, None)
+        self.model, self.runtime = model, parts.runtime
+        self.runtime.step_settings = parts.step_settings
+        self.runtime.scaler = parts.scaler
+        # The model keeps what drives it: a caller who drops this object still trains.
+        model.register_forward_pre_hook(_Keep(parts.runtime))
+
+    def explain(self) -> str:
+        """The schedule of gathers, uses, releases and reductions."""
+        return str(self.runtime.gatherer.schedule)
+
+
+class _Keep:
+    """A hook that does nothing but hold the runtime."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
+class ZeroOptimizer(Optimizer):
+    """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
+
+    params: parameters or groups.  optimizer_type: any name of the registry.  Other keywords are the optimizer's own.  Gradients
+    stay until `zero_grad`, as with torch's optimizers.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any) -> None:
+        self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(list(params))
+        self.sharded: ShardedOptimizer | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.client.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.client.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.client.defaults
+
+    def _attach(self) -> ShardedOptimizer | Optimizer:
+        """The sharded optimizer once the parameters are wrapped; before that, the plain one."""
+        if self.sharded is None:
+            owner = owner_of(self.client.param_groups[0]["params"][0])
+            runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
+            if runtime is None:
+                return self.client
+            settings = replace(runtime.step_settings or StepSettings(), keep_grads=True, granularity=_granularity(self.client))
+            groups = list(self.client.param_groups)
+            self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, runtime.scaler)
+        return self.sharded
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the weights; collective once the model is wrapped."""
+        self._attach().step(closure)  # type: ignore[arg-type]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._attach().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._attach().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._attach().load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.client!r})"
+
+
+def _granularity(client: Optimizer) -> str:
+    return "tensor" if granularity_of(client) == "tensor" else "element"

@@ -1,0 +1,115 @@
+"""LAMB, Adam with one trust ratio per tensor (You et al., arXiv 1904.00962, algorithm 2).
+
+The ratio is a norm over a whole tensor, so this optimizer must be handed whole tensors: granularity "tensor".
+Built by registry.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from deepseek_zero.base.errors import ConfigError
+
+
+@dataclasses.dataclass(frozen=True)
+class LambSettings:
+    """DeepSpeed's names; `min_coeff` and `max_coeff` bound the trust ratio (the paper's phi)."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    bias_correction: bool = True
+    max_coeff: float = 10.0
+    min_coeff: float = 0.01
+
+    def __post_init__(self) -> None:
+        sound = self.lr >= 0 and self.eps >= 0 and self.weight_decay >= 0 and all(0 <= b < 1 for b in self.betas)
+        if not sound or not 0 < self.min_coeff <= self.max_coeff:
+            raise ConfigError(
+                f"Lamb cannot use {self}.",
+                fix="give lr, eps, weight_decay >= 0, both betas in [0, 1) and 0 < min_coeff <= max_coeff.",
+            )
+
+
+class Lamb(Optimizer):
+    """Layer-wise adapted Adam for large batches.
+
+    r = m^ / (sqrt(v^) + eps) + weight_decay p;  p = p - lr clamp(|p| / |r|, min_coeff, max_coeff) r
+    The ratio is 1 where either norm is 0.  State per parameter: `step`, `exp_avg`, `exp_avg_sq`.
+    """
+
+    granularity: ClassVar[Literal["tensor"]] = "tensor"
+    Settings: ClassVar[type[LambSettings]] = LambSettings
+
+    def __init__(self, params: Any, lr: float = 1e-3, **settings: Any) -> None:
+        chosen = LambSettings(lr=lr, **settings)
+        super().__init__(params, {**dataclasses.asdict(chosen), "betas": tuple(chosen.betas)})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; gradients are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            scratch = _Scratch(used)
+            for parameter in used:
+                self._update(parameter, group, scratch.like(parameter))
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any], ratio: Tensor) -> None:
+        state = self._state_of(parameter)
+        grad, mean, square = parameter.grad, state["exp_avg"], state["exp_avg_sq"]
+        assert grad is not None
+        state["step"] += 1
+        beta1, beta2 = group["betas"]
+        mean.lerp_(grad, 1 - beta1)
+        square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        correct1, correct2 = 1.0, 1.0
+        if group["bias_correction"]:
+            step = float(state["step"])
+            correct1, correct2 = 1 - beta1**step, 1 - beta2**step
+        torch.sqrt(square, out=ratio)
+        ratio.div_(math.sqrt(correct2)).add_(group["eps"])
+        torch.div(mean, ratio, out=ratio)
+        ratio.div_(correct1).add_(parameter, alpha=group["weight_decay"])
+        parameter.sub_(ratio.mul_(_trust(parameter, ratio, group) * group["lr"]))
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros(())  # on the host: reading it never waits for the device
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+class _Scratch:
+    """One buffer of the largest tensor, lent to each in turn, freed with the step."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+        for tensor in tensors:
+            key = tensor.device, tensor.dtype
+            sizes[key] = max(sizes.get(key, 0), tensor.numel())
+        self._flat = {key: torch.empty(numel, device=key[0], dtype=key[1]) for key, numel in sizes.items()}
+
+    def like(self, tensor: Tensor) -> Tensor:
+        return self._flat[tensor.device, tensor.dtype][: tensor.numel()].view(tensor.shape)
+
+
+def _trust(weight: Tensor, update: Tensor, group: dict[str, Any]) -> Tensor:
+    """The clamped ratio of norms as a 0-dim tensor, so that the host never waits for the device."""
+    weight_norm, update_norm = torch.linalg.vector_norm(weight), torch.linalg.vector_norm(update)
+    bounded = (weight_norm / update_norm).clamp_(group["min_coeff"], group["max_coeff"])
+    return torch.where((weight_norm > 0) & (update_norm > 0), bounded, torch.ones_like(bounded))

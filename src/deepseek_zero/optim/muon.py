@@ -1,0 +1,260 @@
+"""Muon: momentum, orthogonalised by Newton-Schulz, for matrices; AdamW for everything else.
+
+Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networks" (2024); the Gram form iterates on
+X X^T instead of X.  Matrices must arrive whole (granularity "tensor"); AdamW's groups may arrive as slices.
+Groups say which they are with `use_muon`; `Muon.parameter_groups(model)` makes them.  Built by registry.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from deepseek_zero.base.errors import ConfigError
+
+# The quintic p(s) = a s + b s^3 + c s^5 of the source: steepest at 0, so 5 steps lift every singular value that counts
+# into about [0.7, 1.2]; it is not meant to converge to 1.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_NORM_EPS = 1e-7
+_MUON_LR, _ADAM_LR = 2e-2, 3e-4
+
+# Half formats where the hardware multiplies them fast; a CPU without such units is slower with them than in fp32.
+# The Gram form squares the spectrum, so it needs fp16's three extra bits more than bf16's range.
+_WORK_DTYPE = {"standard": torch.bfloat16, "gram": torch.float16}
+# Two Gram iterations, then X is rebuilt: products of nearly cancelling polynomials lose the small singular values.
+_GRAM_RESTART = 2
+# Multiplications for n x m, n <= m, 5 steps: standard 10 n^2 m + 5 n^3, Gram 4 n^2 m + 14 n^3.  12 % less at m = 2 n;
+# below, not worth the squared spectrum.
+_GRAM_PAYS_FROM = 2
+
+_NOT_HIDDEN = frozenset({"lm_head", "head", "classifier", "score", "wte", "wpe"})
+
+
+@dataclasses.dataclass(frozen=True)
+class MuonSettings:
+    """DeepSpeed's names; `lr` is meant for both kinds unless `muon_lr` or `adam_lr` says otherwise."""
+
+    lr: float | None = None
+    momentum: float = 0.95
+    weight_decay: float = 0.0
+    muon_lr: float | None = None
+    adam_lr: float | None = None
+    ns_method: str = "gram"
+    ns_steps: int = 5
+    nesterov: bool = True
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-10
+
+    def __post_init__(self) -> None:
+        if self.ns_method not in _WORK_DTYPE:
+            raise ConfigError(
+                f"Muon does not know ns_method {self.ns_method!r}.", fix="give one of " + ", ".join(_WORK_DTYPE) + "."
+            )
+        rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
+        if any(rate < 0 for rate in rates) or self.weight_decay < 0 or not 0 <= self.momentum < 1 or self.ns_steps < 1:
+            raise ConfigError(
+                f"Muon cannot use {self}.",
+                fix="give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps >= 1.",
+            )
+
+    def lr_of(self, use_muon: bool) -> float:
+        """The learning rate of a group that names none."""
+        own, fallback = (self.muon_lr, _MUON_LR) if use_muon else (self.adam_lr, _ADAM_LR)
+        return next(rate for rate in (own, self.lr, fallback) if rate is not None)
+
+
+class Muon(Optimizer):
+    """Orthogonalised momentum for the matrices between embedding and head, AdamW for the other parameters.
+
+    Matrix, m = lerp(m, g, 1 - momentum), u = lerp(g, m, momentum) if nesterov else m:
+        p = p (1 - lr weight_decay) - lr sqrt(max(1, rows / columns)) NS(u)
+    Three dims are a stack of matrices (experts); four or more, a convolution, are (out, rest).
+    A group without `use_muon` is divided by number of dims, which cannot see embeddings and heads: prefer
+    `parameter_groups`.  State: `momentum_buffer`, or AdamW's `step`, `exp_avg`, `exp_avg_sq`.
+    """
+
+    granularity: ClassVar[Literal["tensor"]] = "tensor"
+    Settings: ClassVar[type[MuonSettings]] = MuonSettings
+
+    def __init__(self, params: Any, lr: float | None = None, **settings: Any) -> None:
+        self._settings = MuonSettings(lr=lr, **settings)
+        names = ("momentum", "weight_decay", "ns_method", "ns_steps", "nesterov", "betas", "eps")
+        shared = {name: getattr(self._settings, name) for name in names}
+        super().__init__(params, {**shared, "betas": tuple(self._settings.betas), "lr": self._settings.lr_of(True)})
+
+    @staticmethod
+    def group_granularity(group: Mapping[str, Any]) -> Literal["element", "tensor"]:
+        """What one group needs: AdamW's groups may be cut anywhere, matrices not at all."""
+        return "element" if group.get("use_muon") is False else "tensor"
+
+    @staticmethod
+    def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+        """Trainable parameters in two groups: hidden matrices for Muon; embeddings, heads and vectors for AdamW."""
+        return Muon.divide_groups(model, [{"params": [p for p in model.parameters() if p.requires_grad]}])
+
+    @staticmethod
+    def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Each group without `use_muon` divided into its hidden matrices and the rest; its other settings stay."""
+        tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
+        outer = tables | {id(parameter) for name, parameter in model.named_parameters() if _is_outer(name)}
+        divided: list[dict[str, Any]] = []
+        for group in groups:
+            if group.get("use_muon") is not None:
+                divided.append(dict(group))
+                continue
+            for kind in (True, False):
+                members = [m for m in group["params"] if (_tensor(m).ndim >= 2 and id(_tensor(m)) not in outer) is kind]
+                if members:
+                    divided.append({**group, "params": members, "use_muon": kind})
+        return divided
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; one without `use_muon` becomes up to two, matrices first."""
+        given = param_group["params"]
+        members = [given] if isinstance(given, Tensor) else list(given)
+        if param_group.get("use_muon") is None:
+            kinds = {kind: [m for m in members if (_tensor(m).ndim >= 2) is kind] for kind in (True, False)}
+            kinds = {kind: chosen for kind, chosen in kinds.items() if chosen} or {True: []}
+        else:
+            kinds = {bool(param_group["use_muon"]): members}
+        for use_muon, chosen in kinds.items():
+            vectors = [tuple(_tensor(m).shape) for m in chosen if use_muon and _tensor(m).ndim < 2]
+            if vectors:
+                raise ConfigError(
+                    f"Muon orthogonalises matrices; this group holds shapes {vectors[:4]}.",
+                    fix="put them into a group with use_muon: False; Muon.parameter_groups(model) makes the groups.",
+                )
+            lr = param_group.get("lr", self._settings.lr_of(use_muon))
+            super().add_param_group({**param_group, "params": chosen, "use_muon": use_muon, "lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; gradients are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if not group["use_muon"]:
+                self._adamw(used, group)
+                continue
+            for parameter in used:
+                self._muon(parameter, group)
+        return loss
+
+    def _muon(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, grad = self.state[parameter], parameter.grad
+        assert grad is not None
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        momentum = state["momentum_buffer"].lerp_(grad, 1 - group["momentum"])
+        update = torch.lerp(grad, momentum, group["momentum"]) if group["nesterov"] else momentum
+        matrices = _as_matrices(update)
+        direction = orthogonalize(matrices, group["ns_method"], group["ns_steps"])
+        rows, columns = matrices.shape[-2:]
+        lr = float(group["lr"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        parameter.add_(direction.reshape(parameter.shape), alpha=-lr * max(1.0, rows / columns) ** 0.5)
+
+    def _adamw(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [self._adam_state(parameter) for parameter in parameters]
+        adamw(
+            parameters,
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            fused=parameters[0].device.type in ("cpu", "cuda"),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
+
+    def _adam_state(self, parameter: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)  # where the fused kernel is
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def orthogonalize(matrices: Tensor, method: str = "gram", steps: int = 5) -> Tensor:
+    """Each matrix with its singular values moved near 1 and its singular vectors kept.
+
+    matrices: (..., rows, columns); the result has the same shape and dtype.  Zero stays zero.
+    """
+    shape, wide = matrices.shape, matrices.shape[-2] <= matrices.shape[-1]
+    if matrices.numel() == 0:
+        return torch.zeros_like(matrices)
+    x = matrices.reshape(-1, *shape[-2:])
+    x = x if wide else x.mT
+    # The norm bounds the largest singular value, so the iteration starts inside its range, also in half formats.
+    x = x / (torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True) + _NORM_EPS)
+    gram = method == "gram" and x.shape[-1] >= _GRAM_PAYS_FROM * x.shape[-2]
+    if x.device.type != "cpu":
+        x = x.to(_WORK_DTYPE["gram" if gram else "standard"])
+    x = _newton_schulz_gram(x, steps) if gram else _newton_schulz(x, steps)
+    return (x if wide else x.mT).reshape(shape).to(matrices.dtype)
+
+
+def _newton_schulz(x: Tensor, steps: int) -> Tensor:
+    """X <- a X + (b A + c A A) X with A = X X^T.  x: (batch, n, m), n <= m.  Buffers are reused over the steps."""
+    x = x.contiguous()
+    batch, n, _ = x.shape
+    gram, poly, spare = x.new_empty(batch, n, n), x.new_empty(batch, n, n), torch.empty_like(x)
+    for _ in range(steps):
+        torch.bmm(x, x.mT, out=gram)
+        torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C, out=poly)
+        torch.baddbmm(x, poly, x, beta=_A, out=spare)
+        x, spare = spare, x
+    return x
+
+
+def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
+    """The same polynomial gathered in n x n: X_k = Q_k X_0, and R_k = X_k X_k^T follows without X.
+
+    Q and R are polynomials in X_0 X_0^T, so they commute: with Z = a I + b R + c R R, R <- Z R Z and Q <- Z Q.
+    """
+    before = min(_GRAM_RESTART, steps)
+    for count in filter(None, (before, steps - before)):
+        gram = torch.bmm(x, x.mT)
+        gathered: Tensor | None = None
+        for remaining in range(count, 0, -1):
+            factor = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+            factor.diagonal(dim1=-2, dim2=-1).add_(_A)
+            gathered = factor if gathered is None else torch.bmm(factor, gathered)
+            if remaining > 1:
+                gram = torch.bmm(factor, torch.bmm(gram, factor))
+        assert gathered is not None
+        x = torch.bmm(gathered, x)
+    return x
+
+
+def _as_matrices(update: Tensor) -> Tensor:
+    return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
+
+
+def _is_outer(name: str) -> bool:
+    """True for what touches tokens or classes directly, by the names models give it."""
+    return any("embed" in part or part in _NOT_HIDDEN for part in name.lower().split("."))
+
+
+def _tensor(member: Any) -> Tensor:
+    """The tensor of a group's member, which torch allows to be a (name, tensor) pair."""
+    tensor: Tensor = member[1] if isinstance(member, tuple) else member
+    return tensor

@@ -1,0 +1,220 @@
+"""Optimizers by name, with DeepSpeed's parameters, and how finely the state of each may be cut.
+
+Owns: the table of names, DeepSpeed's own parameters, which defaults are DeepSpeed's, granularity.  Does not own: the
+update rules, nor the sharding.  Called by engine/assemble.py and the seed 0 door.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deepseek_zero.base.errors import ConfigError, NotBuiltError
+from deepseek_zero.base.log import log_once
+from deepseek_zero.optim.arguments import checked_arguments, nearest
+from deepseek_zero.optim.lamb import Lamb
+from deepseek_zero.optim.lion import Lion
+from deepseek_zero.optim.muon import Muon
+
+Granularity = Literal["element", "row", "tensor"]
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer chosen and not yet built: `cls(params, **defaults)` builds it."""
+
+    cls: type[Optimizer]
+    defaults: dict[str, Any]
+    granularity: Granularity
+
+    def build(self, params: Iterable[Any]) -> Optimizer:
+        """The optimizer over tensors or groups; what the class refuses is a ConfigError."""
+        try:
+            return self.cls(params, **self.defaults)
+        except (TypeError, ValueError) as refusal:
+            if isinstance(refusal, ConfigError):
+                raise
+            raise ConfigError(
+                f"optimizer {self.cls.__name__} refuses its parameters {self.defaults}: {refusal}"
+            ) from refusal
+
+    def parameter_groups(
+        self, model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None
+    ) -> list[dict[str, Any]]:
+        """The user's groups, or one of all trainable parameters, divided further where the class asks for it (Muon).
+
+        Call it before anything is cut: `build` on its result makes exactly these groups, in this order.
+        """
+        if groups is None:
+            groups = [{"params": [parameter for parameter in model.parameters() if parameter.requires_grad]}]
+        given = [dict(group) for group in groups]
+        divide = getattr(self.cls, "divide_groups", None)
+        divided: list[dict[str, Any]] = given if divide is None else divide(model, given)
+        return divided
+
+
+@dataclass(frozen=True)
+class _Named:
+    """One name of DeepSpeed's: its class, and how DeepSpeed's parameters differ from those of the class."""
+
+    cls: type[Optimizer]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # where DeepSpeed's default is another
+    only: Mapping[str, object] = field(default_factory=dict)  # accepted at this one value, the one that is built
+    switches: frozenset[str] = frozenset()  # read here, before the class sees the rest
+
+
+# DeepSpeed's Adam and AdamW default to no decay; torch's AdamW to 0.01.  "torch_adam" asks for torch's own.
+_FUSED_ADAM = {"weight_decay": 0.0}
+_ADAM_ONLY = {"bias_correction": True, "fp32_optimizer_states": True, "set_grad_none": True}
+_ADAM_SWITCHES = frozenset({"torch_adam", "adam_w_mode", "adamw_mode"})
+_NAMED: dict[str, _Named] = {
+    "adam": _Named(torch.optim.Adam, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
+    "adamw": _Named(torch.optim.AdamW, _FUSED_ADAM, _ADAM_ONLY, _ADAM_SWITCHES),
+    "adagrad": _Named(torch.optim.Adagrad, {}, {"amsgrad": False, "fp32_optimizer_states": True}),
+    "lion": _Named(Lion, {}, {"fp32_optimizer_states": True, "set_grad_none": True}),
+    "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False, "set_grad_none": True}),
+    "muon": _Named(Muon),
+}
+_TORCH: dict[str, type[Optimizer]] = {
+    name.lower(): value
+    for name, value in vars(torch.optim).items()
+    if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
+}
+
+_ONE_BIT = "1-bit optimizers need the compressed collectives, a later part"
+_MU_P = "it needs the muP parametrisation (package mup), which is not wired"
+_NOT_BUILT = {
+    "onebitadam": _ONE_BIT,
+    "zerooneadam": _ONE_BIT,
+    "onebitlamb": _ONE_BIT,
+    "muadam": _MU_P,
+    "muadamw": _MU_P,
+    "musgd": _MU_P,
+}
+
+_GRANULARITY: dict[type, Granularity] = {
+    torch.optim.Adam: "element",
+    torch.optim.AdamW: "element",
+    torch.optim.SGD: "element",
+    torch.optim.Adagrad: "element",
+    torch.optim.RMSprop: "element",
+    torch.optim.Adadelta: "element",
+    torch.optim.Adamax: "element",
+    torch.optim.NAdam: "element",
+    torch.optim.RAdam: "element",
+    torch.optim.Rprop: "element",
+    torch.optim.ASGD: "element",
+    torch.optim.Adafactor: "tensor",
+    torch.optim.Muon: "tensor",
+}
+_REFUSED: dict[type, str] = {
+    torch.optim.LBFGS: "it evaluates the model several times per step and works on all parameters as one vector",
+    torch.optim.SparseAdam: "it takes sparse gradients only, and sharded gradients are dense",
+}
+
+# torch has one kernel for a whole step of these, on CPU and CUDA.  foreach and differentiable exclude it.
+_WITH_FUSED_KERNEL = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+_EXCLUDE_FUSED = frozenset({"fused", "foreach", "differentiable"})
+
+VALID_OPTIMIZERS: tuple[str, ...] = tuple(sorted({*_NAMED, *_TORCH} - {cls.__name__.lower() for cls in _REFUSED}))
+
+
+def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
+    """The optimizer a config names (case does not matter), with its parameters checked.
+
+    Adam follows decoupled decay unless `adam_w_mode` is false, as DeepSpeed's does.  Raises ConfigError listing every
+    problem, NotBuiltError for what is known and not built.
+    """
+    key = str(name).lower()
+    if key in _NOT_BUILT:
+        raise NotBuiltError(f"optimizer {name!r} is not built: {_NOT_BUILT[key]}.", fix="use Adam, AdamW or Lamb.")
+    if key not in _NAMED and key not in _TORCH:
+        raise ConfigError(
+            f"optimizer {name!r} is not known{nearest(key, [*VALID_OPTIMIZERS, *_NOT_BUILT])}.",
+            fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
+        )
+    _refuse_max_grad_norm(params)
+    named = _NAMED.get(key) or _Named(_TORCH[key])
+    cls = _adam_class(key, params) if named.switches else named.cls
+    granularity = granularity_of(cls)
+    owner = f"optimizer {name!r}"
+    own = _without_deepspeed_names(owner, named, params)
+    given = checked_arguments(owner, cls, own, {*named.only, *named.switches})
+    defaults = {} if params.get("torch_adam") is True else dict(named.defaults)
+    if cls in _WITH_FUSED_KERNEL and not _EXCLUDE_FUSED & given.keys():
+        defaults["fused"] = True
+    return OptimizerSpec(cls, defaults | given, granularity)
+
+
+def granularity_of(optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None) -> Granularity:
+    """How finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere inside a tensor.
+
+    A class attribute `granularity` is believed; a class nobody knows gets whole tensors, the safe answer.
+    group: asks for one group, where the class distinguishes (Muon's AdamW groups may be cut).
+    """
+    cls = optimizer if isinstance(optimizer, type) else type(optimizer)
+    for refused, reason in _REFUSED.items():
+        if issubclass(cls, refused):
+            raise NotBuiltError(
+                f"optimizer {cls.__name__} cannot be sharded: {reason}.", fix="use another, AdamW for instance."
+            )
+    by_group = getattr(cls, "group_granularity", None)
+    if group is not None and by_group is not None:
+        return _valid_granularity(cls, by_group(group))
+    declared = getattr(optimizer, "granularity", None)
+    if declared is not None:
+        return _valid_granularity(cls, declared)
+    if cls in _GRANULARITY:
+        return _GRANULARITY[cls]
+    _note_unknown(f"{cls.__module__}.{cls.__qualname__}")
+    return "tensor"
+
+
+def _valid_granularity(cls: type, value: object) -> Granularity:
+    match value:
+        case "element" | "row" | "tensor":
+            return value
+    raise ConfigError(
+        f"{cls.__name__}.granularity is {value!r}.", fix='set it to "element", "row" or "tensor", whichever is true.'
+    )
+
+
+@functools.cache
+def _note_unknown(name: str) -> None:
+    log_once(
+        f"optimizer {name} is not known here: it is given whole tensors, which is always "
+        "right and balances less well. If its update is element-wise, say so with the class attribute "
+        'granularity = "element".'
+    )
+
+
+def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
+    if "max_grad_norm" in params:
+        raise ConfigError(
+            "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
+            "parameter 'gradient_clipping'.",
+            why="the norm runs over all shards of all groups, so it belongs to the engine.",
+            fix=f'remove it and set "gradient_clipping": {params["max_grad_norm"]!r} at the top level.',
+        )
+
+
+def _adam_class(key: str, params: Mapping[str, Any]) -> type[Optimizer]:
+    """DeepSpeed's rule: the name AdamW, or the mode (on by default), gives decoupled decay."""
+    decoupled = params.get("adam_w_mode", params.get("adamw_mode", True))
+    return torch.optim.AdamW if key == "adamw" or decoupled in (True, "auto") else torch.optim.Adam
+
+
+def _without_deepspeed_names(owner: str, named: _Named, params: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters the class itself knows; one that is accepted at a single value must have it."""
+    for name, built in named.only.items():
+        if params.get(name, built) not in (built, "auto"):
+            raise NotBuiltError(
+                f"{owner}: {name}={params[name]!r} is not built.", fix=f"leave it out, or set it to {built}."
+            )
+    return {name: value for name, value in params.items() if name not in named.only and name not in named.switches}

@@ -1,0 +1,289 @@
+"""Runs any torch optimizer over this rank's slices of the master weights.
+
+The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its `params` are
+replaced by slices.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the weights.  Called by engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..precision.loss_scale import LossScaler
+from ..sharding.group import FlatGroup
+from ..sharding.handle import owner_of
+from ..sharding.placement import R
+from ..sharding.runtime import Runtime
+from .clip import Verdict, agree_on_norm, clip_factor
+
+TILE_NUMEL = 1 << 22  # 16 MiB of fp32: what one optimizer call touches stays small whatever the model's size
+FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+
+
+@dataclass(eq=False)
+class Piece:
+    """A stretch of one group's master that the inner optimizer treats as one parameter.
+
+    start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
+    """
+
+    group: FlatGroup
+    start: int
+    stop: int
+    param: nn.Parameter
+    names: tuple[str, ...]
+
+    def grad(self) -> Tensor | None:
+        reduced = self.group.reduced_grad()
+        return None if reduced is None else reduced[self.start : self.stop].view(self.param.shape)
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size)."""
+
+    max_norm: float = 0.0
+    tile_numel: int = TILE_NUMEL
+    granularity: str = "element"
+    check_finite: bool = False
+    keep_grads: bool = False
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did.  norm: global gradient norm, unscaled.  skipped: non-finite gradients, nothing changed."""
+
+    norm: float
+    skipped: bool
+    verdict: Verdict
+
+
+class ShardedOptimizer(Optimizer):
+    """A torch optimizer over slices.  `inner` is the optimizer that computes; `param_groups` and `state` are its own."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        groups: Sequence[dict[str, Any]],
+        make_inner: Callable[[list[dict[str, Any]]], Optimizer],
+        settings: StepSettings,
+        scaler: LossScaler | None = None,
+    ) -> None:
+        self.runtime, self.settings, self.scaler = runtime, settings, scaler
+        self.overflow = False
+        self.last: StepResult | None = None
+        if settings.granularity == "tensor":
+            recut(runtime, groups)
+        self._pieces = [self._cut(group["params"]) for group in groups]
+        self.inner = make_inner(
+            [
+                {**group, "params": [piece.param for piece in pieces]}
+                for group, pieces in zip(groups, self._pieces, strict=True)
+            ]
+        )
+        _prefer_fused(self.inner)
+        self._scratch: Tensor | None = None
+
+    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would insist on
+    # owning parameters.
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.inner.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.inner.param_groups = groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.inner.defaults
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The inner optimizer, under DeepSpeed's name."""
+        return self.inner
+
+    def pieces(self) -> list[Piece]:
+        """Every slice this rank updates."""
+        return [piece for pieces in self._pieces for piece in pieces]
+
+    # -- cutting ----------------------------------------------------------------------------------------------------------
+
+    def _cut(self, params: Iterable[nn.Parameter]) -> list[Piece]:
+        """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer needs them."""
+        wanted: dict[int, tuple[FlatGroup, list[int]]] = {}
+        for param in params:
+            owner = owner_of(param)
+            if not isinstance(owner, FlatGroup):
+                raise UsageError(
+                    "the optimizer holds a parameter that the wrapped model does not have.",
+                    "Each parameter is updated where its slice is.",
+                    "build the optimizer from the same model that is wrapped.",
+                )
+            if owner.trainable:
+                wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
+        pieces: list[Piece] = []
+        for group in self.runtime.trained_groups:
+            if id(group) in wanted:
+                pieces += _pieces_of(group, sorted(wanted[id(group)][1]), self.settings)
+        return pieces
+
+    # -- stepping ---------------------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any rank."""
+        if closure is not None:
+            raise UsageError(
+                "step(closure) is not supported by sharded optimizers.",
+                "A closure would run forward and backward inside the update of one slice.",
+                "call forward, backward and step() in turn.",
+            )
+        runtime, groups = self.runtime, self.runtime.trained_groups
+        with torch.no_grad():
+            runtime.before_step()
+            verdict = agree_on_norm(groups, runtime.comm)
+            scale = self.scaler.scale if self.scaler is not None else 1.0
+            skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
+            if not skip:
+                self._update(clip_factor(verdict.norm / scale, self.settings.max_norm) / scale)
+            self.overflow = skip
+            self.last = StepResult(verdict.norm / scale, skip, verdict)
+            runtime.after_step(drop=not self.settings.keep_grads or skip)
+        if self.scaler is not None:
+            self.scaler.update(skip)
+
+    def _update(self, factor: float) -> None:
+        for tile in self._tiles():
+            self._update_tile(tile, factor)
+        # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
+        pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
+        for each in pending:
+            each.wait()
+
+    def _tiles(self) -> list[list[tuple[int, Piece]]]:
+        """Pieces grouped so that one optimizer call covers about tile_numel elements; (number of the user's group, piece)."""
+        tiles: list[list[tuple[int, Piece]]] = [[]]
+        filled = 0
+        for number, pieces in enumerate(self._pieces):
+            for piece in pieces:
+                numel = piece.stop - piece.start
+                if tiles[-1] and filled + numel > self.settings.tile_numel:
+                    tiles.append([])
+                    filled = 0
+                tiles[-1].append((number, piece))
+                filled += numel
+        return tiles
+
+    def _update_tile(self, tile: list[tuple[int, Piece]], factor: float) -> None:
+        used = 0
+        for _, piece in tile:
+            grad = piece.grad()
+            if grad is None:
+                continue
+            if grad.dtype == piece.param.dtype and factor == 1.0:
+                piece.param.grad = grad
+                continue
+            scratch = self._scratch_of(sum(each.stop - each.start for _, each in tile), piece.param)
+            into = scratch[used : used + grad.numel()].view(grad.shape)
+            used += grad.numel()
+            torch.mul(grad, factor, out=into) if grad.dtype == into.dtype else into.copy_(grad).mul_(factor)
+            piece.param.grad = into
+        everything = self.inner.param_groups
+        held = [group["params"] for group in everything]
+        try:
+            for number, group in enumerate(everything):
+                group["params"] = [piece.param for owner, piece in tile if owner == number]
+            self.inner.step()
+        finally:
+            for group, params in zip(everything, held, strict=True):
+                group["params"] = params
+            for _, piece in tile:
+                piece.param.grad = None
+
+    def _scratch_of(self, numel: int, like: Tensor) -> Tensor:
+        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != like.dtype:
+            self._scratch = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self._scratch
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients; local."""
+        self.runtime.drop_grads()
+        self.runtime.backwards = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter."""
+        return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+        """What `state_dict` of the same rank, world size and stage returned."""
+        self.inner.load_state_dict(state["inner"])
+        if self.scaler is not None and state.get("scaler") is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+    def __repr__(self) -> str:
+        return f"ShardedOptimizer({self.inner!r})"
+
+
+def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> list[Piece]:
+    master, rank = group.master, group.route.comm.rank
+    assert master is not None
+    whole = master.spec.placement is R
+    low = 0 if whole else group.layout.bounds(rank)[0]
+    spans: list[tuple[int, int, tuple[str, ...], torch.Size | None]] = []
+    for number in numbers:
+        slot = group.members[number].slot
+        start, stop = (slot.start, slot.stop) if whole else group.layout.owned(slot, rank)
+        if start >= stop:
+            continue
+        if settings.granularity == "tensor":
+            spans.append((start - low, stop - low, (slot.name,), torch.Size(slot.shape)))
+        elif spans and spans[-1][1] == start - low:
+            spans[-1] = (spans[-1][0], stop - low, (*spans[-1][2], slot.name), None)
+        else:
+            spans.append((start - low, stop - low, (slot.name,), None))
+    pieces = []
+    for start, stop, names, shape in spans:
+        for cut, end in _cuts(start, stop, group.layout.slice_numel, settings.tile_numel) if shape is None else [(start, stop)]:
+            data = master.storage[cut:end]
+            pieces.append(Piece(group, cut, end, nn.Parameter(data.view(shape) if shape is not None else data), names))
+    return pieces
+
+
+def _cuts(start: int, stop: int, slice_numel: int, tile_numel: int) -> list[tuple[int, int]]:
+    """[start, stop) cut where ranks' slices end and into tiles.
+
+    A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  A replicated
+    master (stage 0) is therefore cut where a sharded one would be, so that every stage has the same last elements.
+    """
+    cuts = []
+    while start < stop:
+        end = min(stop, (start // slice_numel + 1) * slice_numel, start + tile_numel)
+        cuts.append((start, end))
+        start = end
+    return cuts
+
+
+def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
+    """Lay every trained group out again so that no tensor is cut.  Collective; weights and masters keep their bits."""
+    for unit in runtime.units:
+        for group in unit.trained:
+            if group.plan.master is not None and group.plan.master.placement is not R:
+                group.relay("tensor", unit.name)
+
+
+def _prefer_fused(optimizer: Optimizer) -> None:
+    """torch's fused kernels where the class has one and the user left the choice open: one pass over memory instead of many."""
+    if type(optimizer) in FUSED:
+        for group in optimizer.param_groups:
+            if group.get("fused", False) is None and not group.get("foreach"):
+                group["fused"] = True

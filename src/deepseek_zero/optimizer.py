@@ -1,0 +1,5 @@
+"""Seed 000's import path: `from deepseek_zero.optimizer import ZeroOptimizer`."""
+
+from .facade.deepseek import ZeroOptimizer
+
+__all__ = ["ZeroOptimizer"]

@@ -1,0 +1,167 @@
+"""Loss scaling for fp16: a number, and when it moves.
+
+Owns: the scale and its rule (DeepSpeed's, which is Megatron's).  Does not own: finding overflows or agreeing on them;
+`update` is told the verdict all ranks share, so the scale is the same everywhere without a word exchanged.
+Called by engine/accumulate.py.
+
+    overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
+    overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if it is there already
+    no overflow                        consecutive_hysteresis: hysteresis is refilled
+    ... and a multiple of `window`     scale doubles, hysteresis is refilled
+        good steps since the last overflow
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, UsageError
+from deepseek_zero.base.log import log_once
+
+_FACTOR = 2.0
+
+
+class LossScaleError(DeepSeekZeroError):
+    """Gradients overflow although the loss scale cannot be made smaller."""
+
+
+@dataclass(frozen=True)
+class LossScaleSettings:
+    """The fp16 block of a config, in its own names.  loss_scale 0 means dynamic."""
+
+    loss_scale: float = 0.0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = [
+            f"{name} is {value}, it must be {wish}"
+            for name, value, sound, wish in (
+                ("loss_scale", self.loss_scale, math.isfinite(self.loss_scale) and self.loss_scale >= 0, "0 or more"),
+                ("loss_scale_window", self.loss_scale_window, self.loss_scale_window >= 1, "1 or more"),
+                ("hysteresis", self.hysteresis, self.hysteresis >= 1, "1 or more"),
+                ("min_loss_scale", self.min_loss_scale, 0 < self.min_loss_scale < math.inf, "above 0"),
+                ("initial_scale_power", self.initial_scale_power, abs(self.initial_scale_power) < 128, "below 128"),
+            )
+            if not sound
+        ]
+        if not problems and self.dynamic and _FACTOR**self.initial_scale_power < self.min_loss_scale:
+            problems.append(f"2^initial_scale_power is below min_loss_scale {self.min_loss_scale}")
+        if problems:
+            raise ConfigError("fp16: " + "; ".join(problems) + ".")
+
+    @property
+    def dynamic(self) -> bool:
+        """True when the scale moves."""
+        return self.loss_scale == 0
+
+
+@dataclass
+class LossScaler:
+    """The scale of now; `update` once per optimizer step, skipped steps included.
+
+    cur_iter: steps seen.  last_overflow_iter: the step of the last overflow, -1 before any, so that the first window is
+    as long as the others.  cur_hysteresis: overflows still forgiven, plus one.
+    """
+
+    settings: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
+    scale: float = dataclasses.field(init=False)
+    cur_iter: int = dataclasses.field(default=0, init=False)
+    last_overflow_iter: int = dataclasses.field(default=-1, init=False)
+    cur_hysteresis: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        chosen = self.settings
+        self.scale = _FACTOR**chosen.initial_scale_power if chosen.dynamic else float(chosen.loss_scale)
+        self.cur_hysteresis = chosen.hysteresis
+
+    @classmethod
+    def static(cls, scale: float = 1.0) -> LossScaler:
+        """A scale that never moves; 1.0 is what fp32 and bf16 use."""
+        if scale <= 0:
+            raise ConfigError(f"a static loss scale of {scale} loses the gradient.", fix="give a number above 0.")
+        return cls(LossScaleSettings(loss_scale=scale))
+
+    @property
+    def dynamic(self) -> bool:
+        """True when the scale moves."""
+        return self.settings.dynamic
+
+    def update(self, overflow: bool) -> None:
+        """Take the verdict all ranks agreed on for this step.  A step with an overflow must have been skipped.
+
+        Raises LossScaleError, and changes nothing, when the scale would have to fall below its minimum.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            self._after_overflow()
+        else:
+            self._after_good_step()
+        self.cur_iter += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that moves, as plain numbers."""
+        return {
+            "dynamic": self.dynamic,
+            "scale": self.scale,
+            "cur_iter": self.cur_iter,
+            "last_overflow_iter": self.last_overflow_iter,
+            "cur_hysteresis": self.cur_hysteresis,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go on where a saved scaler stood.
+
+        The config decides between static and dynamic: a state of the other kind, or any state for a static scale,
+        leaves the scale of the config.  A minimum raised since then is respected.
+        """
+        names = ("dynamic", "scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+        missing = [name for name in names if name not in state_dict]
+        if missing:
+            raise UsageError(
+                f"the loss scaler's state lacks {', '.join(missing)}.",
+                fix="pass what LossScaler.state_dict() returned.",
+            )
+        if not (self.dynamic and state_dict["dynamic"]):
+            return
+        self.scale = max(float(state_dict["scale"]), self.settings.min_loss_scale)
+        self.cur_iter = int(state_dict["cur_iter"])
+        self.last_overflow_iter = int(state_dict["last_overflow_iter"])
+        self.cur_hysteresis = min(int(state_dict["cur_hysteresis"]), self.settings.hysteresis)
+
+    def _after_overflow(self) -> None:
+        if self.cur_hysteresis > 1:
+            self.cur_hysteresis -= 1
+            outcome = f"the scale stays at {self.scale:g}, hysteresis falls to {self.cur_hysteresis}"
+        else:
+            before, self.scale = self.scale, self._lower()
+            outcome = f"the scale falls from {before:g} to {self.scale:g}"
+        self.last_overflow_iter = self.cur_iter
+        log_once(f"gradients overflowed, step skipped: {outcome}.")
+
+    def _lower(self) -> float:
+        least = self.settings.min_loss_scale
+        if self.scale <= least:
+            raise LossScaleError(
+                f"Current loss scale already at minimum - cannot decrease scale anymore ({least:g}).",
+                why="gradients are infinite or NaN at the smallest scale allowed, so the scale is not the cause.",
+                fix="look for the first non-finite loss, lower the learning rate or clip gradients, train in bf16, or "
+                "set a smaller fp16.min_loss_scale.",
+            )
+        return max(self.scale / _FACTOR, least)
+
+    def _after_good_step(self) -> None:
+        if self.settings.consecutive_hysteresis:
+            self.cur_hysteresis = self.settings.hysteresis
+        good = self.cur_iter - self.last_overflow_iter - 1
+        if good > 0 and good % self.settings.loss_scale_window == 0:
+            self.cur_hysteresis = self.settings.hysteresis
+            self.scale *= _FACTOR

@@ -1,0 +1,94 @@
+"""Which number format each state has, and the one cast from master to weight.
+
+Owns dtypes and casts; knows nothing of ranks.  Called by sharding (buffers), optim (refresh) and engine (inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Dtypes of one engine.
+
+    compute: dtype of weights in forward and backward, None = each parameter keeps its own.  reduce: dtype that gradients
+    travel in, None = the dtype they have (no rounding on the way).  accumulate: dtype of a gradient that sums micro-batches.
+    autocast: dtype of a torch.autocast region around forward, None = no region.  auto_cast: cast floating inputs to compute.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    accumulate: torch.dtype = torch.float32
+    autocast: torch.dtype | None = None
+    auto_cast: bool = True
+
+    def weight_dtype(self, own: torch.dtype) -> torch.dtype:
+        """Dtype a parameter of dtype `own` has in use; integers and quantised storage stay what they are."""
+        return self.compute if self.compute is not None and own.is_floating_point else own
+
+    def master_dtype(self, weight: torch.dtype) -> torch.dtype:
+        """Dtype the optimizer works in: fp32 above 16-bit weights, the weight's own otherwise."""
+        return torch.float32 if weight in LOW_PRECISION else weight
+
+    def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
+        """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate` above."""
+        return weight if accumulation == 1 or weight not in LOW_PRECISION else self.accumulate
+
+    def lifted(self) -> Policy:
+        """The same policy with full-precision compute (what precision "auto" lifts an overflowing unit to)."""
+        return replace(self, compute=torch.float32)
+
+
+def cast_master(master: Tensor, weight: Tensor) -> None:
+    """Write the master (fp32) into the weight, elementwise, same length.
+
+    bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut.  It differs from round-to-
+    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (precision/split.py, later part).
+    """
+    if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        weight.copy_(master)
+        return
+    bits = master.view(torch.int32)
+    for start in range(0, bits.numel(), _CAST_TILE):
+        tile = bits[start : start + _CAST_TILE]
+        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half; NaN would
+        # carry into the sign, so NaN and infinity (exponent all ones) are cut without rounding.
+        rounded = tile + 0x8000
+        rounded = torch.where((tile & 0x7F800000) == 0x7F800000, tile | ((tile & 0x007FFFFF) != 0).int() * 0x400000, rounded)
+        weight[start : start + _CAST_TILE].view(torch.int16).copy_(rounded.view(torch.int16)[1::2])
+
+
+_CAST_TILE = 1 << 18
+
+
+def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` with every floating tensor in it cast to dtype; containers of the usual kinds are walked, others kept."""
+    if dtype is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+    if isinstance(value, Mapping):
+        items = {key: cast_inputs(item, dtype) for key, item in value.items()}
+        return items if type(value) is dict else _rebuilt(value, items)
+    if isinstance(value, (list, tuple)):
+        cast = [cast_inputs(item, dtype) for item in value]
+        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: cast_inputs(getattr(value, f.name), dtype) for f in fields(value) if f.init}
+        return replace(value, **changes)
+    return value
+
+
+def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items

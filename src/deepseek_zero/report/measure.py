@@ -1,0 +1,64 @@
+"""What this rank really holds: bytes of live storages, found without asking our own registry.
+
+Called by the engine's memory report, the main example and the truth contract.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..base.device import without_torch_function
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes on this rank by state.  `measured["other"]`: live storages that belong to no state (batches, client tensors)."""
+
+    predicted: Mapping[str, int]
+    measured: Mapping[str, int]
+
+    @property
+    def predicted_total(self) -> int:
+        return sum(self.predicted.values())
+
+    @property
+    def measured_total(self) -> int:
+        """Without `other`, which is not ours."""
+        return sum(count for state, count in self.measured.items() if state != "other")
+
+
+def live_storages(device_type: str | None = None) -> dict[int, int]:
+    """Address -> bytes of every storage that a Python tensor refers to."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with without_torch_function():
+        for value in gc.get_objects():
+            if not issubclass(type(value), Tensor):
+                continue
+            for tensor in (value, value.grad if value.is_leaf else None):
+                if tensor is not None and not tensor.is_meta and (device_type is None or tensor.device.type == device_type):
+                    storage = tensor.untyped_storage()
+                    found[storage.data_ptr()] = storage.nbytes()
+    found.pop(0, None)
+    return found
+
+
+def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    """Bytes of the storages of these tensors that are not in `seen`; adds them to it."""
+    total = 0
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.data_ptr():
+            seen.add(storage.data_ptr())
+            total += storage.nbytes()
+    return total
+
+
+def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
+    """The tensors in an optimizer's state."""
+    return [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]

@@ -1,0 +1,212 @@
+"""DeepSpeed's monitors: events (tag, value, step) to TensorBoard, CSV files, Weights & Biases and Comet, from rank 0.
+
+Owns the four writers and their settings; which events exist is the engine's business.  A package that is missing is
+named on every rank before anything is written, so that no rank fails alone.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from ..base.errors import NotBuiltError
+from ..base.log import is_rank_zero
+from .records import csv_line, open_appending
+
+Event = tuple[str, float, int]
+
+
+@dataclass(frozen=True)
+class FileSettings:
+    """Where TensorBoard or CSV files go: output_path/job_name."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+    @property
+    def folder(self) -> Path:
+        """The run's own folder."""
+        return Path(self.output_path) / self.job_name
+
+
+@dataclass(frozen=True)
+class WandbSettings:
+    """Which Weights & Biases run receives the events; `team` is its entity."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+@dataclass(frozen=True)
+class CometSettings:
+    """Which Comet experiment receives the events; a tag is sent at most every `samples_log_interval` samples."""
+
+    enabled: bool = False
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = field(default=None, repr=False)  # a secret: never in a printed plan
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+@dataclass(frozen=True)
+class MonitorSettings:
+    """DeepSpeed's four blocks."""
+
+    tensorboard: FileSettings = FileSettings()
+    csv_monitor: FileSettings = FileSettings()
+    wandb: WandbSettings = WandbSettings()
+    comet: CometSettings = CometSettings()
+
+
+class Writer(Protocol):
+    """What a monitor can do."""
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Record the events in order."""
+
+    def close(self) -> None:
+        """Flush and finish."""
+
+
+class MonitorMaster:
+    """Hands events to every monitor that is switched on; on ranks other than 0 it only checks the packages."""
+
+    def __init__(self, settings: MonitorSettings) -> None:
+        wanted = [name for name in _WRITERS if getattr(settings, name).enabled]
+        for name in wanted:
+            _require(name)
+        self.enabled = bool(wanted)
+        self._writers = [_WRITERS[name](getattr(settings, name)) for name in wanted] if is_rank_zero() else []
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Record (tag, value, step) events on rank 0."""
+        for writer in self._writers:
+            writer.write_events(events)
+
+    def close(self) -> None:
+        """Flush and finish every monitor; later events are dropped."""
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+
+class CsvWriter:
+    """One CSV file per tag, named after it: `Train/Samples/lr` becomes Train_Samples_lr.csv with columns step, lr."""
+
+    def __init__(self, settings: FileSettings) -> None:
+        self._folder = settings.folder
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, IO[str]] = {}
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Append each event to the file of its tag."""
+        for tag, value, step in events:
+            file = self._file(tag)
+            file.write(csv_line([step, value]))
+            file.flush()
+
+    def _file(self, tag: str) -> IO[str]:
+        if tag not in self._files:
+            name = tag.replace("/", "_").replace(" ", "_")
+            header = csv_line(["step", tag.rpartition("/")[2]])
+            self._files[tag] = open_appending(self._folder / f"{name}.csv", header)
+        return self._files[tag]
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+
+class TensorBoardWriter:
+    """TensorBoard's event files."""
+
+    def __init__(self, settings: FileSettings) -> None:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        self._writer: Any = importlib.import_module("torch.utils.tensorboard").SummaryWriter(str(settings.folder))
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Add a scalar per event."""
+        for tag, value, step in events:
+            self._writer.add_scalar(tag, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the event file."""
+        self._writer.close()
+
+
+class WandbWriter:
+    """One Weights & Biases run."""
+
+    def __init__(self, settings: WandbSettings) -> None:
+        wandb = importlib.import_module("wandb")
+        self._run: Any = wandb.init(project=settings.project, group=settings.group, entity=settings.team)
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Log each event at its step."""
+        for tag, value, step in events:
+            self._run.log({tag: value}, step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class CometWriter:
+    """One Comet experiment; sends a tag again only after the configured number of samples."""
+
+    def __init__(self, settings: CometSettings) -> None:
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        stated = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
+        self._experiment: Any = importlib.import_module("comet_ml").start(**stated)
+        if settings.experiment_name is not None:
+            self._experiment.set_name(settings.experiment_name)
+        self._interval = settings.samples_log_interval
+        self._last_sent: dict[str, int] = {}
+
+    def write_events(self, events: Sequence[Event]) -> None:
+        """Log the events whose tag is due."""
+        for tag, value, step in events:
+            if tag not in self._last_sent or step - self._last_sent[tag] >= self._interval:
+                self._last_sent[tag] = step
+                self._experiment.log_metric(tag, value, step=step)
+
+    def close(self) -> None:
+        """End the experiment."""
+        self._experiment.end()
+
+
+_WRITERS: dict[str, Any] = {
+    "tensorboard": TensorBoardWriter,
+    "csv_monitor": CsvWriter,
+    "wandb": WandbWriter,
+    "comet": CometWriter,
+}
+_PACKAGES = {
+    "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
+    "wandb": ("wandb", "pip install wandb"),
+    "comet": ("comet_ml", "pip install comet-ml"),
+}
+
+
+def _require(name: str) -> None:
+    package, install = _PACKAGES.get(name, ("", ""))
+    if package and find_spec(package) is None:
+        raise NotBuiltError(
+            f"the {name} monitor is switched on, but the package {package!r} is not installed.",
+            "It is an optional dependency.",
+            f"{install}, or set {name}.enabled to false.",
+        )

@@ -1,0 +1,131 @@
+"""What a person sees while a model trains: a bar on a terminal, and one line every few steps on a terminal or in a log.
+
+Owns the wording and the layout; rank 0 speaks, the other ranks are silent.  A plain log gets the lines only, without
+control characters.  Called by the engine and by training programs.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+
+from ..base.log import is_rank_zero
+from .quantities import format_bytes, format_count, format_seconds
+from .records import StepRecord
+
+
+@dataclass
+class _Window:
+    """Sums since the last line, so that a line speaks for all its steps and not for the last one only."""
+
+    steps: int = 0
+    trained: int = 0
+    loss: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, record: StepRecord) -> None:
+        self.steps += 1
+        self.tokens += record.tokens_per_second * record.step_seconds
+        self.seconds += record.step_seconds
+        if not record.skipped:
+            self.trained += 1
+            self.loss += record.loss
+
+    @property
+    def mean_loss(self) -> float:
+        return self.loss / self.trained if self.trained else float("nan")
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+@dataclass
+class Progress:
+    """Progress over `total_steps`, with a line at the first step, every `every` steps and at the last one.
+
+    Use as a context manager; `step` once per optimizer step.  console: where to write (default: standard output).
+    """
+
+    total_steps: int
+    every: int = 10
+    console: Console | None = None
+    _window: _Window = field(default_factory=_Window, init=False)
+    _skipped: int = field(default=0, init=False)
+    _bar: Bar | None = field(default=None, init=False)
+    _task: TaskID = field(default=TaskID(0), init=False)
+
+    def __post_init__(self) -> None:
+        self._started = time.monotonic()
+        self._console = (self.console or Console()) if is_rank_zero() else None
+
+    def __enter__(self) -> Progress:
+        self._started = time.monotonic()
+        if self._console and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._bar = _bar(self._console)
+            self._task = self._bar.add_task("training", total=self.total_steps, loss="", speed="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def step(self, record: StepRecord) -> None:
+        """Advance to `record.step` (the first step is 1)."""
+        if self._console is None:
+            return
+        self._window.add(record)
+        self._skipped += record.skipped
+        if self._bar is not None:
+            speed = f"{format_count(record.tokens_per_second)} tok/s"
+            self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.3f}", speed=speed)
+        if record.step in (1, self.total_steps) or record.step % self.every == 0 or record.held_out_loss is not None:
+            self.say(self._line(record))
+            self._window = _Window()
+
+    def say(self, text: str) -> None:
+        """Print a line of the caller's own above the bar; rank 0 only."""
+        if self._console is not None:
+            self._console.print(text, soft_wrap=True, highlight=False, markup=False)
+
+    def _line(self, record: StepRecord) -> str:
+        width = len(str(self.total_steps))
+        parts = [
+            f"step {record.step:>{width}}/{self.total_steps}",
+            f"loss {self._window.mean_loss:.3f}",
+            f"lr {record.lr:.2e}",
+            f"grad norm {record.grad_norm:.2f}",
+            f"{format_count(self._window.tokens_per_second)} tok/s",
+            f"memory {format_bytes(record.memory_bytes)}",
+            f"comm {format_bytes(record.comm_bytes)}",
+        ]
+        if record.held_out_loss is not None:
+            parts.insert(2, f"held-out {record.held_out_loss:.3f}")
+        if record.loss_scale != 1.0:
+            parts.append(f"loss scale {record.loss_scale:g}")
+        if self._skipped:
+            parts.append(f"skipped {self._skipped}")
+        parts.append(f"elapsed {format_seconds(time.monotonic() - self._started)}")
+        return "  ".join(parts)
+
+
+def _bar(console: Console) -> Bar:
+    return Bar(
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=None, complete_style="cyan", finished_style="green"),
+        MofNCompleteColumn(),
+        TextColumn("[cyan]{task.fields[loss]}"),
+        TextColumn("[dim]{task.fields[speed]}"),
+        TimeRemainingColumn(compact=True, elapsed_when_finished=True),
+        console=console,
+        refresh_per_second=4,  # ten would cost a noticeable share of a core that also trains
+        expand=True,
+    )

@@ -1,0 +1,176 @@
+"""The run's own records: one line per step in metrics.jsonl and in metrics.csv, written by rank 0 as it happens.
+
+Owns the record, its two files and what a killed run leaves in them.  Drawing and printing are plots.py and progress.py.
+Called by the engine and by training programs.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ..base.errors import UsageError
+from ..base.log import is_rank_zero
+
+JSONL_NAME = "metrics.jsonl"
+CSV_NAME = "metrics.csv"
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's."""
+
+    step: int
+    loss: float
+    lr: float
+    grad_norm: float
+    tokens_per_second: float
+    memory_bytes: int
+    comm_bytes: int
+    step_seconds: float
+    loss_scale: float = 1.0
+    skipped: bool = False
+    held_out_loss: float | None = None
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live storages."""
+
+    stage: int
+    predicted: Mapping[str, int]
+    measured: Mapping[str, int]
+    measured_total: int
+
+    @property
+    def predicted_total(self) -> int:
+        """Sum of the predicted states."""
+        return sum(self.predicted.values())
+
+    @property
+    def difference(self) -> float:
+        """(measured - predicted) / predicted."""
+        return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
+
+
+class RecordWriter:
+    """Appends records to both files of a folder; on ranks other than 0 it does nothing.
+
+    Each record is flushed, so a killed run loses at most the line it was writing, and that half line is dropped when
+    the files are opened again.  A step that a restarted run repeats stands twice; `read_records` keeps the later one.
+    """
+
+    def __init__(self, folder: Path | str) -> None:
+        self.folder = Path(folder)
+        self._files: tuple[IO[str], IO[str]] | None = None
+        if is_rank_zero():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            header = csv_line([field.name for field in fields(StepRecord)])
+            table = open_appending(self.folder / CSV_NAME, header)  # first: the one that can be refused
+            self._files = (open_appending(self.folder / JSONL_NAME), table)
+
+    def __enter__(self) -> RecordWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def write(self, record: StepRecord) -> None:
+        """Append one record to both files."""
+        if self._files is None:
+            return
+        values = asdict(record)
+        for file, line in zip(self._files, (_json_line(values), csv_line(list(values.values()))), strict=True):
+            file.write(line)
+            file.flush()
+
+    def close(self) -> None:
+        """Close both files; a second call does nothing."""
+        for file in self._files or ():
+            file.close()
+        self._files = None
+
+
+def read_records(folder: Path | str) -> list[StepRecord]:
+    """The records of a folder's metrics.jsonl by step; a half-written last line is left out."""
+    path = Path(folder) / JSONL_NAME
+    by_step: dict[int, StepRecord] = {}
+    for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
+        try:
+            record = _from_json(json.loads(line))
+        except (ValueError, TypeError, AttributeError) as error:
+            raise UsageError(f"{path}, line {number} is not a step record: {error}", fix="delete the line.") from error
+        by_step[record.step] = record
+    return [by_step[step] for step in sorted(by_step)]
+
+
+def open_appending(path: Path, header: str = "") -> IO[str]:
+    """Open a file of lines for appending: drop a half-written last line, and write the header into an empty file.
+
+    An existing file with another header is refused: its columns would no longer mean what they say.
+    """
+    _drop_half_line(path)
+    file = path.open("a", encoding="utf-8", newline="")
+    if not header:
+        return file
+    if path.stat().st_size == 0:
+        file.write(header)
+        file.flush()
+        return file
+    with path.open(encoding="utf-8", newline="") as existing:
+        found = existing.readline()
+    if found.splitlines() != header.splitlines():
+        file.close()
+        raise UsageError(
+            f"{path} has the columns {found.strip()!r}, not {header.strip()!r}.",
+            "It was written by another version or another program.",
+            "move the file away or choose another folder.",
+        )
+    return file
+
+
+def csv_line(values: list[Any]) -> str:
+    """One line of CSV, ended by a newline; floats keep every digit."""
+    line = io.StringIO()
+    csv.writer(line, lineterminator="\n").writerow(values)
+    return line.getvalue()
+
+
+def _json_line(values: Mapping[str, Any]) -> str:
+    # JSON has no NaN and no infinity, and a reader in another language would refuse the file.
+    odd = {name: None for name, value in values.items() if isinstance(value, float) and not math.isfinite(value)}
+    return json.dumps({**values, **odd}) + "\n"
+
+
+def _from_json(values: dict[str, Any]) -> StepRecord:
+    known = {field.name for field in fields(StepRecord)}
+    missing = {name: math.nan for name, value in values.items() if value is None and name != "held_out_loss"}
+    return StepRecord(**{name: value for name, value in {**values, **missing}.items() if name in known})
+
+
+def _whole_lines(content: bytes) -> list[bytes]:
+    return content[: content.rfind(b"\n") + 1].splitlines()
+
+
+def _drop_half_line(path: Path) -> None:
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, io.SEEK_END)
+        keep = end
+        while keep > 0:  # from the end, in blocks: the file of a long run is large
+            start = max(0, keep - 65536)
+            file.seek(start)
+            found = file.read(keep - start).rfind(b"\n")
+            keep = start + found + 1 if found >= 0 else start
+            if found >= 0:
+                break
+        if keep < end:
+            file.truncate(keep)

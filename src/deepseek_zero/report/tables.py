@@ -1,0 +1,59 @@
+"""Printed tables: what each stage keeps in memory, predicted beside measured.  Called by programs and by the CLI."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from .records import MemoryRow
+
+STATES = ("weight", "grad", "master", "moments", "buffers")
+_ALARM = 0.01  # above one per cent the plan and the allocation no longer tell the same story
+
+
+def memory_table(rows: Sequence[MemoryRow], title: str = "Memory per rank") -> Table:
+    """One row per stage: predicted bytes by state, predicted total, measured total, difference in per cent."""
+    states = states_of(rows)
+    unit_bytes, unit = common_unit(rows)
+    table = Table(title=f"{title} ({unit})", box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+    table.title_style, table.title_justify = "bold", "left"
+    table.add_column("stage", justify="center", no_wrap=True)
+    for state in states:
+        table.add_column(state, justify="right", style="dim", no_wrap=True)
+    for column in ("predicted", "measured", "diff %"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        sizes = [_cell(row.predicted.get(state, 0), unit_bytes) for state in states]
+        totals = [_cell(row.predicted_total, unit_bytes), _cell(row.measured_total, unit_bytes)]
+        table.add_row(str(row.stage), *sizes, *totals, _difference(row))
+    return table
+
+
+def states_of(rows: Sequence[MemoryRow]) -> list[str]:
+    """The states that take room in any row: the usual five first, others in order of appearance."""
+    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
+    found = {state: None for state, size in sizes if size}
+    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
+
+
+def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
+    """Bytes in the unit that suits every row, and its name: numbers that stand together are compared."""
+    largest = max((row.measured_total for row in rows), default=0)
+    for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1024**exponent:
+            return 1024.0**exponent, name
+    return 1.0, "bytes"
+
+
+def _cell(size: int, unit_bytes: float) -> str:
+    if not size:
+        return "-"
+    return f"{size / unit_bytes:.0f}" if unit_bytes == 1 else f"{size / unit_bytes:.2f}"
+
+
+def _difference(row: MemoryRow) -> Text:
+    style = "green" if abs(row.difference) < _ALARM else "red"
+    return Text(f"{row.difference * 100:+.2f}", style=style)

@@ -1,0 +1,166 @@
+"""Reading and changing sharded parameters from outside forward and backward.
+
+Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is collective: all ranks of the
+engine call it, with the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..base.errors import UsageError
+from .buffer import FlatBuffer, move
+from .group import FlatGroup
+from .handle import owner_of, put_to_rest, wake
+from .placement import R, S
+
+
+def groups_of(params: Iterable[nn.Parameter]) -> list[FlatGroup]:
+    """The groups these parameters belong to, each once, in the engine's order; unwrapped parameters are passed over."""
+    found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, FlatGroup)}
+    ordered: list[FlatGroup] = []
+    for group in found.values():
+        runtime = group.runtime()
+        if runtime is not None:
+            ordered += [each for each in runtime.groups if id(each) in found and each not in ordered]
+    return ordered
+
+
+def whole(buffer: FlatBuffer, group: FlatGroup, what: str) -> Tensor:
+    """A copy of a state's elements, all of them, flat.  Collective where the state is sharded."""
+    full = FlatBuffer(
+        group.layout,
+        replace(buffer.spec, placement=R),
+        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=buffer.storage.device),
+    )
+    if buffer.spec.placement is S:
+        move(buffer, full, group.route, what).wait()
+    else:
+        full.storage.copy_(buffer.storage)
+    return full.storage
+
+
+class GatheredParameters:
+    """Whole parameters inside the `with` block.  Collective at entry and at exit.
+
+    params: a parameter, parameters, or a module.  modifier_rank: the rank whose in-place changes every rank takes over at exit;
+    None = reading only, and a change raises on all ranks (it would be lost).
+    """
+
+    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
+        if isinstance(params, nn.Module):
+            params = list(params.parameters())
+        self.params: list[nn.Parameter] = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[list-item]
+        self.modifier_rank, self.enabled = modifier_rank, enabled
+        self.groups: list[FlatGroup] = []
+        self._copies: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def __enter__(self) -> GatheredParameters:
+        if not self.enabled:
+            return self
+        self.groups = groups_of(self.params)
+        with torch.inference_mode(False), torch.no_grad():
+            for group in self.groups:
+                copy = whole(group.weight, group, group.members[0].name)
+                self._copies.append(copy)
+                buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
+                for member in group.members:
+                    wake(member.param, member.kind, buffer.view(member.slot))
+        self._versions = [copy._version for copy in self._copies]
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if not self.enabled:
+            return
+        try:
+            if kind is None:
+                with torch.no_grad():
+                    self._take_over() if self.modifier_rank is not None else self._refuse_changes()
+        finally:
+            self._back_to_rest()
+
+    def _take_over(self) -> None:
+        assert self.modifier_rank is not None
+        for group, copy in zip(self.groups, self._copies, strict=True):
+            broadcast(copy, group, self.modifier_rank)
+            group.store(copy)
+
+    def _refuse_changes(self) -> None:
+        changed = [member_names(group) for group, copy, version in zip(self.groups, self._copies, self._versions, strict=True)
+                   if copy._version != version]  # fmt: skip
+        if not self.groups:
+            return
+        row = torch.tensor([len(changed)])
+        if int(self.groups[0].route.comm.rows(row, "changes in GatheredParameters").sum()):
+            raise UsageError(
+                "parameters had an in-place modification inside GatheredParameters(modifier_rank=None)"
+                + (f", among {changed[0]}." if changed else " on another rank."),
+                "Each rank would keep a different change, or none.",
+                "name the rank whose change counts: GatheredParameters(params, modifier_rank=0).",
+            )
+
+    def _back_to_rest(self) -> None:
+        for group in self.groups:
+            for member in group.members:
+                if group.is_sharded and group.full is None:
+                    with without_torch_function():
+                        put_to_rest(member.param, group.placeholder)
+                else:
+                    source = group.full if group.full is not None else group.weight
+                    wake(member.param, member.kind, source.view(member.slot))
+        self.groups, self._copies, self._versions = [], [], []
+
+
+def member_names(group: FlatGroup) -> str:
+    names = [member.name for member in group.members]
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def broadcast(flat: Tensor, group: FlatGroup, source: int) -> None:
+    """One rank's values of a flat tensor, to every rank.  Collective."""
+    comm = group.route.comm
+    if comm.size == 1:
+        return
+    nothing = flat[:0]
+    outgoing = [flat if comm.rank == source else nothing] * comm.size
+    incoming = [flat if peer == source and comm.rank != source else nothing for peer in range(comm.size)]
+    comm.exchange(outgoing, incoming, "gather", f"changed {group.members[0].name}").wait()
+
+
+def full_master(param: nn.Parameter) -> Tensor | None:
+    """The whole fp32 master of a parameter, None where it has none.  Collective."""
+    return _full(param, lambda group: group.master)
+
+
+def full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
+
+    def held(group: FlatGroup) -> FlatBuffer | None:
+        reduced = group.reduced_grad()
+        if reduced is None or group.grad is None:
+            return None
+        placement = S if reduced.numel() < group.layout.padded_numel or group.route.comm.size == 1 else R
+        return FlatBuffer(group.layout, replace(group.grad.spec, placement=placement), reduced)
+
+    found = _full(param, held)
+    return found.float() if found is not None else None
+
+
+def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
+    owner = owner_of(param)
+    if not isinstance(owner, FlatGroup):
+        return None
+    with torch.no_grad():
+        buffer = choose(owner)
+        if buffer is None:
+            return None
+        slot = owner.members[owner.index[id(param)]].slot
+        return whole(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()

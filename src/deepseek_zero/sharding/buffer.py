@@ -1,0 +1,154 @@
+"""Flat buffers and the one verb that moves them.
+
+`FlatBuffer` = layout + spec + storage.  `move` carries a buffer from one placement to another through placement.TRANSITIONS.
+`Pool` lends full-size buffers so that the steady state allocates nothing.  Called by group.py only.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..base.device import storage_users
+from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
+from .layout import BLOCK, FlatLayout, Slot
+from .placement import TRANSITIONS, Movement, R, S
+from .plan import Spec
+
+
+@dataclass
+class Pool:
+    """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated."""
+
+    device: torch.device
+    _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    allocated_bytes: int = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor of that size with arbitrary contents."""
+        idle = self._idle[dtype, numel]
+        if idle:
+            return idle.pop()
+        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+        self.allocated_bytes += tensor.nbytes
+        return tensor
+
+    def give(self, tensor: Tensor) -> None:
+        """Take a tensor back.  If somebody still holds a view of it, it is left to them and never written again."""
+        if storage_users(tensor) > 1:
+            self.allocated_bytes -= tensor.nbytes
+        else:
+            self._idle[tensor.dtype, tensor.numel()].append(tensor)
+
+    def clear(self) -> None:
+        """Free what is idle."""
+        self.allocated_bytes -= sum(tensor.nbytes for idle in self._idle.values() for tensor in idle)
+        self._idle.clear()
+
+
+@dataclass
+class FlatBuffer:
+    """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where sharded."""
+
+    layout: FlatLayout
+    spec: Spec
+    storage: Tensor
+
+    @classmethod
+    def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
+        numel = spec.numel(layout.padded_numel, layout.ranks)
+        return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
+
+    def slice(self, rank: int) -> Tensor:
+        """The elements a rank owns: a view."""
+        if self.spec.placement is S:
+            return self.storage
+        low, high = self.layout.bounds(rank)
+        return self.storage[low:high]
+
+    def view(self, slot: Slot) -> Tensor:
+        """A parameter's elements in its own shape: a view.  Only of a buffer that holds every element."""
+        return self.storage[slot.start : slot.stop].view(slot.shape)
+
+    def owned(self, slot: Slot, rank: int) -> Tensor:
+        """The part of a parameter that a rank owns, flat: a view."""
+        start, stop = self.layout.owned(slot, rank)
+        low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
+        return self.storage[start - low : max(start, stop) - low]
+
+
+@dataclass(frozen=True)
+class Route:
+    """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided by."""
+
+    comm: Comm
+    pool: Pool
+    bucket_numel: int = 1 << 62
+    divisor: float = 1.0
+
+
+def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add: bool = False) -> Pending:
+    """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
+
+    Source and target may share storage (a partial gradient reduced in place).  Neither may be touched before `wait()`.
+    Collective unless the movement is local: every rank calls it, in the same order within its lane.
+    """
+    match TRANSITIONS[source.spec.placement, target.spec.placement]:
+        case Movement.ALL_GATHER:
+            return _all_gather(source.storage, target, route, what)
+        case Movement.REDUCE_SCATTER:
+            return _reduce_scatter(source, target.storage, route, what, add)
+        case Movement.ALL_REDUCE:
+            own = target.slice(route.comm.rank)
+            return _reduce_scatter(source, own, route, what, add).then(lambda: _all_gather(own, target, route, what).wait())
+        case Movement.LOCAL_SLICE:
+            target.storage.copy_(source.slice(route.comm.rank))
+        case Movement.NOTHING:
+            target.storage.copy_(source.storage)
+    return DONE
+
+
+def _all_gather(own: Tensor, target: FlatBuffer, route: Route, what: str) -> Pending:
+    into = target.slice(route.comm.rank)
+    if into.data_ptr() != own.data_ptr():
+        into.copy_(own)
+    if route.comm.size == 1:
+        return DONE
+    return route.comm.all_gather(target.storage, "gather" if target.spec.placement is R else "reduce", what)
+
+
+def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, add: bool) -> Pending:
+    """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant buffers)."""
+    comm, layout = route.comm, source.layout
+    if comm.size == 1 and own.data_ptr() == source.storage.data_ptr():
+        return DONE
+    step = max(BLOCK, route.bucket_numel // comm.size // BLOCK * BLOCK)
+    cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
+    inbox = route.pool.take(min(step, layout.slice_numel) * (comm.size - 1), source.storage.dtype)
+
+    def start(low: int, high: int) -> Pending:
+        pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
+        boxes = list(inbox[: (comm.size - 1) * (high - low)].split(high - low)) if comm.size > 1 else []
+        boxes.insert(comm.rank, pieces[comm.rank])
+
+        def add_up() -> None:
+            scratch = route.pool.take(TILE_NUMEL, torch.float32)
+            ordered_sum(boxes, own[low:high], scratch, divisor=route.divisor, add=add)
+            route.pool.give(scratch)
+
+        return comm.exchange(pieces, boxes, "reduce", what).then(add_up)
+
+    first = start(*cuts[0])
+
+    def rest() -> None:
+        for cut in cuts[1:]:
+            start(*cut).wait()
+        boxes_are_gone()
+
+    def boxes_are_gone() -> None:
+        route.pool.give(inbox)
+
+    return first.then(rest)

@@ -1,0 +1,108 @@
+"""Turns a model into units on flat buffers, unit by unit, so that the peak is the model plus one unit.
+
+Collective: ranks first compare what they are about to shard, then take rank 0's values.  Called by engine/assemble.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..base.device import default_device
+from ..base.errors import ModelMismatchError, UsageError
+from ..comm.collectives import Comm
+from .buffer import Pool, Route
+from .group import FlatGroup, Member
+from .handle import owner_of
+from .layout import Slot
+from .plan import PlanSettings, plan_for
+from .runtime import Runtime
+from .state_dict import shard_state_dicts
+from .unit import Unit
+from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, group_params, persistent_names
+
+
+def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: torch.device | None = None) -> Runtime:
+    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings."""
+    device = device or default_device()
+    for name, param in model.named_parameters():
+        if owner_of(param) is not None:
+            raise UsageError(
+                f"parameter '{name}' already belongs to an engine.",
+                "A parameter lives in one engine at a time.",
+                "call engine.destroy() on the first one, or build the second from its own copy of the model.",
+            )
+    choices = choose_units(model, settings)
+    compare_ranks(model, choices, settings, comm)
+    pool = Pool(device)
+    route = Route(comm, pool, settings.bucket_numel, comm.size / settings.predivide if settings.mean else 1.0 / settings.predivide)
+    persistent = persistent_names(choices, settings)
+    full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
+    units = []
+    for number, choice in enumerate(choices):
+        groups = []
+        for key, names in group_params(choice, persistent, full_precision).items():
+            group = _group(choice, key, names, settings, route)
+            groups.append(group)
+        units.append(Unit(choice.name or "root", choice.module, groups, number))
+    _place_buffers(model, comm, device)
+    shard_state_dicts(units)
+    return Runtime(model, units, comm, settings)
+
+
+def _group(
+    choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route
+) -> FlatGroup:
+    if key.full_precision:
+        settings = replace(settings, policy=settings.policy.lifted())
+    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
+    members = [
+        Member(choice.params[name], Slot(name, tuple(choice.params[name].shape), 0), type(choice.params[name]), key.dtype)
+        for name in names
+    ]
+    group = FlatGroup(members, plan, route)
+    group.reduce_dtype, group.predivide = settings.policy.reduce, settings.predivide
+    return group
+
+
+def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
+    """Buffers (running statistics, masks) stay whole on every rank; rank 0's values win."""
+    for name, buffer in model.named_buffers():
+        if buffer.device != device:
+            buffer.data = buffer.data.to(device)
+        if comm.size > 1 and buffer.numel():
+            flat = buffer.detach().reshape(-1).contiguous().clone()
+            nothing = flat[:0]
+            outgoing = [flat if comm.rank == 0 else nothing] * comm.size
+            incoming = [flat if peer == 0 and comm.rank != 0 else nothing for peer in range(comm.size)]
+            comm.exchange(outgoing, incoming, "gather", f"buffer {name}").wait()
+            buffer.data.copy_(flat.view(buffer.shape))
+
+
+def compare_ranks(model: nn.Module, choices: list[UnitChoice], settings: PlanSettings, comm: Comm) -> None:
+    """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers, units or settings."""
+    if comm.size == 1:
+        return
+    lines = [f"settings {settings}"]
+    lines += [f"unit {choice.name}" for choice in choices]
+    for name, param in model.named_parameters():
+        lines.append(f"parameter {name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
+    lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    digests = comm.texts(digest, "the model")
+    if len(set(digests)) == 1:
+        return
+    everyone = [json.loads(text) for text in comm.texts(json.dumps(lines), "the model in full")]
+    different = next(rank for rank, found in enumerate(digests) if found != digests[0])
+    first, other = everyone[0], everyone[different]
+    at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
+    a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
+    raise ModelMismatchError(
+        f"ranks are about to shard different things: rank 0 has '{a}', rank {different} has '{b}'.",
+        "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and settings must agree.",
+        "build the model and the configuration from the same arguments on every rank.",
+    )

@@ -1,0 +1,201 @@
+"""A parameter at rest: true shape, four bytes, and a clear word to whoever reads it.
+
+The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data` change.  In use
+it is a plain Parameter that views a gathered buffer; at rest its class is `AtRest` over a stride-0 NaN scalar.  `GradAtRest` is
+what `.grad` shows between backward and step, so that stock `clip_grad_norm_` and `zero_grad` act on the sharded gradient
+instead of doing nothing.  Called by group.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..base.errors import AtRestError
+
+
+class Owner(Protocol):
+    """What a handle needs of the group that owns its parameter (sharding/group.py)."""
+
+    def fetch_for(self, param: nn.Parameter) -> bool:
+        """Gather the parameter if a forward or backward is under way; False outside one."""
+        ...
+
+    def write(self, param: nn.Parameter, value: Tensor) -> None:
+        """Store this rank's part of a full value (what a loader's copy_ means for a sharded parameter)."""
+        ...
+
+    def name_of(self, param: nn.Parameter) -> str: ...
+
+    def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor: ...
+
+    def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None: ...
+
+
+# Attributes and methods that say something about a parameter without reading its elements.
+SAFE = frozenset(
+    "shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta is_quantized is_nested grad_fn "
+    "names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu _grad _grad_fn "
+    "_base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed requires_grad_ get_device "
+    "register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous is_same_size is_inference is_neg is_conj "
+    "is_shared _is_view has_names is_pinned storage_offset __len__ type".split()
+)
+
+
+def function_name(function: Callable[..., Any]) -> str:
+    """The attribute of a property access, the name of anything else."""
+    name = getattr(function, "__name__", str(function))
+    if name in ("__get__", "__set__", "__delete__"):
+        return str(getattr(getattr(function, "__self__", None), "__name__", name))
+    return str(name)
+
+
+def owner_of(param: Tensor) -> Owner | None:
+    """The group a parameter belongs to, None for parameters nobody wrapped."""
+    reference: weakref.ref[Any] | None = param.__dict__.get("_zero_owner")
+    return reference() if reference is not None else None
+
+
+def set_owner(param: Tensor, owner: Owner) -> None:
+    """The one weak back-reference from a parameter to its group."""
+    param.__dict__["_zero_owner"] = weakref.ref(owner)
+
+
+class AtRest(nn.Parameter):
+    """The class of a sharded parameter between its uses."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(function)
+        if name in SAFE:
+            with without_torch_function():
+                return function(*args, **kwargs)
+        resting = [value for value in _tensors((*args, *kwargs.values())) if type(value) is AtRest]
+        if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
+            return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
+        if name == "data" and len(args) == 2 and _is_placeholder(args[1]):
+            with without_torch_function():
+                return function(*args, **kwargs)
+        if name == "to" and _changes_nothing(args, kwargs):
+            return args[0]
+        for param in resting:
+            owner = owner_of(param)
+            if owner is None or not owner.fetch_for(param):
+                raise _at_rest(param, name)
+        return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        with without_torch_function():
+            return f"AtRest(name={_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _at_rest(self, "deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _at_rest(self, "pickle")
+
+
+class GradAtRest(Tensor):
+    """What `.grad` shows of a sharded gradient: norm, scaling and zeroing act on the shards, anything else explains."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(function)
+        if name in SAFE or name == "detach":
+            with without_torch_function():
+                return args[0] if name == "detach" else function(*args, **kwargs)
+        grad = next(value for value in _tensors((*args, *kwargs.values())) if isinstance(value, GradAtRest))
+        param: nn.Parameter = grad.__dict__["param"]()
+        owner = owner_of(param)
+        if owner is not None and name in ("linalg_vector_norm", "vector_norm", "norm"):
+            return owner.grad_norm_of(param, float(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))))
+        if owner is not None and name in ("mul_", "div_", "zero_", "detach_", "requires_grad_"):
+            if name in ("mul_", "div_", "zero_"):
+                factor = 0.0 if name == "zero_" else (args[1] if name == "mul_" else 1.0 / args[1])
+                owner.scale_grad_of(param, factor)
+            return grad
+        raise AtRestError(
+            f"the gradient of '{_name(param)}' is sharded; '{name}' cannot read it.",
+            "Each rank holds only its slice of the reduced gradient.",
+            "use deepseek_zero.utils.safe_get_full_grad(param) on all ranks, or clip_grad_norm_ / gradient_clipping.",
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        with without_torch_function():
+            return f"GradAtRest(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def put_to_rest(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Turn a parameter in use into one at rest.  placeholder: 0-dim NaN of the parameter's dtype."""
+    shape = param.shape
+    param.data = placeholder.expand(shape)
+    param.__class__ = AtRest
+
+
+def wake(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
+    """Turn a parameter into one in use that views `data`; its class becomes what it was before wrapping."""
+    param.__class__ = kind
+    param.data = data
+
+
+def show_grad(param: nn.Parameter, placeholder: Tensor) -> None:
+    """Let `.grad` show that a reduced gradient exists."""
+    grad = placeholder.expand(param.shape).as_subclass(GradAtRest)
+    grad.__dict__["param"] = weakref.ref(param)
+    with without_torch_function():
+        param.grad = grad
+
+
+def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
+    owner = owner_of(param)
+    if owner is None:
+        raise _at_rest(param, "copy_")
+    owner.write(param, value)
+    return param
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, (list, tuple)):
+            found.extend(_tensors(value))
+    return found
+
+
+def _is_placeholder(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() != 1 and not any(value.stride())
+
+
+def _changes_nothing(args: Any, kwargs: Mapping[str, Any]) -> bool:
+    param = args[0]
+    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))]
+    wanted = [value for value in wanted if not isinstance(value, bool)]
+    with without_torch_function():
+        return all(value == param.dtype if isinstance(value, torch.dtype) else torch.device(value) == param.device for value in wanted)
+
+
+def _name(param: Tensor) -> str:
+    owner = owner_of(param)
+    return owner.name_of(param) if owner is not None and isinstance(param, nn.Parameter) else "?"
+
+
+def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
+    return AtRestError(
+        f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
+        "Between its uses in forward and backward each rank holds only its slice.",
+        "read or change it inside `with deepseek_zero.zero.GatheredParameters([param], modifier_rank=0):` on all ranks; for a copy "
+        "of the model use state_dict(), which gathers full tensors on all ranks.",
+    )

@@ -1,0 +1,123 @@
+"""Where each parameter lies in a unit's flat buffer, and which slice each rank owns.
+
+Pure arithmetic on names, shapes and offsets; holds no tensor.  Called by group.py, wrap.py, optim and checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+# Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as direct
+# I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
+BLOCK = 1024
+
+Shape = tuple[int, ...]
+Box = tuple[Shape, Shape, int]  # offset, size, flat start
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One parameter's place: elements [start, stop) of the flat buffer."""
+
+    name: str
+    shape: Shape
+    start: int
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """A flat buffer of `ranks` equal slices of `slice_numel` elements; slots do not overlap."""
+
+    slots: tuple[Slot, ...]
+    slice_numel: int
+    ranks: int
+
+    @property
+    def padded_numel(self) -> int:
+        return self.slice_numel * self.ranks
+
+    @property
+    def numel(self) -> int:
+        """Elements that belong to parameters; the rest is padding."""
+        return sum(slot.numel for slot in self.slots)
+
+    def bounds(self, rank: int) -> tuple[int, int]:
+        """Flat [start, stop) of a rank's slice."""
+        return rank * self.slice_numel, (rank + 1) * self.slice_numel
+
+    def owned(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """The part of a slot that a rank owns, as flat [start, stop); empty if start >= stop."""
+        low, high = self.bounds(rank)
+        return max(slot.start, low), min(slot.stop, high)
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """The padding: flat [start, stop) ranges that belong to no parameter."""
+        edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)
+        found, reached = [], 0
+        for start, stop in [*edges, (self.padded_numel, self.padded_numel)]:
+            if start > reached:
+                found.append((reached, start))
+            reached = max(reached, stop)
+        return found
+
+
+def even_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK) -> FlatLayout:
+    """Granularity "element": parameters end to end, cut into equal slices wherever the cut falls."""
+    slots, offset = [], 0
+    for name, shape in zip(names, shapes, strict=True):
+        slots.append(Slot(name, tuple(shape), offset))
+        offset += prod(shape)
+    per_rank = -(-offset // ranks)
+    return FlatLayout(tuple(slots), -(-per_rank // block) * block, ranks)
+
+
+def whole_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK) -> FlatLayout:
+    """Granularity "tensor": no parameter is cut, for optimizers that need whole matrices or per-tensor norms.
+
+    Largest first onto the least loaded rank; slices are padded to the fullest rank.
+    """
+    loads = [0] * ranks
+    place: dict[int, tuple[int, int]] = {}
+    order = sorted(range(len(names)), key=lambda index: (-prod(shapes[index]), index))
+    for index in order:
+        rank = min(range(ranks), key=lambda candidate: (loads[candidate], candidate))
+        place[index] = (rank, loads[rank])
+        loads[rank] += prod(shapes[index])
+    slice_numel = -(-max(loads, default=0) // block) * block
+    slots = [
+        Slot(name, tuple(shape), place[index][0] * slice_numel + place[index][1])
+        for index, (name, shape) in enumerate(zip(names, shapes, strict=True))
+    ]
+    return FlatLayout(tuple(slots), slice_numel, ranks)
+
+
+LAYOUTS = {"element": even_layout, "tensor": whole_layout}
+
+
+def boxes(shape: Shape, start: int, stop: int) -> list[Box]:
+    """Flat [start, stop) of a C-order tensor as axis-aligned boxes (offset, size, flat start), each element once."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), (), start)]
+    row = prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if start % row == 0 and stop % row == 0:
+        offset, size = (first, *[0] * (len(shape) - 1)), ((stop - start) // row, *shape[1:])
+        return [(offset, size, start)]
+    if first == last:  # inside one row: describe it one dimension down
+        inner = boxes(shape[1:], start - first * row, stop - first * row)
+        return [((first, *offset), (1, *size), first * row + flat) for offset, size, flat in inner]
+    head = min(stop, -(-start // row) * row)
+    tail = max(head, stop // row * row)
+    return boxes(shape, start, head) + boxes(shape, head, tail) + boxes(shape, tail, stop)

@@ -1,0 +1,111 @@
+"""ZeRO as data: four kinds of state, each with a placement, a dtype and a tier.
+
+            Z0   Z1   Z2   Z3
+ weight      R    R    R    S
+ grad        P    P    S    S      (Z0 is reduced to R, Z1 to this rank's slice of P)
+ master      R    S    S    S
+ moments     R    S    S    S
+
+A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.  The plan
+is printed (`explain`), estimated (report/estimate.py multiplies it out) and saved with every checkpoint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from ..precision.policy import Policy
+from .placement import P, Placement, R, S
+
+
+class Tier(Enum):
+    """Which memory holds a state.  Host and NVMe come with the memory-tier part."""
+
+    DEVICE = "device"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """How one state of one group of parameters is kept."""
+
+    placement: Placement
+    dtype: torch.dtype
+    tier: Tier = Tier.DEVICE
+
+    def numel(self, padded_numel: int, ranks: int) -> int:
+        """Elements of a flat buffer of `padded_numel` that one rank holds."""
+        return padded_numel // ranks if self.placement is S else padded_numel
+
+    def __str__(self) -> str:
+        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}"
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters."""
+
+    weight: Spec
+    grad: Spec | None = None
+    master: Spec | None = None
+    moments: Spec | None = None
+
+    @property
+    def master_is_weight(self) -> bool:
+        """fp32 training: the master is the weight's own storage (its slice at stages 1 and 2)."""
+        return self.master is not None and self.master.dtype == self.weight.dtype
+
+
+COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
+    #   weight grad master and moments
+    0: (R, P, R),
+    1: (R, P, S),
+    2: (R, S, S),
+    3: (S, S, S),
+}
+
+
+@dataclass(frozen=True)
+class PlanSettings:
+    """What the sharding layer needs to know, free of any configuration file.  Sizes count elements.
+
+    persistence_numel: parameters up to this size stay gathered (per parameter).  persistence_total_numel: their sum.
+    window_numel: gathered elements kept alive (stage3_max_live_parameters).  keep_numel: a gathered unit stays if it is used
+    again within this many elements (stage3_max_reuse_distance).  ahead_numel: gathered before they are needed.
+    bucket_numel: elements per reduction message.  overlap: reduce while backward goes on.  mean: divide sums by the ranks.
+    """
+
+    stage: int = 3
+    policy: Policy = Policy()
+    accumulation: int = 1
+    persistence_numel: int = 100_000
+    persistence_total_numel: int = 2**63 - 1
+    window_numel: int = 1_000_000_000
+    keep_numel: int = 1_000_000_000
+    ahead_numel: int = 50_000_000
+    bucket_numel: int = 500_000_000
+    overlap: bool = True
+    mean: bool = True
+    predivide: float = 1.0
+    deterministic: bool = False
+    unused_is_error: bool = False
+    unit_names: tuple[str, ...] = ()
+    leaf_classes: tuple[str, ...] = ()
+    leaf_names: tuple[str, ...] = ()
+    leaf_suffixes: tuple[str, ...] = ()
+
+
+def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, persistent: bool, ranks: int) -> ShardPlan:
+    """The plan of parameters of one dtype.  dtype: what they were built with.
+
+    In a world of one a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage.
+    """
+    weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
+    weight = Spec(weight_place, settings.policy.weight_dtype(dtype))
+    if not trainable:
+        return ShardPlan(weight)
+    master = Spec(state_place, settings.policy.master_dtype(weight.dtype))
+    grad = Spec(P if ranks == 1 else grad_place, settings.policy.grad_dtype(weight.dtype, settings.accumulation))
+    return ShardPlan(weight, grad, master, master)

@@ -1,0 +1,88 @@
+"""Gradients on their way to their owners: in one agreed order, one reduction in flight while backward goes on.
+
+A unit is reduced when every gradient that is expected of it has arrived and every unit before it in the agreed order has been
+reduced; what never arrives counts as zeros at the end of backward.  A gradient that arrives after its unit was reduced (a
+block shared by two reentrant checkpoints) is added in a second reduction that all ranks agree on before the step.
+Called by runtime.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..comm.collectives import Comm
+from .unit import Unit
+
+
+class Reducer:
+    """The reduce lane of one wrapped model."""
+
+    def __init__(self, units: Sequence[Unit], comm: Comm, overlap: bool) -> None:
+        self.units, self.comm, self.overlap = list(units), comm, overlap
+        self.order: list[int] = []
+        self.late: set[int] = set()
+        self._cursor = 0
+        self._in_flight: Unit | None = None
+
+    def set_order(self, backward_order: Sequence[int]) -> None:
+        """Reductions follow the backward walk, the root (first there, finished last) at the end."""
+        root, *rest = backward_order
+        self.order = [number for number in [*rest, root] if self.units[number].trained]
+
+    def begin(self) -> None:
+        """A backward starts."""
+        self._cursor = 0
+        for unit in self.units:
+            unit.collected.clear()
+            unit.reduced_in_backward = False
+
+    def advance(self) -> list[Unit]:
+        """Reduce the units whose turn has come and whose gradients are all here; returns them."""
+        done = []
+        while self._cursor < len(self.order) and self.units[self.order[self._cursor]].is_complete:
+            done.append(self._launch(self.units[self.order[self._cursor]]))
+            self._cursor += 1
+        return done
+
+    def finish(self) -> None:
+        """End of backward: reduce what is left, in order, and learn which gradients to expect next time."""
+        for number in self.order[self._cursor :]:
+            self._launch(self.units[number])
+        self._cursor = len(self.order)
+        self.wait()
+
+    def learn(self) -> None:
+        """Expect next time what arrived this time; a unit that got nothing keeps its expectation."""
+        for unit in self.units:
+            if unit.collected:
+                unit.expected = set(unit.collected)
+
+    def wait(self) -> None:
+        """Wait for the reduction in flight."""
+        if self._in_flight is not None:
+            self._in_flight.finish_reduce()
+            self._in_flight = None
+
+    def settle(self) -> None:
+        """Before a step: reduce what any rank collected too late.  Collective."""
+        if self.comm.size == 1 and not self.late:
+            return
+        mask = torch.zeros(len(self.units), dtype=torch.uint8)
+        mask[list(self.late)] = 1
+        agreed = self.comm.rows(mask, "late gradients").amax(dim=0)
+        for number in self.order:
+            if agreed[number]:
+                self._launch(self.units[number])
+        self.wait()
+        self.late.clear()
+
+    def _launch(self, unit: Unit) -> Unit:
+        self.wait()
+        unit.start_reduce()
+        unit.reduced_in_backward = True
+        self._in_flight = unit
+        if not self.overlap:
+            self.wait()
+        return unit

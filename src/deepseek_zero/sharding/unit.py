@@ -1,0 +1,104 @@
+"""A unit: what is gathered, released and reduced together (a transformer block, say).
+
+Owns the state machine of one unit over its groups; hooks and order are runtime.py's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+
+from torch import nn
+
+from ..comm.collectives import Pending
+from .group import FlatGroup, Member
+
+
+class UnitState(Enum):
+    """One line per state."""
+
+    AT_REST = "at rest"  # each rank holds its slices; parameters are AtRest
+    GATHERING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
+    IN_USE = "in use"  # parameters view the gathered buffer
+
+
+MOVES = {
+    (UnitState.AT_REST, UnitState.GATHERING),
+    (UnitState.GATHERING, UnitState.IN_USE),
+    (UnitState.IN_USE, UnitState.AT_REST),
+}
+
+
+class Unit:
+    """Groups of parameters that move together.  `module` is whose forward needs them; the root unit holds what is left."""
+
+    def __init__(self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int) -> None:
+        self.name, self.module, self.groups, self.number = name, module, list(groups), number
+        self.sharded = [group for group in self.groups if group.is_sharded]
+        self.trained = [group for group in self.groups if group.trainable]
+        self.has_frozen_shards = any(not group.trainable for group in self.sharded)
+        self._state = UnitState.AT_REST
+        self._gathers: list[Pending] = []
+        self._reduces: list[Pending] = []
+        self.collected: set[int] = set()  # id(param) of gradients that arrived in the backward under way
+        self.expected: set[int] = {id(member.param) for group in self.trained for member in group.members}
+        self.reduced_in_backward = False
+
+    @property
+    def state(self) -> UnitState:
+        return self._state
+
+    def _enter(self, state: UnitState) -> None:
+        if (self._state, state) not in MOVES:
+            raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
+        self._state = state
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that a gather brings here."""
+        return sum(group.layout.padded_numel for group in self.sharded)
+
+    def members(self) -> list[Member]:
+        return [member for group in self.groups for member in group.members]
+
+    # -- weights --------------------------------------------------------------------------------------------------------
+
+    def start_gather(self) -> None:
+        """Start the all-gathers; nothing if they are under way or done.  Collective within the gather lane."""
+        if self._state is UnitState.AT_REST and self.sharded:
+            self._enter(UnitState.GATHERING)
+            self._gathers = [group.gather(self.name) for group in self.sharded]
+
+    def finish_gather(self) -> None:
+        """Wait for the all-gathers and show the weights."""
+        if self._state is UnitState.GATHERING:
+            for pending in self._gathers:
+                pending.wait()
+            self._gathers = []
+            self._enter(UnitState.IN_USE)
+            for group in self.sharded:
+                group.show()
+
+    def release(self) -> None:
+        """Back to rest; a gather under way is waited for first, since the transport still writes into its buffer."""
+        self.finish_gather()
+        if self._state is UnitState.IN_USE:
+            self._enter(UnitState.AT_REST)
+            for group in self.sharded:
+                group.release()
+
+    # -- gradients ------------------------------------------------------------------------------------------------------
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every gradient that is expected in this backward has arrived."""
+        return bool(self.trained) and self.expected <= self.collected
+
+    def start_reduce(self) -> None:
+        """Start adding up the ranks' gradients.  Collective within the reduce lane."""
+        self._reduces += [group.reduce(self.name) for group in self.trained]
+
+    def finish_reduce(self) -> None:
+        for pending in self._reduces:
+            pending.wait()
+        self._reduces = []

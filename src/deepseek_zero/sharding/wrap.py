@@ -1,0 +1,164 @@
+"""Which modules become units, and which parameters share a group.
+
+Decides from the model alone, the same on every rank; moves nothing.  Called by runtime.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..base.errors import UsageError
+from .plan import PlanSettings
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though nothing repeats it
+
+
+@dataclass
+class UnitChoice:
+    """A module chosen as unit and the parameters it owns, by full name."""
+
+    name: str
+    module: nn.Module
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+
+def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
+    """Units of a model, root first.
+
+    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; a leaf module never is,
+    because its parent may read its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A parameter used in
+    several units belongs to the root, which is gathered throughout.  `settings.unit_names` overrides the search by class or
+    module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
+    """
+    chosen = list(_explicit(model, settings)) if settings.unit_names else list(_search(model, "", settings))
+    units = [UnitChoice("", model), *(UnitChoice(name, module) for name, module in chosen)]
+    owners = _owners(model, units)
+    for name, param in model.named_parameters():
+        owner = owners[id(param)]
+        units[owner.pop() if len(owner) == 1 else 0].params[name] = param
+    return [unit for number, unit in enumerate(units) if unit.params or number == 0]
+
+
+def _owners(model: nn.Module, units: Sequence[UnitChoice]) -> dict[int, set[int]]:
+    """id(param) -> the units whose modules hold it."""
+    unit_of = {id(unit.module): number for number, unit in enumerate(units)}
+    owners: dict[int, set[int]] = {}
+
+    def visit(module: nn.Module, unit: int) -> None:
+        unit = unit_of.get(id(module), unit)
+        for param in module.parameters(recurse=False):
+            owners.setdefault(id(param), set()).add(unit)
+        for child in module.children():
+            visit(child, unit)
+
+    visit(model, 0)
+    return owners
+
+
+def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+    wanted = set(settings.unit_names)
+    found: set[str] = set()
+    for name, module in model.named_modules():
+        match = wanted & {name, type(module).__name__}
+        if name and match and any(True for _ in module.parameters()):
+            found |= match
+            yield name, module
+    if missing := sorted(wanted - found):
+        known = sorted({type(module).__name__ for name, module in model.named_modules() if name and any(module.children())})
+        raise UsageError(
+            f"units: no module is called {', '.join(missing)}.",
+            "Each entry is the class name or the full name of a module with parameters.",
+            f"classes of blocks in this model: {', '.join(known) or 'none'}.",
+        )
+
+
+def _search(module: nn.Module, prefix: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if _is_leaf_unit(path, child, settings):
+            yield path, child
+        elif isinstance(child, CONTAINERS):
+            yield from _search_container(child, path, settings)
+        elif _is_block(child) and _numel(child) >= LARGE_NUMEL and not _repeats_inside(child):
+            yield path, child
+        else:
+            yield from _search(child, f"{path}.", settings)
+
+
+def _search_container(container: nn.Module, path: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+    children = list(container.named_children())
+    kinds = [type(child) for _, child in children if _is_block(child)]
+    for name, child in children:
+        if _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2:
+            yield f"{path}.{name}", child
+        elif isinstance(child, CONTAINERS):
+            yield from _search_container(child, f"{path}.{name}", settings)
+        else:
+            yield from _search(child, f"{path}.{name}.", settings)
+
+
+def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
+    """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks)."""
+    named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
+    return named or type(module).__name__ in settings.leaf_classes
+
+
+def _is_block(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _repeats_inside(module: nn.Module) -> bool:
+    return any(isinstance(each, CONTAINERS) and len(list(each.children())) >= 2 for each in module.modules())
+
+
+def _numel(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters())
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan."""
+
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    full_precision: bool
+
+
+def group_params(unit: UnitChoice, persistent: frozenset[str], full_precision: frozenset[str]) -> dict[GroupKey, list[str]]:
+    """A unit's parameter names by group, in the order the model declares them."""
+    groups: dict[GroupKey, list[str]] = {}
+    for name, param in unit.params.items():
+        key = GroupKey(param.dtype, param.requires_grad, name in persistent, name in full_precision)
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+def persistent_names(units: Sequence[UnitChoice], settings: PlanSettings) -> frozenset[str]:
+    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3 only."""
+    if settings.stage < 3 or settings.persistence_numel <= 0:
+        return frozenset()
+    sizes = sorted((param.numel(), name) for unit in units for name, param in unit.params.items())
+    names, total = set(), 0
+    for numel, name in sizes:
+        total += numel
+        if numel > settings.persistence_numel or total > settings.persistence_total_numel:
+            break
+        names.add(name)
+    return frozenset(names)
+
+
+def full_precision_names(model: nn.Module) -> frozenset[str]:
+    """Parameters that stay fp32 under a 16-bit policy: batch norm's, whose running statistics 16 bits would ruin."""
+    norms = (nn.modules.batchnorm._BatchNorm,)
+    return frozenset(
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules()
+        if isinstance(module, norms)
+        for name, _ in module.named_parameters(recurse=False)
+    )

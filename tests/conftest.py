@@ -1,0 +1,101 @@
+"""What every test shares: one seed, and the marker that runs a test's body on every rank of a world.
+
+    @pytest.mark.ranks(2)                       two gloo processes, from a pool reused over the session
+    @pytest.mark.ranks("world")                 the size is the parametrised argument `world`
+    @pytest.mark.ranks(2, timeout=20)           seconds before the ranks that did not answer are named and ended
+    @pytest.mark.ranks(2, fresh=True)           in processes of its own, ended afterwards
+    @pytest.mark.ranks(3, dies=[1])             rank 1 must die during the test; the others must pass (implies fresh)
+
+The test is a plain module-level function; its arguments must be picklable (parametrised values; tmp_path, one for all
+ranks).  `monkeypatch` is not: use `with pytest.MonkeyPatch.context() as patch:` in the body.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from tests.rank_pool import Outcome, RankPool, Task, seed_everything
+
+POOLS = pytest.StashKey[dict[int, RankPool]]()
+
+
+@dataclass(frozen=True)
+class RanksMark:
+    """The arguments of `@pytest.mark.ranks`."""
+
+    size: int | str
+    timeout: float = 60.0
+    fresh: bool = False
+    dies: tuple[int, ...] | list[int] = ()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(size, timeout=60, fresh=False, dies=()): run the body on every rank")
+    config.stash[POOLS] = {}
+    config.add_cleanup(lambda: [pool.close() for pool in config.stash[POOLS].values()])
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> Iterator[None]:
+    seed_everything()
+    yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    mark = RanksMark(*marker.args, **marker.kwargs)
+    size = pyfuncitem.funcargs[mark.size] if isinstance(mark.size, str) else mark.size
+    task = _task(pyfuncitem)
+    pools = pyfuncitem.config.stash[POOLS]
+    own = mark.fresh or bool(mark.dies)
+    pool = RankPool(size) if own else pools.pop(size, None) or RankPool(size)
+    try:
+        outcome = pool.run(task, mark.timeout)
+    except BaseException:  # Ctrl-C, pytest-timeout: the ranks may still be busy
+        pool.close()
+        raise
+    if own or outcome.failed:
+        pool.close()
+    else:
+        pools[size] = pool
+    _judge(outcome, mark)
+    return True
+
+
+def _task(item: pytest.Function) -> Task:
+    function = item.obj
+    if item.cls is not None or function.__qualname__ != function.__name__:
+        pytest.fail("A test marked `ranks` must be a plain module-level function.", pytrace=False)
+    arguments = {name: item.funcargs[name] for name in inspect.signature(function).parameters}
+    try:
+        pickled = pickle.dumps(arguments)
+    except Exception as error:
+        message = f"The arguments of a test marked `ranks` must be picklable, {sorted(arguments)} are not: {error}"
+        raise pytest.fail.Exception(message, pytrace=False) from None
+    filters = pickle.dumps(list(warnings.filters))
+    return Task(function.__module__, str(item.path), function.__name__, pickled, filters)
+
+
+def _judge(outcome: Outcome, mark: RanksMark) -> None:
+    """Turn the answers into a pass, a skip or a failure that names each rank."""
+    lines = [f"rank {rank} failed:\n{a.text}" for rank, a in sorted(outcome.answers.items()) if a.kind == "failed"]
+    lines += [f"rank {rank} died, exit code {code}" for rank, code in outcome.dead.items() if rank not in mark.dies]
+    lines += [f"rank {rank} did not answer; its stacks:\n{stack}" for rank, stack in outcome.silent.items()]
+    lines += [f"rank {rank} was expected to die and did not" for rank in mark.dies if rank in outcome.answers]
+    skipped = {rank: a.text for rank, a in outcome.answers.items() if a.kind == "skipped"}
+    if skipped and len(skipped) < len(outcome.answers):
+        lines.append(f"only some ranks skipped: {skipped}")
+    if lines:
+        limit = [f"(limit {mark.timeout:g} s)"] if outcome.silent and len(lines) == len(outcome.silent) else []
+        pytest.fail("\n".join(lines + limit), pytrace=False)
+    if skipped:
+        pytest.skip(next(iter(skipped.values())))

@@ -1,0 +1,73 @@
+"""docs/reference/config.md says what the schema says, and the schema keeps its promises about every key."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.config import Config, Facts, FieldRow, Status, off_default_config, resolve
+from deepseek_zero.config import checks as checks_room
+from deepseek_zero.config.load import load
+from deepseek_zero.config.raw import lookup
+from deepseek_zero.config.reference import render
+
+ROOT = Path(__file__).resolve().parents[2]
+TABLE = Config.field_table()
+BY_STATUS = {status: [row for row in TABLE if row.status is status] for status in Status}
+
+
+def named(row: FieldRow) -> str:
+    return row.path
+
+
+def test_the_reference_page_is_what_the_generator_writes() -> None:
+    page = (ROOT / "docs" / "reference" / "config.md").read_text(encoding="utf-8")
+    assert page == render(), "run scripts/config_reference"
+
+
+def test_no_key_is_listed_twice() -> None:
+    assert len({row.path for row in TABLE}) == len(TABLE)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=named)
+def test_each_key_has_one_sentence_and_a_status(row: FieldRow) -> None:
+    assert row.sentence[0].isupper() or row.sentence.startswith(("fp16", "bf16", "throughput", "fixed_linear"))
+    assert row.sentence.endswith(".")
+    assert row.type
+    if row.status is not Status.EFFECTIVE:
+        assert row.reason, "a key without effect says why; a later key says what brings it"
+        assert not row.reason.endswith(".")
+
+
+@pytest.mark.parametrize("row", BY_STATUS[Status.EFFECTIVE], ids=named)
+def test_each_effective_key_has_an_example_off_its_default_that_loads(
+    row: FieldRow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks_room, "find_spec", lambda name: object())  # monitors: as if their packages were there
+    config = resolve(load(off_default_config(row.path)), Facts(world_size=row.example if row.effect == "check" else 1))
+    found = lookup(config.model_dump(), row.path)
+    expected = tuple(row.example) if isinstance(row.example, list) else row.example
+    assert found == expected
+    assert found != row.default
+
+
+@pytest.mark.parametrize("row", BY_STATUS[Status.LATER], ids=named)
+def test_each_later_key_off_its_default_is_an_error_that_names_it(row: FieldRow) -> None:
+    with pytest.raises(NotBuiltError) as error:
+        load(off_default_config(row.path))
+    assert row.path.rpartition(".")[2] in str(error.value)
+
+
+@pytest.mark.parametrize("row", BY_STATUS[Status.ACCEPTED], ids=named)
+def test_each_accepted_key_loads_at_its_default(row: FieldRow) -> None:
+    given: dict[str, object] = {}
+    holder = given
+    *path, last = row.path.split(".")
+    for name in path:
+        inner: dict[str, object] = {}
+        holder[name] = inner
+        holder = inner
+    holder[last] = row.default
+    assert lookup(resolve(load(given), Facts()).model_dump(), row.path) == row.default

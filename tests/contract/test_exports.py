@@ -1,0 +1,37 @@
+"""What `import deepseek_zero` gives, says and costs."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import deepseek_zero
+
+NAMES = Path(__file__).with_name("public_names.txt")
+MOST_IMPORT_SECONDS = 0.3
+
+
+def test_the_public_names_are_the_pinned_ones() -> None:
+    pinned = NAMES.read_text(encoding="utf-8").split()
+    assert sorted(deepseek_zero.__all__) == pinned, (
+        f"a change of the public names belongs in {NAMES.name} and CHANGELOG.md"
+    )
+
+
+def test_every_public_name_is_there() -> None:
+    missing = [name for name in deepseek_zero.__all__ if not hasattr(deepseek_zero, name)]
+    assert not missing
+
+
+def test_the_import_prints_nothing() -> None:
+    done = subprocess.run([sys.executable, "-c", "import deepseek_zero"], capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_the_import_adds_little_to_that_of_torch() -> None:
+    # CPU seconds: with warm files they are the wall seconds of an idle machine, and other work does not show in them.
+    code = "import time, torch; start = time.process_time(); import deepseek_zero; print(time.process_time() - start)"
+    seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
+    assert statistics.median(seconds) < MOST_IMPORT_SECONDS, seconds

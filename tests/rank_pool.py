@@ -1,0 +1,226 @@
+"""Worlds of gloo processes that run the bodies of tests marked `ranks`.
+
+A pool is one world: its processes start once (seconds each) and then run test after test.  The parent owns the TCP
+store, so no port is guessed.  A pool that saw a failure is closed by its caller, because its groups may be out of step.
+Knows nothing of pytest's items; tests/conftest.py turns a test into a Task and an Outcome into a verdict.
+"""
+
+from __future__ import annotations
+
+import ast
+import faulthandler
+import gc
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing import connection, get_context
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from _pytest.assertion.rewrite import rewrite_asserts
+
+SEED = 1234
+START_SECONDS = 240.0
+GRACE_SECONDS = 3.0  # what the other ranks get once one has failed: they may be waiting for it inside a collective
+GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any test: the pool's own limit is the one that speaks
+
+
+@dataclass(frozen=True)
+class Task:
+    """One test body: where it is, its pickled arguments, and the warning filters of the test."""
+
+    module: str
+    path: str
+    function: str
+    arguments: bytes
+    filters: bytes
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one rank says after a task: kind is "ok", "failed" or "skipped"; text is a traceback or a reason."""
+
+    kind: str
+    text: str = ""
+
+
+@dataclass
+class Outcome:
+    """The answers by rank; `silent` maps a rank that never answered to its stack, `dead` to its exit code."""
+
+    answers: dict[int, Answer] = field(default_factory=dict)
+    silent: dict[int, str] = field(default_factory=dict)
+    dead: dict[int, int | None] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.silent or self.dead or any(answer.kind == "failed" for answer in self.answers.values()))
+
+
+def seed_everything() -> None:
+    """The same start of every random stream for every test, on every rank."""
+    random.seed(SEED)
+    torch.manual_seed(SEED)
+
+
+class RankPool:
+    """A world of `size` processes, started by the constructor and ended by `close`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
+        spawn = get_context("spawn")
+        pairs = [spawn.Pipe() for _ in range(size)]
+        self._pipes = [ours for ours, _ in pairs]
+        self._processes = [
+            spawn.Process(target=_serve, args=(rank, size, self._store.port, theirs, str(self._stacks(rank))))
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
+        for process, (_, theirs) in zip(self._processes, pairs, strict=True):
+            process.start()
+            theirs.close()  # ours alone is left, so that a dead rank reads as the end of the pipe
+        started = self._collect(START_SECONDS)
+        if started.failed:
+            self.close()
+            raise RuntimeError(f"A pool of {size} ranks did not start: {started}")
+
+    def run(self, task: Task, timeout: float) -> Outcome:
+        """Run `task` on every rank; returns within `timeout` seconds and a little."""
+        for pipe in self._pipes:
+            pipe.send(task)
+        return self._collect(timeout)
+
+    def close(self) -> None:
+        """End every rank, by force where it does not leave by itself."""
+        for pipe in self._pipes:
+            pipe.close()
+        patience = time.monotonic() + 1.0
+        for process in self._processes:
+            process.join(max(0.0, patience - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
+
+    def _collect(self, timeout: float) -> Outcome:
+        outcome = Outcome()
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes)}
+        deadline = time.monotonic() + timeout
+        while waiting and (ready := connection.wait(list(waiting), max(0.0, deadline - time.monotonic()))):
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    outcome.answers[rank] = pipe.recv()
+                except (EOFError, ConnectionResetError):
+                    self._processes[rank].join(GRACE_SECONDS)
+                    outcome.dead[rank] = self._processes[rank].exitcode
+            if any(answer.kind == "failed" for answer in outcome.answers.values()):
+                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+        outcome.silent = {rank: self._stack_of(rank) for rank in waiting.values()}
+        return outcome
+
+    def _stacks(self, rank: int) -> Path:
+        return Path(self._folder.name) / f"rank{rank}.txt"
+
+    def _stack_of(self, rank: int) -> str:
+        """Ask a rank that hangs, even inside C code, where it is."""
+        process, path = self._processes[rank], self._stacks(rank)
+        if process.pid is None or not process.is_alive() or not path.exists():
+            return "(no stack: the process had not started or had ended)"
+        os.kill(process.pid, signal.SIGUSR1)
+        for _ in range(20):
+            time.sleep(0.05)  # the only way to know that the signal handler has written
+            if "most recent call first" in path.read_text():
+                break
+        return path.read_text().strip()
+
+
+def _serve(rank: int, size: int, port: int, pipe: connection.Connection, stacks: str) -> None:
+    """The life of one rank: join the world, then run tasks until the parent closes the pipe."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the ranks
+    faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a second init_process_group("env://") joins the parent's store too
+    }
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
+    pipe.send(Answer("ok"))
+    while True:
+        try:
+            task = pipe.recv()
+        except EOFError:
+            os._exit(0)  # at once: destroying a group that another rank has left can wait for it
+        try:
+            pipe.send(_run(task))
+        except BrokenPipeError:
+            os._exit(0)
+
+
+def _run(task: Task) -> Answer:
+    environment, folder = dict(os.environ), os.getcwd()
+    try:
+        with warnings.catch_warnings():
+            warnings.resetwarnings()
+            function = _load(task)
+            arguments = pickle.loads(task.arguments)
+            warnings.filters[:] = pickle.loads(task.filters)
+            seed_everything()
+            function(**arguments)
+    except pytest.skip.Exception as skipped:
+        return Answer("skipped", str(skipped))
+    except BaseException:
+        return Answer("failed", _told())
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+        os.chdir(folder)
+        gc.collect()  # a test's model and engine end with the test, not in the middle of a later one
+    return Answer("ok")
+
+
+def _told() -> str:
+    """The traceback without this file's own frames."""
+    error = sys.exception()
+    assert error is not None
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__ and frames.tb_next is not None:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _load(task: Task) -> Callable[..., Any]:
+    """Import the test's module by its path, once per rank, with asserts that show their values."""
+    if task.module not in sys.modules:
+        source = Path(task.path).read_bytes()
+        tree = ast.parse(source, task.path)
+        rewrite_asserts(tree, source, task.path)
+        module = ModuleType(task.module)
+        module.__file__ = task.path
+        sys.modules[task.module] = module
+        try:
+            exec(compile(tree, task.path, "exec"), module.__dict__)
+        except BaseException:
+            del sys.modules[task.module]
+            raise
+    return getattr(sys.modules[task.module], task.function)

@@ -1,0 +1,551 @@
+"""The launcher with real processes: what a rank sees, and how every way of dying ends.
+
+Most scripts here import no torch, and most tests drive `Ranks` directly, so that a test costs a fraction of a second;
+those that start the whole command pay for one import of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+import deepseek_zero
+from deepseek_zero.cli.failure import Death
+from deepseek_zero.cli.orphans import Launch
+from deepseek_zero.cli.ranks import Command, Ranks, Target
+
+MOST_SECONDS = 5.0
+"""From the death of a rank to the end of all: the launcher's promise."""
+
+SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
+
+
+def write(folder: Path, source: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(textwrap.dedent(source))
+    return path
+
+
+@dataclass
+class Ended:
+    """What is left of a run of `Ranks`."""
+
+    death: Death | None
+    cause: Death | None
+    seconds: float  # from the failure's notice to the end of all processes
+    left: list[int]
+    folder: Path
+
+
+def run_ranks(command: Command, size: int = 2, limit: float = 20.0) -> Ended:
+    """Drive ranks as the agent does, without torch."""
+    with Ranks(command) as ranks:
+        ranks.start([{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)])
+        deadline = time.monotonic() + limit
+        death = None
+        while not ranks.finished and (death := ranks.poll()) is None and time.monotonic() < deadline:
+            ranks.wait(0.1)
+        noticed = time.monotonic()
+        if death:
+            ranks.end()
+        seconds = time.monotonic() - noticed
+        assert death or ranks.finished, "the ranks neither finished nor failed in time"
+        return Ended(death, ranks.cause(), seconds, Launch(ranks.mark, set()).living(), ranks._folder)
+
+
+def run_script(script: Path, *args: str, size: int = 2) -> Ended:
+    return run_ranks(Command(Target.SCRIPT, str(script), args), size)
+
+
+def test_a_script_sees_what_a_plain_start_shows_it(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import json, os, sys, beside
+        main = [__name__, __file__, __package__, __spec__, __doc__, sys.modules["__main__"].__dict__ is globals()]
+        names = sorted(name for name in globals() if not name.startswith("__"))
+        open(sys.argv[1] + os.environ.get("RANK", ""), "w").write(json.dumps([sys.argv, sys.path, main, names]))
+        """,
+    )
+    write(tmp_path, "", "beside.py")
+    args = [str(tmp_path / "seen"), "--run", "--", "-x"]
+    assert run_script(script, *args, size=1).cause is None
+    subprocess.run([sys.executable, str(script), *args], check=True)
+    assert json.loads((tmp_path / "seen0").read_text()) == json.loads((tmp_path / "seen").read_text())
+
+
+def test_module_mode_is_that_of_python_m(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "package").mkdir()
+    write(tmp_path / "package", "VALUE = 4", "part.py")
+    write(
+        tmp_path / "package",
+        """
+        import sys
+        from .part import VALUE
+        open(sys.argv[1], "w").write(f"{VALUE} {__name__} {__spec__.name} {sys.path[0]}")
+        """,
+        "train.py",
+    )
+    ended = run_ranks(Command(Target.MODULE, "package.train", ("seen",)), size=1)
+    assert ended.cause is None
+    assert (tmp_path / "seen").read_text() == f"4 __main__ package.train {Path.cwd()}"
+
+
+def test_another_program_runs_as_it_is(tmp_path: Path) -> None:
+    command = Command(Target.PROGRAM, "sh", ("-c", f"echo $RANK > {tmp_path}/rank$RANK; exit 5"))
+    ended = run_ranks(command, size=1)
+    assert ended.cause is not None
+    assert (ended.cause.exit_code, (tmp_path / "rank0").read_text()) == (5, "0\n")
+
+
+def test_classes_of_the_script_pickle_and_spawned_processes_find_them(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import multiprocessing, pickle, sys
+
+        class Sample:
+            def __init__(self, value): self.value = value
+
+        def double(sample): return Sample(2 * sample.value)
+
+        if __name__ == "__main__":
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                back = pool.map(double, [pickle.loads(pickle.dumps(Sample(4)))])
+            open(sys.argv[1], "w").write(str([type(one) is Sample and one.value for one in back]))
+        """,
+    )
+    assert run_script(script, str(tmp_path / "seen"), size=1).cause is None
+    assert (tmp_path / "seen").read_text() == "[8]"
+
+
+def test_an_exit_handler_still_finds_the_scripts_main(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import atexit, pickle, sys
+        class Sample: pass
+        @atexit.register
+        def last(): open(sys.argv[1], "wb").write(pickle.dumps(Sample()))
+        """,
+    )
+    assert run_script(script, str(tmp_path / "seen"), size=1).cause is None
+    assert b"Sample" in (tmp_path / "seen").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "story"),
+    [
+        ("sys.exit(3)", 3, "no traceback"),
+        ("os._exit(4)", 4, "no traceback"),
+        ("sys.exit('that is all')", 1, "that is all"),
+        ("raise ValueError('boom')", 1, "ValueError: boom"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "SIGKILL"),
+        ("ctypes.string_at(0)", 139, "in <module>"),
+    ],
+)
+def test_every_way_of_dying_gives_its_code_and_its_story_and_ends_all(
+    tmp_path: Path, ending: str, code: int, story: str
+) -> None:
+    script = write(
+        tmp_path,
+        f"""
+        import ctypes, os, signal, sys, time
+        if os.environ["RANK"] == "1":
+            {ending}
+        time.sleep(100)
+        """,
+    )
+    ended = run_script(script)
+    assert ended.cause is not None
+    assert (ended.cause.rank, ended.cause.exit_code) == (1, code)
+    assert story in ended.cause.story()
+    assert ended.seconds < MOST_SECONDS
+    assert ended.left == []
+    assert not ended.folder.exists()
+
+
+@pytest.mark.parametrize("ending", ["sys.exit()", "sys.exit(0)", "os._exit(0)", "pass"])
+def test_every_way_of_ending_well_is_no_failure_and_ends_nobody_else(tmp_path: Path, ending: str) -> None:
+    script = write(
+        tmp_path,
+        f"""
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            {ending}
+        else:
+            time.sleep(0.5)
+            open(sys.argv[1], "w").write("done")
+        """,
+    )
+    assert run_script(script, str(tmp_path / "seen")).cause is None
+    assert (tmp_path / "seen").read_text() == "done"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_lines_of_ranks_arrive_at_once_and_whole(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, unbuffered: str
+) -> None:
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        open(sys.argv[1] + os.environ["RANK"], "w").close()
+        while not os.path.exists(sys.argv[1] + "0") or not os.path.exists(sys.argv[1] + "1"):
+            pass
+        for _ in range(3000):
+            print("x" * 50)
+        os._exit(0)  # nothing is flushed at the end
+        """,
+    )
+    assert run_script(script, str(tmp_path / "up")).cause is None
+    assert capfd.readouterr().out == ("x" * 50 + "\n") * 6000
+
+
+def test_a_traceback_begins_in_the_script(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    script = write(tmp_path, "def f():\n    raise ValueError('boom')\nf()\n")
+    ended = run_script(script, size=1)
+    plain = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert ended.cause is not None
+    assert ended.cause.story() == plain.stderr.rstrip()
+    assert capfd.readouterr().err == "", "the rank itself must not print what the launcher shows"
+
+
+def test_a_scripts_own_exception_hook_makes_the_story(tmp_path: Path) -> None:
+    hook = "import sys\nsys.excepthook = lambda kind, error, trace: print('HOOK', error, file=sys.stderr)\n"
+    ended = run_script(write(tmp_path, hook + "raise ValueError('boom')\n"), size=1)
+    assert ended.cause is not None
+    assert ended.cause.story() == "HOOK boom"
+
+
+def test_the_rank_that_failed_first_is_the_cause_not_the_one_that_ended_first(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys, time, atexit
+        sys.path.insert(0, sys.argv[1])
+        flag = sys.argv[2]
+        if os.environ["RANK"] == "1":
+            atexit.register(lambda: (open(flag, "w").close(), time.sleep(0.5)))
+            raise ValueError("the cause")
+        while not os.path.exists(flag):
+            time.sleep(0.001)
+        class PeerError(RuntimeError): pass
+        raise PeerError("rank 1 is gone")
+        """,
+    )
+    ended = run_script(script, SOURCE, str(tmp_path / "flag"))
+    assert ended.cause is not None
+    assert ended.cause.story().endswith("ValueError: the cause")
+
+
+def test_a_rank_that_raised_and_does_not_exit_ends_the_others_all_the_same(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, threading, time
+        if os.environ["RANK"] == "0":
+            threading.Thread(target=time.sleep, args=(100,)).start()
+            raise ValueError("boom")
+        time.sleep(100)
+        """,
+    )
+    ended = run_script(script)
+    assert ended.cause is not None
+    assert ended.cause.exit_code == 1
+    assert ended.seconds < MOST_SECONDS
+    assert ended.left == []
+
+
+STUBBORN = """
+    import os, signal, subprocess, sys, time
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(100)"
+    stranger = subprocess.Popen([sys.executable, "-c", child], start_new_session=True)  # known by its mark only
+    nameless = subprocess.Popen([sys.executable, "-c", child], env={})  # known by its group only
+    pids = sys.argv[1] + os.environ["RANK"]
+    open(pids + ".part", "w").write(f"{os.getpid()} {stranger.pid} {nameless.pid}")
+    os.rename(pids + ".part", pids)
+    while not os.path.exists(sys.argv[1] + "0") or not os.path.exists(sys.argv[1] + "1"):
+        time.sleep(0.01)
+    if os.environ["RANK"] == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(100)
+"""
+
+
+def test_ranks_and_children_that_ignore_the_request_are_ended_in_time_too(tmp_path: Path) -> None:
+    ended = run_script(write(tmp_path, STUBBORN), str(tmp_path / "up"), "1")
+    assert ended.cause is not None
+    assert ended.cause.exit_code == 137
+    assert ended.seconds < MOST_SECONDS
+    assert living(tmp_path) == []
+
+
+def test_a_killed_launcher_takes_its_ranks_and_their_children_with_it(tmp_path: Path) -> None:
+    script = write(tmp_path, STUBBORN)
+    launcher = write(
+        tmp_path,
+        """
+        import sys, time
+        from deepseek_zero.cli.ranks import Command, Ranks, Target
+        with Ranks(Command(Target.SCRIPT, sys.argv[1], (sys.argv[2], "none"))) as ranks:
+            ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+            while True:
+                ranks.wait(1)
+        """,
+        "launcher.py",
+    )
+    command = [sys.executable, str(launcher), str(script), str(tmp_path / "up")]
+    environment = {**os.environ, "PYTHONPATH": SOURCE, "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(command, env=environment)
+    wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 20)
+    assert len(living(tmp_path)) == 6
+    process.kill()
+    process.wait()
+    wait_until(lambda: not living(tmp_path), MOST_SECONDS)
+    wait_until(lambda: not list(tmp_path.glob("deepseek_zero_*")), MOST_SECONDS)
+
+
+def living(folder: Path) -> list[int]:
+    """Those of the processes in STUBBORN's files that run still; a zombie has ended."""
+    pids = [int(pid) for rank in (0, 1) for pid in (folder / f"up{rank}").read_text().split()]
+    return [pid for pid in pids if runs(pid)]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_until(condition: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not so after {seconds} s"
+        time.sleep(0.02)
+
+
+def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os, sys\nprint(os.environ['RANK'], sys.stdout.isatty(), sys.stdin.isatty())\n")
+    logs = tmp_path / "logs"
+    launcher = write(
+        tmp_path,
+        f"""
+        import sys
+        from pathlib import Path
+        sys.path.insert(0, {SOURCE!r})
+        from deepseek_zero.cli.ranks import Command, Ranks, Target
+        with Ranks(Command(Target.SCRIPT, {str(script)!r}, log_dir=Path({str(logs)!r}))) as ranks:
+            ranks.start([{{"RANK": "0"}}, {{"RANK": "1"}}])
+            while not ranks.finished:
+                ranks.wait(0.1)
+                assert ranks.poll() is None
+        """,
+        "launcher.py",
+    )
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([sys.executable, str(launcher)], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    assert process.wait(20) == 0
+    shown = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert shown.split() == ["0", "True", "True"]
+    assert (logs / "rank_1.log").read_text().split() == ["1", "False", "False"]
+
+
+# The whole command.
+
+
+def start_command(*line: str, **variables: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "RANK"))}
+    environment |= {"PYTHONPATH": SOURCE, "COLUMNS": "200", **variables}
+    return subprocess.Popen(
+        [sys.executable, "-m", "deepseek_zero.cli", "run", *line],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+
+
+def run_command(*line: str, **variables: str) -> tuple[int, str, str]:
+    process = start_command(*line, **variables)
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err
+
+
+PROBE = """
+    import argparse, json, os, sys
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--local_rank", type=int)
+    known, _ = parser.parse_known_args([one for one in sys.argv[1:] if one.startswith("--local_rank")])
+    seen = {"argv": sys.argv[1:], "local_rank": known.local_rank, **os.environ}
+    open(f"seen_{os.environ['RANK']}", "w").write(json.dumps(seen))
+"""
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[dict[str, object]]]:
+    """What two ranks of one real launch saw."""
+    folder = tmp_path_factory.mktemp("probe")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        write(folder, PROBE, "probe.py")
+        code, out, err = run_command("--nproc", "2", "probe.py", "--run", "--nproc", "7", "--", "-x")
+        assert (code, out, err) == (0, "", "")
+        yield [json.loads((folder / f"seen_{rank}").read_text()) for rank in range(2)]
+
+
+def test_every_rank_knows_its_place(probed: list[dict[str, object]]) -> None:
+    for rank, seen in enumerate(probed):
+        place = [seen[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE")]
+        assert place == [str(rank), str(rank), "2", "2", "2"]
+        assert seen["MASTER_ADDR"] == "127.0.0.1"
+    assert probed[0]["MASTER_PORT"] == probed[1]["MASTER_PORT"] != "0"
+
+
+def test_the_scripts_arguments_arrive_untouched_after_local_rank(probed: list[dict[str, object]]) -> None:
+    for rank, seen in enumerate(probed):
+        assert seen["argv"] == [f"--local_rank={rank}", "--run", "--nproc", "7", "--", "-x"]
+        assert seen["local_rank"] == rank
+
+
+def test_ranks_share_the_cores(probed: list[dict[str, object]]) -> None:
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert {seen[name] for seen in probed for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")} == {threads}
+
+
+def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) -> None:
+    script = write(
+        tmp_path, "import os, time\nif os.environ['RANK'] == '1':\n    raise ValueError('b' + 'oom')\ntime.sleep(90)\n"
+    )
+    code, out, err = run_command("--nproc", "3", str(script))
+    assert (code, out) == (1, "")
+    lines = err.strip().splitlines()
+    assert lines[0] == "rank 1 of 3 failed with exit code 1; all ranks here have been ended"
+    assert lines[1] == "Traceback (most recent call last):"
+    assert lines[-1] == "ValueError: boom"
+    assert len(lines) == 5
+
+
+def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os\nprint(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])\n")
+    code, out, err = run_command("--num_gpus", "800", str(script), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="5")
+    nproc = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (code, out) == (0, f"{nproc} 5\n" * nproc)
+    assert err.count("INFO") == err.count("\n") == 1
+    assert "800 GPUs" in err
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_launcher_that_is_asked_to_end_ends_its_ranks(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, subprocess, sys, time
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+        print(os.environ["DEEPSEEK_ZERO_LAUNCH"], flush=True)
+        time.sleep(100)
+        """,
+    )
+    process = start_command("--nproc", "2", str(script))
+    assert process.stdout is not None
+    mark = process.stdout.readline().strip()
+    process.stdout.readline()
+    asked = time.monotonic()
+    process.send_signal(number)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == code
+    assert time.monotonic() - asked < MOST_SECONDS
+    assert Launch(mark, set()).living() == []
+    assert err.strip() == f"the launcher received {number.name}; all ranks here have been ended"
+
+
+def test_a_process_group_forms_and_its_survivors_complaint_is_not_the_cause(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, signal, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        total = torch.ones(1) * (dist.get_rank() + 1)
+        dist.all_reduce(total)
+        if dist.get_rank() == 1:
+            print(total.item(), torch.get_num_threads(), flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(total)
+        """,
+    )
+    code, out, err = run_command("--nproc", "2", str(script))
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert (code, out.split()) == (137, ["3.0", str(threads)])
+    assert "rank 1 of 2 was ended by signal 9 (SIGKILL)" in err
+    assert "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_restart_begins_anew_with_all_ranks(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, torch.distributed as dist
+        dist.init_process_group("gloo")
+        dist.barrier()
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and dist.get_rank() == 0:
+            raise ValueError("first time")
+        dist.barrier()
+        print("well", flush=True)
+        """,
+    )
+    code, out, err = run_command("--nproc", "2", "--max-restarts", "1", str(script))
+    assert (code, out) == (0, "well\nwell\n"), err
+    assert "restarting" in err
+    assert "Traceback" not in err
+
+
+def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys, time
+        print(*[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")], flush=True)
+        open(sys.argv[1] + os.environ["RANK"], "w").close()
+        if os.environ["RANK"] == "2":
+            while not os.path.exists(sys.argv[1] + "0") or not os.path.exists(sys.argv[1] + "1"):
+                time.sleep(0.01)
+            raise KeyError("boom")
+        time.sleep(90)
+        """,
+    )
+    up = str(tmp_path / "up")
+    line = ["--num_nodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
+    first = start_command(*line, "--node_rank=0", "--nproc=2", str(script), up)
+    second = start_command(*line, "--node_rank=1", "--nproc=1", str(script), up)
+    outputs = [process.communicate(timeout=60) for process in (first, second)]
+    assert [first.returncode, second.returncode] == [1, 1]
+    assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
+    assert outputs[1][0].splitlines() == ["2 0 3 1"]
+    assert all(err.count("KeyError: 'boom'") == 1 and "rank 2 of 3 failed" in err for _, err in outputs)
+    assert "on another machine" in outputs[0][1]
+
+
+def free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])

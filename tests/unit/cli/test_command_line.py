@@ -1,0 +1,123 @@
+"""The command line: what belongs to `run`, what belongs to the script."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import deepseek_zero.cli as cli
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.cli import run as run_module
+from deepseek_zero.cli.machine import Machine
+from deepseek_zero.cli.nodes import NodePlan, Share
+from deepseek_zero.cli.ranks import Target
+from deepseek_zero.cli.run import RunOptions, rank_environment, run
+
+PARSED: list[RunOptions] = []
+
+
+def parse(*line: str) -> RunOptions:
+    """What `deepseek-zero run LINE` would be asked to do."""
+    app = cli.typer.Typer()
+    app.command("run", context_settings=cli.RUN_CONTEXT)(
+        cli._command_of(RunOptions, lambda one: PARSED.append(one) or 0)
+    )
+    result = CliRunner().invoke(app, list(line))
+    assert result.exit_code == 0, result.output
+    return PARSED.pop()
+
+
+SCRIPT_WORDS = ["--run", "x", "--nproc", "9", "-m", "--help", "--", "--master_port=1", "-", ""]
+
+
+def test_everything_after_the_script_is_the_scripts() -> None:
+    options = parse("--nproc", "2", "train.py", *SCRIPT_WORDS)
+    assert (options.nproc, options.command) == (2, ["train.py", *SCRIPT_WORDS])
+    assert (options.module, options.master_port) == (False, 0)
+
+
+@pytest.mark.parametrize("spelling", ["--num_gpus", "--num-gpus", "--num_accelerators", "--num-accelerators"])
+def test_both_spellings_and_both_names_are_taken(spelling: str) -> None:
+    assert parse(spelling, "3", "train.py").num_gpus == 3
+
+
+def test_the_normalised_spelling_leaves_values_alone() -> None:
+    options = parse("-H", "my_hosts", "--include=node_1:0", "--master_addr", "node_1", "my_script.py", "--my_flag=a_b")
+    assert (options.hostfile, options.include, options.master_addr) == (Path("my_hosts"), "node_1:0", "node_1")
+    assert options.command == ["my_script.py", "--my_flag=a_b"]
+
+
+def test_deepspeeds_launch_line_is_understood() -> None:
+    line = "--num_gpus=8 your_train_script.py --deepspeed --deepspeed_config deepspeed_config.json"
+    options = parse(*line.split())
+    assert options.num_gpus == 8
+    assert options.command == ["your_train_script.py", "--deepspeed", "--deepspeed_config", "deepspeed_config.json"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (RunOptions(), "No script was given"),
+        (RunOptions(command=["absent.py"]), "There is no script 'absent.py'"),
+        (RunOptions(command=["python", "train.py"]), "leave that word out"),
+        (RunOptions(command=["no-such-program-here"], no_python=True), "There is no program"),
+        (RunOptions(command=["x"], module=True, no_python=True), "mutually exclusive"),
+    ],
+)
+def test_a_command_that_cannot_start_is_refused_before_anything_starts(options: RunOptions, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        run(options)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (RunOptions(command=[__file__]), Target.SCRIPT),
+        (RunOptions(command=["package.train"], module=True), Target.MODULE),
+        (RunOptions(command=["true"], no_python=True), Target.PROGRAM),
+    ],
+)
+def test_the_kind_of_target_follows_the_options(options: RunOptions, kind: Target) -> None:
+    assert run_module._command(options).kind is kind
+
+
+def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("parser.add_argument('--local_rank')\n")
+    passed = run_module._command(RunOptions(command=[str(script), "--epochs", "2"]))
+    assert passed.argv(1)[-4:] == [str(script), "--local_rank=1", "--epochs", "2"]
+    kept = run_module._command(RunOptions(command=[str(script), "--epochs", "2"], no_local_rank=True))
+    assert kept.argv(1)[-3:] == [str(script), "--epochs", "2"]
+
+
+def test_chosen_gpus_are_made_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    environment = rank_environment(NodePlan(Share(2, ("5", "7"))), Machine(8, ("2", "5", "7")))
+    assert environment["CUDA_VISIBLE_DEVICES"] == "5,7"
+    assert environment["OMP_NUM_THREADS"] == "4"
+    assert "CUDA_VISIBLE_DEVICES" not in rank_environment(NodePlan(Share(3)), Machine(8, ("2", "5", "7")))
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, deepseek_zero.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_an_error_of_the_house_ends_with_its_message_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["deepseek-zero", "run", "absent.py"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    assert "There is no script 'absent.py'" in capsys.readouterr().err
+
+
+def test_version_names_what_a_bug_report_needs() -> None:
+    result = CliRunner().invoke(cli.app, ["version"])
+    assert result.exit_code == 0
+    assert all(word in result.output for word in ("deepseek-zero", "torch", "Python"))

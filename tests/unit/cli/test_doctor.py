@@ -1,0 +1,51 @@
+"""What the doctor finds, as a table and as data."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from deepseek_zero.cli import doctor
+from deepseek_zero.cli.machine import Machine
+
+EXPECTED = {"python", "torch", "CPU cores", "memory", "bf16", "fp16", "gloo", "nccl", "shared memory", "disk here"}
+
+
+def test_the_json_holds_every_finding_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.show(as_json=True)
+    found = {one["name"]: one for one in json.loads(capsys.readouterr().out)}
+    assert found.keys() >= EXPECTED
+    assert all(one["value"] and one["meaning"] and one["verdict"] in {"good", "note", "bad"} for one in found.values())
+
+
+def test_the_table_says_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.show()
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in EXPECTED)
+
+
+def test_cores_that_are_not_allowed_are_mentioned() -> None:
+    present = os.cpu_count() or 1
+    assert next(doctor._cpu(Machine(present + 1))).meaning.startswith(f"of {present}")
+
+
+def test_a_machine_without_gpus_needs_no_nccl() -> None:
+    needs = {one.name: one.verdict for one in doctor._backends(Machine(4))}
+    assert needs == {"gloo": doctor.Verdict.GOOD, "nccl": doctor.Verdict.GOOD}
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "gpu_has_it", "flags", "value"),
+    [
+        (True, True, [], "yes"),
+        (True, False, ["bf16"], "slow"),
+        (False, False, ["bf16"], "yes"),
+        (False, False, [], "slow"),
+    ],
+)
+def test_a_number_format_is_told_by_the_device_that_trains(
+    on_gpu: bool, gpu_has_it: bool, flags: list[str], value: str
+) -> None:
+    assert doctor._format("bf16", on_gpu, gpu_has_it, flags).value == value

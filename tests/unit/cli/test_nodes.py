@@ -1,0 +1,134 @@
+"""From what was asked to what this machine runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.cli.machine import Machine
+from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, NodePlan, Share, plan_node
+
+CPU = Machine(cores=4)
+GPUS = Machine(cores=32, gpus=("0", "1", "2", "3"))
+SOME_GPUS = Machine(cores=32, gpus=("2", "5", "7"))
+
+
+def share_of(asked: Asked, machine: Machine) -> Share:
+    return plan_node(asked, machine, ()).share
+
+
+@pytest.fixture
+def hostfile(tmp_path: Path) -> Path:
+    path = tmp_path / "hostfile"
+    path.write_text("first slots=2\nsecond slots=3\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("asked", "machine", "nproc", "devices"),
+    [
+        (Asked(), CPU, 2, None),
+        (Asked(), GPUS, 4, None),
+        (Asked(nproc=3), CPU, 3, None),
+        (Asked(num_gpus=2), GPUS, 2, ("0", "1")),
+        (Asked(num_gpus=2), SOME_GPUS, 2, ("2", "5")),
+        (Asked(num_gpus=8), GPUS, 4, None),
+        (Asked(include="localhost:1,3"), GPUS, 2, ("1", "3")),
+        (Asked(include="localhost:7"), SOME_GPUS, 1, ("7",)),
+        (Asked(exclude="localhost:5"), SOME_GPUS, 2, ("2", "7")),
+        (Asked(include="localhost:1"), Machine(8, ("GPU-aa", "GPU-bb")), 1, ("GPU-bb",)),
+    ],
+)
+def test_one_machine_runs_what_was_asked(
+    asked: Asked, machine: Machine, nproc: int, devices: tuple[str, ...] | None
+) -> None:
+    share = share_of(asked, machine)
+    assert (share.nproc, share.devices) == (nproc, devices)
+
+
+def test_a_single_machine_meets_itself_at_any_free_port() -> None:
+    plan = plan_node(Asked(), CPU, ())
+    assert (plan.num_nodes, plan.node_rank, plan.master_addr, plan.master_port) == (1, 0, "127.0.0.1", 0)
+
+
+@pytest.mark.parametrize("asked", [Asked(num_gpus=8), Asked(include="localhost:0,1,2,3,4,5,6,7")])
+def test_gpus_asked_for_on_a_machine_without_any_become_the_default_cpu_processes(asked: Asked) -> None:
+    share = share_of(asked, CPU)
+    assert (share.nproc, share.devices) == (2, None)
+    assert "8 GPUs" in share.note
+    assert "2 CPU processes instead" in share.note
+
+
+def test_fewer_gpus_asked_for_than_the_default_processes_stay_that_few_on_the_cpu() -> None:
+    assert share_of(Asked(num_gpus=3), Machine(cores=64)).nproc == 3
+
+
+def test_more_gpus_asked_for_than_there_are_says_how_many_run() -> None:
+    assert "4 GPUs" in share_of(Asked(num_gpus=8), GPUS).note
+
+
+def test_more_processes_than_gpus_run_with_a_note() -> None:
+    assert "more than this machine's 4 GPUs" in share_of(Asked(nproc=6), GPUS).note
+    assert share_of(Asked(nproc=4), GPUS).note == ""
+
+
+def test_a_slot_that_this_machine_lacks_is_refused() -> None:
+    with pytest.raises(UsageError, match="No slot '3'"):
+        plan_node(Asked(include="localhost:3"), SOME_GPUS, ())
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        (Asked(nproc=0), "--nproc is 0"),
+        (Asked(nproc=2, num_gpus=2), "mutually exclusive"),
+        (Asked(include="localhost:0", num_gpus=1), "mutually exclusive with --num_gpus"),
+        (Asked(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),
+        (Asked(num_nodes=2), "need --node_rank and --master_addr"),
+        (Asked(num_nodes=2, node_rank=0), "need --node_rank and --master_addr"),
+        (Asked(num_nodes=2, node_rank=2, master_addr="first"), "--node_rank 2 is not one of the 2 nodes"),
+        (Asked(node_rank=1), "--node_rank 1 is not one of the 1 nodes"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(asked: Asked, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_node(asked, GPUS, ())
+
+
+def test_several_nodes_without_a_hostfile_need_only_a_number_and_an_address() -> None:
+    plan = plan_node(Asked(nproc=2, num_nodes=3, node_rank=2, master_addr="first"), CPU, ())
+    assert plan == NodePlan(Share(2), 3, 2, "first", DEFAULT_PORT)
+
+
+def test_a_machine_finds_itself_in_the_hostfile(hostfile: Path) -> None:
+    plan = plan_node(Asked(hostfile=hostfile), CPU, {"second", "10.0.0.2"})
+    assert plan == NodePlan(Share(3), 2, 1, "first", DEFAULT_PORT)
+
+
+def test_node_rank_says_which_host_this_is(hostfile: Path) -> None:
+    plan = plan_node(Asked(hostfile=hostfile, node_rank=0, master_addr="10.0.0.1", master_port=1234), CPU, ())
+    assert plan == NodePlan(Share(2), 2, 0, "10.0.0.1", 1234)
+
+
+def test_slots_of_the_hostfile_are_places_among_the_visible_gpus(hostfile: Path) -> None:
+    asked = Asked(hostfile=hostfile, include="first@second:0,2")
+    assert plan_node(asked, SOME_GPUS, {"second"}).share == Share(2, ("2", "7"))
+
+
+def test_numbers_limit_the_hosts_and_their_slots(hostfile: Path) -> None:
+    plan = plan_node(Asked(hostfile=hostfile, num_nodes=1, num_gpus=1), CPU, {"first"})
+    assert (plan.num_nodes, plan.share.nproc, plan.master_port) == (1, 1, 0)
+
+
+def test_a_machine_that_is_not_in_the_hostfile_is_told_what_to_do(hostfile: Path) -> None:
+    with pytest.raises(UsageError, match="--node_rank") as caught:
+        plan_node(Asked(hostfile=hostfile), CPU, {"third"})
+    assert "first, second" in str(caught.value)
+    assert "ssh" in str(caught.value)
+
+
+def test_more_slots_in_the_hostfile_than_gpus_is_refused(hostfile: Path) -> None:
+    with pytest.raises(UsageError, match=r"slot 2, but it shows 2 GPUs"):
+        plan_node(Asked(hostfile=hostfile), Machine(8, ("0", "1")), {"second"})

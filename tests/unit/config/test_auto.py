@@ -1,0 +1,228 @@
+"""Resolving: every "auto" gets a value and a reason; facts of the run decide."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from deepseek_zero.base.errors import ConfigError, NotBuiltError
+from deepseek_zero.config import Config, Decision, Facts, resolve
+from deepseek_zero.config.fields import AUTO
+from deepseek_zero.config.load import load
+from deepseek_zero.config.raw import lookup, put
+
+KEYS = [row.path for row in Config.field_table()]
+
+
+def resolved(given: dict[str, Any], facts: Facts | None = None) -> Config:
+    return resolve(load(given), facts or Facts())
+
+
+def reason(config: Config, key: str) -> Decision:
+    return next(decision for decision in config.decisions if decision.key == key)
+
+
+def test_every_key_at_once_may_say_auto() -> None:
+    given: dict[str, Any] = {}
+    for key in KEYS:
+        # Below a section that exists only when it is given there is nothing to leave open.
+        if key not in ("optimizer.params", "scheduler.params") and not key.startswith(_GIVEN_ONLY):
+            put(given, key, AUTO)
+    plain, auto = resolved({}), resolved(given)
+    changed = {"bf16", "precision", "optimizer"}  # asked for and found, where silence leaves them off
+    assert auto.model_dump(exclude=changed) == plain.model_dump(exclude=changed)
+    assert (auto.bf16.enabled, auto.precision, auto.optimizer.type) == (True, "auto", "AdamW")
+
+
+_GIVEN_ONLY = (
+    "zero_optimization.zenflow.",
+    "zero_optimization.zeropp_loco_param.",
+    "sparse_attention.",
+    "checkpoint.writer.",
+)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_key_alone_may_say_auto(key: str) -> None:
+    given: dict[str, Any] = {}
+    put(given, key, AUTO)
+    if key.startswith(_GIVEN_ONLY):
+        with pytest.raises(NotBuiltError):
+            load(given)
+        return
+    config = resolved(given)
+    assert lookup(config.model_dump(), key) != AUTO or key == "precision"
+
+
+def test_a_resolved_auto_is_recorded_with_its_reason() -> None:
+    config = resolved({"zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO}}, Facts(hidden_size=16))
+    decision = reason(config, "zero_optimization.reduce_bucket_size")
+    assert (decision.value, decision.asked) == (256, True)
+    assert str(decision) == "zero_optimization.reduce_bucket_size = 256: hidden size squared (16)"
+    assert not reason(config, "train_batch_size").asked
+
+
+def test_a_stated_size_is_kept_beside_a_known_hidden_size() -> None:
+    config = resolved({"zero_optimization": {"reduce_bucket_size": 7}}, Facts(hidden_size=16))
+    assert config.zero_optimization.reduce_bucket_size == 7
+
+
+@pytest.mark.parametrize("stage, overlaps", [(0, False), (2, False), (3, True)])
+def test_overlap_is_on_at_stage_3_unless_stated(stage: int, overlaps: bool) -> None:
+    assert resolved({"zero_optimization": {"stage": stage}}).zero_optimization.overlap_comm is overlaps
+    assert resolved({"zero_optimization": {"stage": stage, "overlap_comm": True}}).zero_optimization.overlap_comm
+
+
+# Precision ------------------------------------------------------------------------------------------------------------
+
+CPU, OLD_GPU, NEW_GPU = Facts(), Facts(device_type="cuda", has_bf16=False), Facts(device_type="cuda")
+BOTH = {"fp16": {"enabled": AUTO}, "bf16": {"enabled": AUTO}}
+
+
+@pytest.mark.parametrize(
+    "given, facts, expected",
+    [
+        ({}, CPU, (False, False)),
+        (BOTH, CPU, (False, True)),
+        (BOTH, NEW_GPU, (False, True)),
+        (BOTH, OLD_GPU, (True, False)),
+        (BOTH, Facts(has_bf16=False), (False, False)),
+        ({"fp16": {"enabled": AUTO}}, NEW_GPU, (False, False)),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": AUTO}}, NEW_GPU, (True, False)),
+        ({"torch_autocast": {"enabled": True}, **BOTH}, NEW_GPU, (False, False)),
+        ({"precision": "fp32", **BOTH}, NEW_GPU, (False, False)),
+        ({"precision": "auto"}, NEW_GPU, (False, True)),
+        ({"precision": "auto"}, OLD_GPU, (True, False)),
+        ({"precision": "auto", "fp16": {"enabled": True}}, NEW_GPU, (True, False)),
+        ({"precision": "bf16"}, CPU, (False, True)),
+        ({"precision": "fp16"}, CPU, (True, False)),
+    ],
+)
+def test_the_precision_follows_words_then_hardware(
+    given: dict[str, Any], facts: Facts, expected: tuple[bool, bool]
+) -> None:
+    config = resolved(given, facts)
+    assert (config.fp16.enabled, config.bf16.enabled) == expected
+
+
+@pytest.mark.parametrize("top, inner, expected", [(True, None, True), (False, None, False), (True, False, False)])
+def test_fp16_casts_inputs_as_the_top_level_says_unless_it_says_so_itself(
+    top: bool, inner: bool | None, expected: bool
+) -> None:
+    config = resolved({"auto_cast": top, "fp16": {"enabled": True, "auto_cast": inner}})
+    assert config.fp16.auto_cast is expected
+
+
+def test_autocast_takes_the_dtype_the_hardware_has() -> None:
+    given = {"torch_autocast": {"enabled": True}}
+    assert resolved(given, NEW_GPU).torch_autocast.dtype == "bf16"
+    assert resolved(given, OLD_GPU).torch_autocast.dtype == "fp16"
+
+
+# Optimizer and schedule -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("AdamW", {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 1e-2}),
+        ("Lion", {"lr": 1e-4, "betas": [0.9, 0.99], "weight_decay": 0.0}),
+        ("Adagrad", {"lr": 1e-2, "eps": 1e-10}),
+    ],
+)
+def test_auto_arguments_get_the_usual_values_of_the_optimizer(kind: str, expected: dict[str, Any]) -> None:
+    params = dict.fromkeys(expected, AUTO)
+    assert resolved({"optimizer": {"type": kind, "params": params}}).optimizer.params == expected
+
+
+def test_an_auto_optimizer_is_the_programs_own_or_adamw() -> None:
+    given = {"optimizer": {"type": AUTO, "params": {"lr": AUTO}}}
+    assert resolved(given).optimizer.model_dump(include={"type", "params"}) == {"type": "AdamW", "params": {"lr": 1e-3}}
+    assert resolved(given, Facts(client_optimizer={"lr": 0.5})).optimizer.type is None
+
+
+def test_an_argument_nobody_knows_is_left_to_the_optimizer() -> None:
+    config = resolved({"optimizer": {"type": "AdamW", "params": {"amsgrad": AUTO}}})
+    assert config.optimizer.params == {}
+    assert reason(config, "optimizer.params.amsgrad").why == "left out: its owner's default holds"
+
+
+def test_an_auto_schedule_takes_its_peak_from_the_optimizer() -> None:
+    given = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-4}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), AUTO),
+        },
+    }
+    config = resolved(given, Facts(total_steps=400))
+    assert config.scheduler.params == {
+        "warmup_min_lr": 0.0,
+        "warmup_max_lr": 5e-4,
+        "warmup_num_steps": 1000,
+        "total_num_steps": 400,
+    }
+
+
+def test_an_auto_total_without_a_plan_asks_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params\.total_num_steps = 'auto'.*not known"):
+        resolved({"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": AUTO}}})
+
+
+# Ranks and batch ------------------------------------------------------------------------------------------------------
+
+
+def test_the_degree_is_the_world_unless_stated() -> None:
+    assert resolved({}, Facts(world_size=3)).dp_degree == 3
+    assert resolved({"dp_degree": 3}, Facts(world_size=3)).dp_degree == 3
+
+
+def test_a_degree_that_differs_from_the_world_is_an_error_with_the_command() -> None:
+    with pytest.raises(ConfigError, match=r"the run has 3 data-parallel ranks") as error:
+        resolved({"dp_degree": 2}, Facts(world_size=3))
+    assert "deepseek-zero run --nproc 2" in str(error.value)
+
+
+def test_a_lone_process_only_warns_about_the_degree(capsys: pytest.CaptureFixture[str]) -> None:
+    config = resolved({"dp_degree": 2}, Facts(launched=False))
+    assert config.dp_degree == 1
+    assert "deepseek-zero run --nproc 2 script.py" in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_fit_the_ranks_is_reported_with_the_rest() -> None:
+    with pytest.raises(ConfigError, match="Check batch related parameters") as error:
+        resolved({"train_batch_size": 5, "dp_degree": 4}, Facts(world_size=2))
+    assert "2 problems" in str(error.value)
+
+
+def test_a_stated_batch_size_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert resolved({"train_batch_size": 6}, Facts(world_size=2)).batch.micro == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_deepspeeds_refusal_is_there_for_doors_that_want_it() -> None:
+    with pytest.raises(ConfigError, match="needs to be provided"):
+        resolved({}, Facts(require_batch_key=True))
+    assert resolved({"train_batch_size": AUTO}, Facts(require_batch_key=True)).batch.train == 1
+
+
+def test_a_model_below_the_persistence_threshold_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
+    resolved({"train_batch_size": 1, "zero_optimization": {"stage": 3}}, Facts(num_params=5000))
+    assert "they stay replicated" in capsys.readouterr().err
+
+
+# The result -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_configuration_is_frozen() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        resolved({}).zero_optimization.stage = 2
+
+
+def test_resolving_leaves_the_raw_configuration_as_it_was() -> None:
+    raw = load({"zero_optimization": {"stage": 3, "reduce_bucket_size": AUTO, "offload_param": {"device": "cpu"}}})
+    resolve(raw, Facts(hidden_size=8))
+    assert raw.values == {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    assert raw.autos == {"zero_optimization.reduce_bucket_size"}

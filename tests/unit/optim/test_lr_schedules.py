@@ -1,0 +1,268 @@
+"""The schedules against their closed formulas, names and flags."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_zero.base.errors import ConfigError, UsageError
+from deepseek_zero.optim.lr_schedules import (
+    VALID_LR_SCHEDULES,
+    LRRangeTest,
+    OneCycle,
+    Schedule,
+    WarmupCosineLR,
+    WarmupDecayLR,
+    WarmupLR,
+    add_tuning_arguments,
+    get_config_from_args,
+    resolve_schedule,
+)
+
+
+def groups(*rates: float, **settings: Any) -> SimpleNamespace:
+    """Not a torch optimizer: all a schedule may ask for is param_groups."""
+    return SimpleNamespace(param_groups=[{"lr": rate, **settings} for rate in rates])
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    """The rate of the first group as each optimizer step would use it, the first one included."""
+    seen = [schedule.optimizer.param_groups[0]["lr"]]
+    for _ in range(steps):
+        schedule.step()
+        assert schedule.get_last_lr()[0] == schedule.optimizer.param_groups[0]["lr"]
+        seen.append(schedule.optimizer.param_groups[0]["lr"])
+    return seen
+
+
+def test_warmup_rises_with_the_logarithm_and_stays() -> None:
+    schedule = WarmupLR(groups(9.0), warmup_min_lr=0.1, warmup_max_lr=1.1, warmup_num_steps=8)
+    expected = [0.1] + [0.1 + math.log(i + 1, 8) for i in range(8)] + [1.1] * 3
+    assert rates(schedule, 11) == pytest.approx(expected)
+
+
+def test_warmup_rises_linearly_when_asked() -> None:
+    schedule = WarmupLR(groups(9.0), 0.0, 1.0, 4, "linear")
+    assert rates(schedule, 6) == pytest.approx([0, 0, 0.25, 0.5, 0.75, 1, 1])
+
+
+def test_warmup_to_each_groups_own_rate_is_the_default() -> None:
+    optimizer = groups(0.5, 0.25)
+    schedule = WarmupLR(optimizer, warmup_num_steps=2)
+    assert schedule.get_last_lr() == [0.0, 0.0]
+    for _ in range(3):
+        schedule.step()
+    assert schedule.get_last_lr() == schedule.get_lr() == [0.5, 0.25]
+
+
+def test_warmup_takes_one_value_per_group() -> None:
+    schedule = WarmupLR(groups(9, 9), warmup_min_lr=[0.1, 0.2], warmup_max_lr=[1.0, 2.0], warmup_num_steps=2)
+    assert schedule.get_last_lr() == [0.1, 0.2]
+    schedule.step(5)
+    assert schedule.get_last_lr() == [1.0, 2.0] and schedule.last_batch_iteration == 5
+    with pytest.raises(ConfigError, match="warmup_min_lr lists 3 values for 2"):
+        WarmupLR(groups(9, 9), warmup_min_lr=[1, 2, 3])
+
+
+@pytest.mark.parametrize("shape", ["log", "linear"])
+def test_no_warmup_steps_means_the_full_rate_at_once(shape: str) -> None:
+    assert rates(WarmupLR(groups(0.5), warmup_num_steps=0, warmup_type=shape), 3) == [0.5] * 4
+    decay = WarmupDecayLR(groups(0.5), 4, warmup_max_lr=1.0, warmup_num_steps=0, warmup_type=shape)
+    assert rates(decay, 5) == pytest.approx([1.0, 1.0, 0.75, 0.5, 0.25, 0.0])
+    cosine = WarmupCosineLR(groups(1.0), 4, warmup_num_steps=0, cos_min_ratio=0.0, warmup_type=shape)
+    half = [(1 + math.cos(math.pi * done / 4)) / 2 for done in (1, 1, 2, 3, 4, 4)]
+    assert rates(cosine, 5) == pytest.approx(half)
+
+
+def test_one_warmup_step_counts_as_two() -> None:
+    assert rates(WarmupLR(groups(1.0), warmup_num_steps=1), 3) == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_warmup_decay_falls_to_zero_at_the_total_and_stays() -> None:
+    schedule = WarmupDecayLR(groups(9.0), 10, 0.2, 1.2, 4, "linear")
+    up, down = [i / 4 for i in range(4)], [(10 - i) / 6 for i in range(4, 11)]
+    expected = [0.2 + gamma for gamma in [0.0, *up, *down, 0.0, 0.0]]
+    assert rates(schedule, 13) == pytest.approx(expected)
+
+
+def test_warmup_decay_has_deepspeeds_own_default_maximum() -> None:
+    schedule = WarmupDecayLR(groups(9.0), 10, warmup_num_steps=2)
+    schedule.step(2)
+    assert schedule.get_last_lr() == [0.001]
+
+
+def test_warmup_cosine_is_a_ratio_of_each_groups_rate() -> None:
+    optimizer = groups(2.0, 4.0)
+    schedule = WarmupCosineLR(optimizer, 11, warmup_min_ratio=0.2, warmup_num_steps=3, cos_min_ratio=0.1)
+    up = [0.2 + 0.8 * math.log(i + 1) / math.log(3) for i in range(3)]
+    down = [0.1 + 0.9 * (1 + math.cos(math.pi * min(1, (i - 3 + 1) / 8))) / 2 for i in range(3, 14)]
+    assert rates(schedule, 14) == pytest.approx([2 * ratio for ratio in [0.0, *up, *down]])
+    assert schedule.get_last_lr()[1] == pytest.approx(4 * 0.1)
+
+
+def test_a_total_inside_the_warmup_is_told_and_goes_to_the_floor(capsys: pytest.CaptureFixture[str]) -> None:
+    cosine = WarmupCosineLR(groups(1.0), 2, warmup_num_steps=4, cos_min_ratio=0.25)
+    assert "total_num_steps 2 is less than warmup_num_steps 4" in capsys.readouterr().err
+    cosine.step(4)
+    assert cosine.get_last_lr() == [0.25]
+
+
+def test_the_range_test_climbs_continuously_or_in_stairs() -> None:
+    smooth = LRRangeTest(groups(9.0), 0.1, lr_range_test_step_size=4, lr_range_test_step_rate=2.0)
+    assert rates(smooth, 5) == pytest.approx([0.1 * (1 + 2 * i / 4) for i in range(6)])
+    stairs = LRRangeTest(groups(9.0), 0.1, 4, 2.0, lr_range_test_staircase=True)
+    assert rates(stairs, 8) == pytest.approx([0.1 * (1 + 2 * (i // 4)) for i in range(9)])
+
+
+def test_one_cycle_rises_falls_and_decays_with_momentum_against_it() -> None:
+    optimizer = groups(9.0, betas=(0.9, 0.99))
+    schedule = OneCycle(optimizer, 0.1, 0.5, 0.5, 4, 2, decay_step_size=2, decay_mom_rate=0.1)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.99)
+    height = [0, 1 / 4, 2 / 4, 3 / 4, 1, 1 / 2, 0]
+    seen, moments = [optimizer.param_groups[0]["lr"]], []
+    for _ in range(9):
+        schedule.step()
+        seen.append(optimizer.param_groups[0]["lr"])
+        moments.append(optimizer.param_groups[0]["betas"][0])
+    assert seen == pytest.approx([0.1 + 0.4 * h for h in height] + [0.1 / (1 + 0.5 * t / 2) for t in (1, 2, 3)])
+    assert moments == pytest.approx([0.9 - 0.1 * h for h in height[1:]] + [0.9 * (1 + 0.1 * t / 2) for t in (1, 2, 3)])
+
+
+def test_one_cycle_without_a_decay_size_stays_at_the_ends() -> None:
+    optimizer = groups(9.0, betas=(0.9, 0.99))
+    schedule = OneCycle(optimizer, 0.1, 0.5, 0.5, cycle_first_step_size=2, decay_mom_rate=0.1)
+    assert rates(schedule, 8) == pytest.approx([0.1, 0.3, 0.5, 0.3] + [0.1] * 5)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.99)
+
+
+def test_one_cycle_stairs_hold_the_rate_and_reach_the_peak() -> None:
+    schedule = OneCycle(
+        groups(9.0), 0.0, 1.0, cycle_first_step_size=6, cycle_second_step_size=3, cycle_first_stair_count=2
+    )
+    assert rates(schedule, 8) == pytest.approx([0, 0, 0, 0.5, 0.5, 0.5, 1, 0.5, 0])
+
+
+def test_one_cycle_says_when_momentum_cannot_follow_or_beta2_changes(capsys: pytest.CaptureFixture[str]) -> None:
+    OneCycle(groups(9.0, momentum=0.5), 0.1, 0.5)
+    assert "cycle_momentum has no effect" in capsys.readouterr().err
+    OneCycle(groups(9.0, betas=(0.9, 0.999)), 0.1, 0.5)
+    assert "sets beta2 to 0.99" in capsys.readouterr().err
+    optimizer = groups(9.0, betas=(0.9, 0.999))
+    OneCycle(optimizer, 0.1, 0.5, cycle_momentum=False)
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999) and not capsys.readouterr().err
+
+
+SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("WarmupLR", {"warmup_num_steps": 5}),
+    ("WarmupDecayLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+    ("WarmupCosineLR", {"total_num_steps": 9, "warmup_num_steps": 5}),
+    ("OneCycle", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2, "cycle_first_step_size": 3}),
+    ("LRRangeTest", {"lr_range_test_step_size": 3}),
+]
+
+
+def test_every_name_of_deepspeed_is_covered() -> None:
+    assert sorted(name for name, _ in SETTINGS) == sorted(VALID_LR_SCHEDULES)
+
+
+@pytest.mark.parametrize(("name", "params"), SETTINGS)
+def test_a_saved_schedule_goes_on_where_it_stood(name: str, params: dict[str, Any]) -> None:
+    first, second = (resolve_schedule(name, params, groups(0.3, betas=(0.9, 0.99))) for _ in range(2))
+    for _ in range(4):
+        first.step()
+    assert first.state_dict() == {"last_batch_iteration": 3}
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == first.get_last_lr() == [second.optimizer.param_groups[0]["lr"]]
+    first.step()
+    second.step()
+    assert second.get_last_lr() == first.get_last_lr()
+
+
+@pytest.mark.parametrize(("name", "params"), SETTINGS)
+def test_a_schedule_drives_a_torch_optimizer_whose_rate_is_a_tensor(name: str, params: dict[str, Any]) -> None:
+    rate = torch.tensor(0.3)
+    optimizer = torch.optim.Adam([torch.ones(1)], lr=rate)
+    schedule = resolve_schedule(name.lower(), params, optimizer)
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == pytest.approx(schedule.get_last_lr()[0])
+
+
+def test_a_wrapped_optimizer_is_found_and_anything_else_is_refused() -> None:
+    inner = groups(0.3)
+    schedule = WarmupLR(SimpleNamespace(optimizer=inner), warmup_num_steps=0)
+    assert schedule.optimizer is inner
+    with pytest.raises(UsageError, match="has no param_groups"):
+        WarmupLR(object())
+
+
+def test_a_group_added_later_is_an_error_and_not_silence() -> None:
+    optimizer = groups(0.3)
+    schedule = WarmupLR(optimizer)
+    optimizer.param_groups.append({"lr": 1.0})
+    with pytest.raises(UsageError, match="has 2 parameter groups; WarmupLR was built for 1"):
+        schedule.step()
+
+
+def test_a_torch_schedule_is_found_by_name() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    schedule = resolve_schedule("StepLR", {"step_size": 1, "gamma": 0.5}, optimizer)
+    optimizer.step()
+    schedule.step()
+    assert isinstance(schedule, torch.optim.lr_scheduler.StepLR) and optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmUp", {}, r"DeepSpeed does not recognize LR scheduler WarmUp \(did you mean 'WarmupLR'\?\)"),
+        ("WarmupLR", {"warmup_steps": 3}, r"'warmup_steps' is not a parameter \(did you mean 'warmup_num_steps'\?\)"),
+        ("WarmupDecayLR", {}, "'total_num_steps' is missing"),
+        ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps is -1"),
+        ("WarmupLR", {"warmup_num_steps": "ten"}, "'warmup_num_steps' must be a number, not 'ten'"),
+        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type 'cubic' is not known"),
+        ("StepLR", {"step_sise": 3}, "'step_size' is missing"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_schedule(name, params, torch.optim.SGD([torch.ones(1)], lr=1.0))
+
+
+def test_floats_count_and_auto_leaves_the_default() -> None:
+    params = {"total_num_steps": 1e1, "warmup_num_steps": 2.0, "warmup_max_lr": "auto"}
+    schedule = resolve_schedule("WarmupDecayLR", params, groups(0.3))
+    schedule.step(6)
+    assert schedule.get_last_lr() == [pytest.approx(0.001 * 4 / 8)]
+
+
+def parsed(*words: str) -> argparse.Namespace:
+    return add_tuning_arguments(argparse.ArgumentParser()).parse_args(words)
+
+
+def test_the_flags_become_a_scheduler_block() -> None:
+    args = parsed("--lr_schedule", "OneCycle", "--cycle_max_lr", "0.5", "--lr_range_test_staircase", "false")
+    block, problem = get_config_from_args(args)
+    assert problem is None and block is not None and args.lr_range_test_staircase is False
+    assert block["type"] == "OneCycle" and block["params"]["cycle_max_lr"] == 0.5
+    assert "cycle_second_step_size" not in block["params"]  # -1 says that nothing was given
+    schedule = resolve_schedule(block["type"], block["params"], groups(9.0))
+    assert schedule.get_last_lr() == [0.01]
+
+
+def test_a_total_of_the_scripts_own_reaches_the_schedule() -> None:
+    args = parsed("--lr_schedule", "WarmupDecayLR")
+    args.total_num_steps = 50
+    block, _ = get_config_from_args(args)
+    assert block is not None and block["params"]["total_num_steps"] == 50
+
+
+def test_flags_without_a_known_schedule_say_why() -> None:
+    assert get_config_from_args(parsed()) == (None, "--lr_schedule not specified on command line")
+    assert get_config_from_args(parsed("--lr_schedule", "Up")) == (None, "Up is not supported LR schedule")

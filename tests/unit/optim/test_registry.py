@@ -1,0 +1,225 @@
+"""Names, DeepSpeed's parameters, refusals, and how finely each optimizer may be cut."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from deepseek_zero.base.errors import ConfigError, NotBuiltError
+from deepseek_zero.optim import registry
+from deepseek_zero.optim.lamb import Lamb
+from deepseek_zero.optim.lion import Lion
+from deepseek_zero.optim.muon import Muon
+from deepseek_zero.optim.registry import VALID_OPTIMIZERS, granularity_of, resolve_optimizer
+
+
+@pytest.mark.parametrize(
+    ("name", "cls"),
+    [
+        ("Adam", torch.optim.AdamW),
+        ("AdamW", torch.optim.AdamW),
+        ("ADAMW", torch.optim.AdamW),
+        ("sgd", torch.optim.SGD),
+        ("Adagrad", torch.optim.Adagrad),
+        ("Lion", Lion),
+        ("Lamb", Lamb),
+        ("Muon", Muon),
+        ("RMSprop", torch.optim.RMSprop),
+        ("adafactor", torch.optim.Adafactor),
+    ],
+)
+def test_names_are_found_in_any_case(name: str, cls: type) -> None:
+    assert resolve_optimizer(name, {}).cls is cls
+
+
+@pytest.mark.parametrize("name", VALID_OPTIMIZERS)
+def test_every_valid_name_builds_and_steps_on_the_cpu(name: str) -> None:
+    weight = torch.ones(3, 4)
+    spec = resolve_optimizer(name, {})
+    optimizer = spec.build([weight])
+    weight.grad = torch.ones(3, 4)
+    optimizer.step()
+    assert not torch.equal(weight, torch.ones(3, 4))
+    assert spec.granularity == granularity_of(optimizer) == granularity_of(type(optimizer))
+
+
+@pytest.mark.parametrize(
+    ("params", "cls", "decay"),
+    [
+        ({}, torch.optim.AdamW, 0.0),
+        ({"adam_w_mode": True, "weight_decay": 0.3}, torch.optim.AdamW, 0.3),
+        ({"adam_w_mode": False}, torch.optim.Adam, 0.0),
+        ({"adam_w_mode": False, "torch_adam": True}, torch.optim.Adam, 0),
+        ({"torch_adam": True}, torch.optim.AdamW, 0.01),
+        ({"torch_adam": False, "fp32_optimizer_states": True, "bias_correction": True}, torch.optim.AdamW, 0.0),
+    ],
+)
+def test_adam_means_what_deepspeed_means(params: dict[str, Any], cls: type, decay: float) -> None:
+    optimizer = resolve_optimizer("Adam", params).build([torch.ones(1)])
+    assert type(optimizer) is cls and optimizer.param_groups[0]["weight_decay"] == decay
+
+
+def test_adamw_is_decoupled_whatever_the_mode_says() -> None:
+    assert resolve_optimizer("AdamW", {"adam_w_mode": False}).cls is torch.optim.AdamW
+
+
+def test_lists_become_tuples_and_auto_leaves_the_default() -> None:
+    params = {"lr": "auto", "betas": [0.8, 0.9], "eps": "auto", "weight_decay": 0.1}
+    spec = resolve_optimizer("AdamW", params)
+    assert spec.defaults == {"betas": (0.8, 0.9), "weight_decay": 0.1, "fused": True}
+    assert spec.build([torch.ones(1)]).param_groups[0]["lr"] == 1e-3
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_the_fused_kernel_is_used_unless_the_user_says_otherwise(name: str) -> None:
+    assert resolve_optimizer(name, {}).defaults["fused"] is True
+    assert resolve_optimizer(name, {"fused": False}).defaults["fused"] is False
+    assert "fused" not in resolve_optimizer(name, {"foreach": False}).defaults
+    assert "fused" not in resolve_optimizer("RMSprop", {}).defaults
+
+
+def test_muon_hands_its_rates_to_the_groups_it_makes_of_a_model() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    spec = resolve_optimizer("Muon", {"muon_lr": 0.1, "adam_lr": 0.2, "ns_method": "standard"})
+    optimizer = spec.build(spec.parameter_groups(model))
+    assert [(group["use_muon"], group["lr"]) for group in optimizer.param_groups] == [(True, 0.1), (False, 0.2)]
+    assert [granularity_of(optimizer, group) for group in optimizer.param_groups] == ["tensor", "element"]
+    assert granularity_of(Muon) == "tensor"
+
+
+def test_muon_divides_the_users_groups_and_keeps_their_settings() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    spec = resolve_optimizer("Muon", {"lr": 0.1})
+    decayed = {"params": [model[0].weight, model[1].weight, model[1].bias], "weight_decay": 0.5}
+    said = {"params": [model[2].weight], "use_muon": False, "lr": 0.7}
+    groups = spec.parameter_groups(model, [decayed, said])
+    assert [(g["use_muon"], g.get("weight_decay"), len(g["params"])) for g in groups] == [
+        (True, 0.5, 1),
+        (False, 0.5, 2),
+        (False, None, 1),
+    ]
+    built = spec.build(groups).param_groups
+    assert [(g["use_muon"], g["lr"], g["weight_decay"]) for g in built] == [
+        (True, 0.1, 0.5),
+        (False, 0.1, 0.5),
+        (False, 0.7, 0.0),
+    ]
+
+
+def test_a_rank_may_own_nothing_of_a_group_and_the_groups_stay_in_place() -> None:
+    for name in ("Muon", "Lamb", "Lion", "AdamW"):
+        optimizer = resolve_optimizer(name, {}).build([{"params": []}, {"params": [torch.ones(2, 2)]}])
+        assert [len(group["params"]) for group in optimizer.param_groups] == [0, 1]
+        optimizer.param_groups[1]["params"][0].grad = torch.ones(2, 2)
+        optimizer.step()
+
+
+def test_other_optimizers_take_all_trainable_parameters_as_one_group() -> None:
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    (group,) = resolve_optimizer("Lion", {}).parameter_groups(model)
+    assert [id(parameter) for parameter in group["params"]] == [id(model.weight)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("AdmaW", {}, r"'AdmaW' is not known \(did you mean 'adamw'\?\)"),
+        ("Adam", {"learning_rate": 1}, "'learning_rate' is not a parameter"),
+        ("Adam", {"weigth_decay": 1}, r"did you mean 'weight_decay'\?"),
+        ("Adam", {"lr": "fast"}, "'lr' must be a number, not 'fast'"),
+        ("Lion", {"eps": 1e-8}, "'eps' is not a parameter"),
+        ("Muon", {"ns_metod": "gram"}, r"did you mean 'ns_method'\?"),
+        ("SGD", {"max_grad_norm": 1.0}, "'max_grad_norm' is not supported as an optimizer parameter, please switch to"),
+    ],
+)
+def test_what_cannot_be_used_is_named(name: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolve_optimizer(name, params)
+
+
+def test_all_problems_come_at_once_with_the_valid_names() -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolve_optimizer("Lamb", {"lr": "x", "speed": 1, "max_coef": 2})
+    text = str(caught.value)
+    assert "'lr' must be a number" in text and "'speed'" in text and "did you mean 'max_coeff'?" in text
+    assert "betas, bias_correction, eps" in text
+
+
+def test_what_the_class_refuses_at_construction_is_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"AdamW refuses its parameters.*Invalid learning rate: -1"):
+        resolve_optimizer("Adam", {"lr": -1}).build([torch.ones(1)])
+
+
+@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"])
+def test_a_known_name_that_is_not_built_says_so(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"optimizer '{name}' is not built: "):
+        resolve_optimizer(name, {"freeze_step": 10})
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [
+        ("Adam", {"bias_correction": False}),
+        ("AdamW", {"fp32_optimizer_states": False}),
+        ("Lamb", {"eps_inside_sqrt": True}),
+        ("Adagrad", {"amsgrad": True}),
+    ],
+)
+def test_a_value_that_is_not_built_is_never_ignored(name: str, params: dict[str, Any]) -> None:
+    with pytest.raises(NotBuiltError, match=next(iter(params))):
+        resolve_optimizer(name, params)
+
+
+@pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])
+def test_an_optimizer_that_cannot_be_sharded_is_refused(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=f"optimizer {name} cannot be sharded"):
+        resolve_optimizer(name, {})
+    with pytest.raises(NotBuiltError, match="cannot be sharded"):
+        granularity_of(getattr(torch.optim, name))
+
+
+def test_every_optimizer_of_this_torch_has_an_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {name for name, value in vars(torch.optim).items() if inspect.isclass(value)} - {"Optimizer"}
+    refused = {cls.__name__ for cls in registry._REFUSED}
+    answers = {name: granularity_of(getattr(torch.optim, name)) for name in names - refused}
+    assert {name for name, answer in answers.items() if answer == "tensor"} == {"Adafactor", "Muon"}
+    assert not capsys.readouterr().err, "an optimizer is missing from the table"
+
+
+class _Custom(torch.optim.AdamW):
+    pass
+
+
+def test_an_unknown_class_gets_whole_tensors_and_one_note(capsys: pytest.CaptureFixture[str]) -> None:
+    registry._note_unknown.cache_clear()
+    assert granularity_of(_Custom([torch.ones(1)])) == granularity_of(_Custom) == "tensor"
+    assert capsys.readouterr().err.count('granularity = "element"') == 1
+
+
+def test_a_declared_granularity_is_believed_and_a_wrong_one_refused() -> None:
+    declared = type("Declared", (_Custom,), {"granularity": "element"})
+    assert granularity_of(declared) == granularity_of(declared([torch.ones(1)])) == "element"
+    with pytest.raises(ConfigError, match="granularity is 'bits'"):
+        granularity_of(type("Wrong", (_Custom,), {"granularity": "bits"}))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in VALID_OPTIMIZERS if resolve_optimizer(name, {}).granularity == "element"]
+)
+def test_element_means_that_slices_on_a_block_boundary_give_the_same_bits(name: str) -> None:
+    spec = resolve_optimizer(name, {})
+    start, grads = torch.randn(3072), [torch.randn(3072) for _ in range(3)]
+    whole, slices = start.clone(), [piece.clone() for piece in start.split(1024)]
+    together, apart = spec.build([whole]), spec.build(slices)
+    for grad in grads:
+        whole.grad = grad.clone()
+        for piece, part in zip(slices, grad.split(1024), strict=True):
+            piece.grad = part.clone()
+        together.step()
+        apart.step()
+    assert torch.equal(torch.cat(slices), whole)

@@ -1,0 +1,134 @@
+"""Monitors write DeepSpeed's layout on rank 0 and name the package that is missing on every rank."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.report import monitor
+from deepseek_zero.report.monitor import CometSettings, FileSettings, MonitorMaster, MonitorSettings, WandbSettings
+
+EVENTS = [("Train/Samples/train_loss", 2.5, 8), ("Train/Samples/lr", 0.001, 8), ("my loss", 1.0, 8)]
+
+
+def csv_settings(folder: Path) -> MonitorSettings:
+    return MonitorSettings(csv_monitor=FileSettings(True, str(folder), "job"))
+
+
+class Recorder:
+    """Stands for a package's run object; keeps what it was told."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append((name, args, kwargs))
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, starter: str) -> tuple[Recorder, dict[str, Any]]:
+    """Put a package called `name` in place whose function `starter` returns a Recorder."""
+    recorder, started = Recorder(), {}
+    package = ModuleType(name)
+
+    def start(**kwargs: Any) -> Recorder:
+        started.update(kwargs)
+        return recorder
+
+    setattr(package, starter, start)
+    monkeypatch.setitem(sys.modules, name, package)
+    monkeypatch.setattr(monitor, "find_spec", lambda wanted: object())
+    return recorder, started
+
+
+def test_nothing_is_enabled_by_default() -> None:
+    master = MonitorMaster(MonitorSettings())
+    master.write_events(EVENTS)
+    assert not master.enabled
+
+
+def test_the_csv_monitor_writes_one_file_per_tag_in_the_layout_of_deepspeed(tmp_path: Path) -> None:
+    master = MonitorMaster(csv_settings(tmp_path))
+    assert master.enabled
+    master.write_events(EVENTS)
+    master.write_events([("Train/Samples/train_loss", 2.25, 16)])
+    master.close()
+    files = {path.name: path.read_text() for path in (tmp_path / "job").iterdir()}
+    assert files == {
+        "Train_Samples_train_loss.csv": "step,train_loss\n8,2.5\n16,2.25\n",
+        "Train_Samples_lr.csv": "step,lr\n8,0.001\n",
+        "my_loss.csv": "step,my loss\n8,1.0\n",
+    }
+
+
+def test_a_restarted_csv_monitor_appends_under_one_header(tmp_path: Path) -> None:
+    for step in (8, 16):
+        master = MonitorMaster(csv_settings(tmp_path))
+        master.write_events([("Train/Samples/lr", 0.5, step)])
+        master.close()
+    assert (tmp_path / "job" / "Train_Samples_lr.csv").read_text() == "step,lr\n8,0.5\n16,0.5\n"
+
+
+def test_other_ranks_are_enabled_but_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    master = MonitorMaster(csv_settings(tmp_path))
+    master.write_events(EVENTS)
+    assert master.enabled
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize(
+    ("settings", "advice"),
+    [
+        (MonitorSettings(tensorboard=FileSettings(True)), r"deepseek-zero\[tensorboard\]"),
+        (MonitorSettings(wandb=WandbSettings(True)), "pip install wandb"),
+        (MonitorSettings(comet=CometSettings(True)), "pip install comet-ml"),
+    ],
+)
+def test_a_missing_package_is_named_on_every_rank(
+    settings: MonitorSettings, advice: str, rank: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(monitor, "find_spec", lambda name: None)
+    with pytest.raises(NotBuiltError, match=advice):
+        MonitorMaster(settings)
+
+
+def test_wandb_receives_each_event_at_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, started = install(monkeypatch, "wandb", "init")
+    master = MonitorMaster(MonitorSettings(wandb=WandbSettings(True, group="g", team="t", project="p")))
+    master.write_events(EVENTS[:1])
+    master.close()
+    assert started == {"project": "p", "group": "g", "entity": "t"}
+    assert run.calls == [("log", ({"Train/Samples/train_loss": 2.5},), {"step": 8}), ("finish", (), {})]
+
+
+def test_comet_receives_a_tag_again_only_after_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    experiment, started = install(monkeypatch, "comet_ml", "start")
+    settings = CometSettings(True, samples_log_interval=10, project="p", experiment_name="trial", online=False)
+    master = MonitorMaster(MonitorSettings(comet=settings))
+    for step in (8, 16, 18):
+        master.write_events([("loss", 1.0, step)])
+    assert started == {"project": "p", "online": False}
+    assert experiment.calls == [
+        ("set_name", ("trial",), {}),
+        ("log_metric", ("loss", 1.0), {"step": 8}),
+        ("log_metric", ("loss", 1.0), {"step": 18}),
+    ]
+
+
+def test_the_key_of_a_comet_account_is_never_printed() -> None:
+    assert "secret" not in repr(CometSettings(api_key="secret"))
+
+
+def test_tensorboard_writes_an_event_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    master = MonitorMaster(MonitorSettings(tensorboard=FileSettings(True, str(tmp_path), "job")))
+    master.write_events(EVENTS)
+    master.close()
+    assert [path.name.startswith("events.out.tfevents") for path in (tmp_path / "job").iterdir()] == [True]

@@ -1,0 +1,109 @@
+"""What a run writes can be read back, also after it was killed in the middle of a line."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, MemoryRow, RecordWriter, StepRecord, read_records
+
+
+def record(step: int, loss: float = 2.5, **other: object) -> StepRecord:
+    return StepRecord(step, loss, 1e-3, 0.7, 1e4, 2**20, 4096, 0.1, **other)  # type: ignore[arg-type]
+
+
+def write(folder: Path, *records: StepRecord) -> None:
+    with RecordWriter(folder) as writer:
+        for item in records:
+            writer.write(item)
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    wrote = [record(1, 1 / 3), record(2, held_out_loss=2.25), record(3, loss_scale=1024.0, skipped=True)]
+    write(tmp_path, *wrote)
+    assert read_records(tmp_path) == wrote
+
+
+def test_every_record_is_on_disk_before_the_next_step(tmp_path: Path) -> None:
+    with RecordWriter(tmp_path) as writer:
+        writer.write(record(1))
+        assert read_records(tmp_path) == [record(1)]
+
+
+def test_the_csv_file_has_one_column_per_field_and_one_header_after_a_restart(tmp_path: Path) -> None:
+    write(tmp_path, record(1))
+    write(tmp_path, record(2, 1.25))
+    with (tmp_path / CSV_NAME).open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["step"], row["loss"], row["held_out_loss"]) for row in rows] == [("1", "2.5", ""), ("2", "1.25", "")]
+
+
+@pytest.mark.parametrize("name", [JSONL_NAME, CSV_NAME])
+@pytest.mark.parametrize("half", ['{"step": 3, "lo', "x" * 200_000])
+def test_a_half_written_last_line_is_dropped_when_the_files_are_opened_again(
+    tmp_path: Path, name: str, half: str
+) -> None:
+    write(tmp_path, record(1), record(2))
+    whole = (tmp_path / name).read_text()
+    (tmp_path / name).write_text(whole + half)
+    write(tmp_path, record(3))
+    text = (tmp_path / name).read_text()
+    assert text.startswith(whole)
+    assert text.count("\n") == whole.count("\n") + 1
+    assert [item.step for item in read_records(tmp_path)] == [1, 2, 3]
+
+
+def test_a_file_that_is_only_half_a_line_starts_afresh(tmp_path: Path) -> None:
+    (tmp_path / CSV_NAME).write_text("step,lo")
+    write(tmp_path, record(1))
+    assert (tmp_path / CSV_NAME).read_text().startswith("step,loss,lr,")
+
+
+def test_a_half_written_last_line_is_left_out_by_the_reader(tmp_path: Path) -> None:
+    write(tmp_path, record(1))
+    with (tmp_path / JSONL_NAME).open("a") as file:
+        file.write('{"step": 2')
+    assert read_records(tmp_path) == [record(1)]
+
+
+def test_a_repeated_step_counts_as_it_was_written_last(tmp_path: Path) -> None:
+    write(tmp_path, record(1), record(2, 9.0))
+    write(tmp_path, record(2, 1.0), record(3))
+    assert read_records(tmp_path) == [record(1), record(2, 1.0), record(3)]
+
+
+def test_a_loss_that_is_not_finite_stays_valid_json_and_reads_back_as_nan(tmp_path: Path) -> None:
+    write(tmp_path, record(1, math.inf))
+    line = (tmp_path / JSONL_NAME).read_text()
+    assert json.loads(line, parse_constant=pytest.fail)["loss"] is None
+    assert math.isnan(read_records(tmp_path)[0].loss)
+
+
+def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    (tmp_path / JSONL_NAME).write_text('{"step": 1}\n')
+    with pytest.raises(UsageError, match="line 1 is not a step record"):
+        read_records(tmp_path)
+
+
+def test_a_csv_file_of_another_program_is_refused_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / CSV_NAME).write_text("a,b\n1,2\n")
+    with pytest.raises(UsageError, match="has the columns 'a,b'"):
+        RecordWriter(tmp_path)
+    assert (tmp_path / CSV_NAME).read_text() == "a,b\n1,2\n"
+
+
+def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    write(tmp_path / "run", record(1))
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_difference_of_a_memory_row_is_relative_to_the_prediction() -> None:
+    row = MemoryRow(3, {"weight": 60, "grad": 40}, {"weight": 60, "grad": 40}, measured_total=110)
+    assert row.predicted_total == 100
+    assert row.difference == pytest.approx(0.1)
