@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.zero`: gathering parameters and announcing external ones."""
+"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from .base.errors import UsageError
 from .sharding.access import GatheredParameters
 from .sharding.group import FlatGroup
 from .sharding.handle import owner_of
+from .sharding.init import Init
 
-__all__ = ["GatheredParameters", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -25,4 +26,6 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "Only a wrapped parameter has a unit to gather.",
             "call it after initialize (or DeepSeekZeRO3).",
         )
-    runtime.add_external(module, parameter, owner)
+    for unit in runtime.units[1:]:
+        if any(each is module for each in unit.module.modules()):
+            runtime.gatherer.remember_external(unit, runtime.unit_of(owner))

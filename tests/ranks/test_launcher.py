@@ -16,6 +16,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -373,22 +374,24 @@ def test_the_first_rank_keeps_the_terminal_and_the_others_may_log_to_files(tmp_p
 # The whole command.
 
 
-def start_command(*line: str, **variables: str) -> subprocess.Popen[str]:
+@contextmanager
+def started(*line: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
+    """The launcher as a process; killed at the end if it runs still, and its guard then ends the ranks."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MKL_", "RANK"))}
     environment |= {"PYTHONPATH": SOURCE, "COLUMNS": "200", **variables}
-    return subprocess.Popen(
-        [sys.executable, "-m", "deepseek_zero.cli", "run", *line],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", *line]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def run_command(*line: str, **variables: str) -> tuple[int, str, str]:
-    process = start_command(*line, **variables)
-    out, err = process.communicate(timeout=60)
-    return process.returncode, out, err
+    with started(*line, **variables) as process:
+        out, err = process.communicate(timeout=45)
+        return process.returncode, out, err
 
 
 PROBE = """
@@ -465,15 +468,15 @@ def test_a_launcher_that_is_asked_to_end_ends_its_ranks(tmp_path: Path, number: 
         time.sleep(100)
         """,
     )
-    process = start_command("--nproc", "2", str(script))
-    assert process.stdout is not None
-    mark = process.stdout.readline().strip()
-    process.stdout.readline()
-    asked = time.monotonic()
-    process.send_signal(number)
-    _, err = process.communicate(timeout=30)
-    assert process.returncode == code
-    assert time.monotonic() - asked < MOST_SECONDS
+    with started("--nproc", "2", str(script)) as process:
+        assert process.stdout is not None
+        mark = process.stdout.readline().strip()
+        process.stdout.readline()
+        asked = time.monotonic()
+        process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == code
+        assert time.monotonic() - asked < MOST_SECONDS
     assert Launch(mark, set()).living() == []
     assert err.strip() == f"the launcher received {number.name}; all ranks here have been ended"
 
@@ -513,7 +516,7 @@ def test_a_restart_begins_anew_with_all_ranks(tmp_path: Path) -> None:
         print("well", flush=True)
         """,
     )
-    code, out, err = run_command("--nproc", "2", "--max-restarts", "1", str(script))
+    code, out, err = run_command("--nproc", "2", "--max-restarts", "1", "--master_port", str(free_port()), str(script))
     assert (code, out) == (0, "well\nwell\n"), err
     assert "restarting" in err
     assert "Traceback" not in err
@@ -535,10 +538,12 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
     )
     up = str(tmp_path / "up")
     line = ["--num_nodes=2", "--master_addr=127.0.0.1", f"--master_port={free_port()}"]
-    first = start_command(*line, "--node_rank=0", "--nproc=2", str(script), up)
-    second = start_command(*line, "--node_rank=1", "--nproc=1", str(script), up)
-    outputs = [process.communicate(timeout=60) for process in (first, second)]
-    assert [first.returncode, second.returncode] == [1, 1]
+    with (
+        started(*line, "--node_rank=0", "--nproc=2", str(script), up) as first,
+        started(*line, "--node_rank=1", "--nproc=1", str(script), up) as second,
+    ):
+        outputs = [process.communicate(timeout=45) for process in (first, second)]
+        assert [first.returncode, second.returncode] == [1, 1]
     assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
     assert outputs[1][0].splitlines() == ["2 0 3 1"]
     assert all(err.count("KeyError: 'boom'") == 1 and "rank 2 of 3 failed" in err for _, err in outputs)

@@ -64,11 +64,11 @@ def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 @dataclass
 class Meeting(RendezvousHandler):
-    """Where the nodes meet: one store, held by node 0; on a single node at a port the system chose while opening it."""
+    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose while opening it."""
 
     plan: NodePlan
     run_id: str
-    _store: TCPStore | None = None
+    _stores: list[TCPStore] = field(default_factory=list)
 
     def get_backend(self) -> str:
         """Name for torch's event log."""
@@ -80,13 +80,17 @@ class Meeting(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Open or join the store; called again at a restart."""
-        if self._store is None:
-            self._store = self._open()
-        place = RendezvousStoreInfo(self.plan.master_addr, self._store.port)
-        return RendezvousInfo(self._store, self.plan.node_rank, self.plan.num_nodes, place)
+        """Open or join the store.
 
-    def _open(self) -> TCPStore:
+        A restart (single node) opens a new one at a new port: in the old one the ranks would read the addresses of
+        their predecessors, and its port is still held.
+        """
+        store = self._open(0 if self._stores else self.plan.master_port)
+        self._stores.append(store)
+        place = RendezvousStoreInfo(self.plan.master_addr, store.port)
+        return RendezvousInfo(store, self.plan.node_rank, self.plan.num_nodes, place)
+
+    def _open(self, port: int) -> TCPStore:
         plan = self.plan
         if plan.num_nodes > 1:
             place = f"{plan.master_addr}:{plan.master_port}"
@@ -94,7 +98,7 @@ class Meeting(RendezvousHandler):
         try:
             return TCPStore(
                 plan.master_addr,
-                plan.master_port,
+                port,
                 is_master=plan.node_rank == 0,
                 timeout=MEETING_TIMEOUT,
                 wait_for_workers=False,

@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 from ..base.device import default_device
 from ..base.mesh import current_mesh
 from ..config.load import load
-from ..engine.assemble import adopting, assemble
+from ..base.errors import UsageError
+from ..engine.assemble import Parts, adopting, assemble
 from ..engine.start import Request, facts_of
 from ..config import resolve
 from ..optim.registry import granularity_of, resolve_optimizer
-from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.runtime import Runtime
@@ -54,10 +55,8 @@ class DeepSeekZeRO3:
         self.config = resolve(load(nested(flat)), facts_of(Request(model), mesh))
         parts = assemble(self.config, model, mesh, None, None)
         self.model, self.runtime = model, parts.runtime
-        self.runtime.step_settings = parts.step_settings
-        self.runtime.scaler = parts.scaler
         # The model keeps what drives it: a caller who drops this object still trains.
-        model.register_forward_pre_hook(_Keep(parts.runtime))
+        model.register_forward_pre_hook(_Keep(parts))
 
     def explain(self) -> str:
         """The schedule of gathers, uses, releases and reductions."""
@@ -65,10 +64,10 @@ class DeepSeekZeRO3:
 
 
 class _Keep:
-    """A hook that does nothing but hold the runtime."""
+    """A hook that does nothing but hold the parts, where an optimizer finds them."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         return None
@@ -104,9 +103,10 @@ class ZeroOptimizer(Optimizer):
             runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
             if runtime is None:
                 return self.client
-            settings = replace(runtime.step_settings or StepSettings(), keep_grads=True, granularity=_granularity(self.client))
+            parts = _parts_of(runtime)
+            settings = replace(parts.step_settings, keep_grads=True, granularity=_granularity(self.client))
             groups = list(self.client.param_groups)
-            self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, runtime.scaler)
+            self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, parts.scaler)
         return self.sharded
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -124,6 +124,17 @@ class ZeroOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ZeroOptimizer({self.client!r})"
+
+
+def _parts_of(runtime: Runtime) -> Parts:
+    for hook in runtime.model._forward_pre_hooks.values():
+        if isinstance(hook, _Keep) and hook.parts.runtime is runtime:
+            return hook.parts
+    raise UsageError(
+        "the model belongs to an engine made by initialize(), which has its own optimizer.",
+        "Two optimizers would update the same slices.",
+        "use engine.step(), or wrap the model with DeepSeekZeRO3.",
+    )
 
 
 def _granularity(client: Optimizer) -> str:

@@ -119,7 +119,8 @@ def initialize(
             raise NotBuiltError(f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out.")
     if dist_init_required is not False:
         _join()
-    raw = load(choose_source(config, config_params, args))
+    source, origin = choose_source(config, config_params, args)
+    raw = load(source, origin=origin)
     request = Request(
         model,
         optimizer,

@@ -37,7 +37,7 @@ class Verdict:
 
 def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm) -> Verdict:
     """The global norm of the reduced gradients.  Collective."""
-    mine = torch.tensor([group.squares() for group in groups], dtype=torch.float64).reshape(len(groups), comm.size)
+    mine = torch.tensor([group.gradient.squares() for group in groups], dtype=torch.float64).reshape(len(groups), comm.size)
     if comm.size > 1:
         rows = comm.rows(mine.reshape(-1), "gradient norm").view(comm.size, len(groups), comm.size)
         # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.

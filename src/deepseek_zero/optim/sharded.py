@@ -40,7 +40,7 @@ class Piece:
     names: tuple[str, ...]
 
     def grad(self) -> Tensor | None:
-        reduced = self.group.reduced_grad()
+        reduced = self.group.gradient.reduced()
         return None if reduced is None else reduced[self.start : self.stop].view(self.param.shape)
 
 

@@ -144,11 +144,11 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
 
     def held(group: FlatGroup) -> FlatBuffer | None:
-        reduced = group.reduced_grad()
-        if reduced is None or group.grad is None:
+        reduced = group.gradient.reduced()
+        if reduced is None or group.gradient.buffer is None:
             return None
         placement = S if reduced.numel() < group.layout.padded_numel or group.route.comm.size == 1 else R
-        return FlatBuffer(group.layout, replace(group.grad.spec, placement=placement), reduced)
+        return FlatBuffer(group.layout, replace(group.gradient.buffer.spec, placement=placement), reduced)
 
     found = _full(param, held)
     return found.float() if found is not None else None

@@ -30,7 +30,7 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
     """Shard a model in place and hook it.  Collective: every rank passes the same model and settings."""
     device = device or default_device()
     for name, param in model.named_parameters():
-        if owner_of(param) is not None:
+        if isinstance(owner_of(param), FlatGroup):
             raise UsageError(
                 f"parameter '{name}' already belongs to an engine.",
                 "A parameter lives in one engine at a time.",
@@ -51,7 +51,7 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
         units.append(Unit(choice.name or "root", choice.module, groups, number))
     _place_buffers(model, comm, device)
     shard_state_dicts(units)
-    return Runtime(model, units, comm, settings)
+    return Runtime(model, units, comm, settings, device)
 
 
 def _group(
@@ -64,9 +64,7 @@ def _group(
         Member(choice.params[name], Slot(name, tuple(choice.params[name].shape), 0), type(choice.params[name]), key.dtype)
         for name in names
     ]
-    group = FlatGroup(members, plan, route)
-    group.reduce_dtype, group.predivide = settings.policy.reduce, settings.predivide
-    return group
+    return FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=settings.predivide)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

@@ -1,56 +1,101 @@
 """Weights on their way in and out: walks the schedule, on demand where a model strays from it.
 
-Every rank walks the whole schedule, entries it skips included, so the gather lane carries the same sequence everywhere.
-Called by runtime.py.
+Every rank walks the whole schedule, entries it skips included, so the gather lane carries the same sequence everywhere.  Records
+the order units are used in, until the ranks have agreed on it, and who reads whose parameters.  Called by runtime.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .schedule import Pass, Schedule
+import torch
+
+from ..comm.collectives import Comm
+from .plan import PlanSettings
+from .schedule import Pass, Schedule, plan_schedule
 from .unit import Unit, UnitState
 
 
 class Gatherer:
     """The gather lane of one wrapped model."""
 
-    def __init__(self, units: Sequence[Unit], schedule: Schedule) -> None:
-        self.units, self.schedule = list(units), schedule
+    def __init__(self, units: Sequence[Unit], settings: PlanSettings) -> None:
+        self.units, self.settings = list(units), settings
+        self.schedule: Schedule = plan_schedule(self.sizes, list(range(len(units))), settings)
+        self.order_is_agreed = False
+        self._recorded: list[int] = []
+        self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None
         self._cursor = 0
         self._resident_before: frozenset[int] = frozenset()
+
+    @property
+    def sizes(self) -> list[int]:
+        """Gathered elements of each unit; what the schedule is a function of."""
+        return [unit.gathered_numel for unit in self.units]
 
     def begin(self, walk: Pass) -> None:
         """Start a walk; the one before must have ended."""
         self._walk, self._cursor = walk, 0
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
 
-    def need(self, unit: Unit) -> None:
+    def use(self, unit: Unit) -> None:
         """Have the unit's weights in use when this returns.  Collective within the gather lane."""
-        walk = self._walk
-        if walk is not None:
-            position = walk.position.get(unit.number, -1)
-            if position >= self._cursor:
-                self._issue_up_to(position)
-        unit.start_gather()  # not in the walk, or released since: demand
-        unit.finish_gather()
+        if not self.order_is_agreed and unit.number not in self._recorded:
+            self._recorded.append(unit.number)
+        with torch.inference_mode(False), torch.no_grad():
+            walk = self._walk
+            if walk is not None and walk.position.get(unit.number, -1) >= self._cursor:
+                self._issue_up_to(walk.position[unit.number])
+            unit.start_gather()  # not in the walk, or released since: on demand
+            unit.finish_gather()
+
+    def use_with_externals(self, unit: Unit) -> None:
+        """The unit, and the units whose parameters its forward is known to read."""
+        self.use(unit)
+        for other in self._externals.get(unit.number, ()):
+            self.use(other)
+
+    def remember_external(self, reader: Unit, owner: Unit) -> None:
+        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd saved the parameter itself."""
+        known = self._externals.setdefault(reader.number, [])
+        if owner not in known and owner is not reader:
+            known.append(owner)
 
     def end(self, keep: frozenset[int]) -> None:
         """Walk to the end, then put to rest what neither `keep` nor an unfinished earlier walk holds."""
         if self._walk is None:
             return
-        self._issue_up_to(len(self._walk.order) - 1)
-        self._walk = None
-        for unit in self.units:
-            if unit.number not in keep and unit.number not in self._resident_before:
-                unit.release()
+        with torch.inference_mode(False), torch.no_grad():
+            self._issue_up_to(len(self._walk.order) - 1)
+            self._walk = None
+            for unit in self.units:
+                if unit.number not in keep and unit.number not in self._resident_before:
+                    unit.release()
 
     def release_all(self) -> None:
         """Put every unit to rest; gathers under way are waited for."""
         self._walk = None
         for unit in self.units:
             unit.release()
+
+    def release_frozen_before(self, unit: Unit) -> None:
+        """Frozen weights give no sign when backward is done with them; the next unit's turn is the sign."""
+        position = self.schedule.backward.position
+        for other in self.units[1:]:
+            behind = position[other.number] < position[unit.number]
+            if other.has_frozen_shards and behind and (other.is_complete or not other.trained):
+                other.release()
+
+    def agree_on_order(self, comm: Comm) -> None:
+        """Rank 0's recorded order becomes everybody's; units it never used keep their place at the end.  Collective."""
+        row = torch.full((len(self.units),), -1, dtype=torch.int64)
+        row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
+        seen = [int(number) for number in comm.rows(row, "order of units")[0] if number >= 0]
+        order = [0, *(number for number in seen if number)]
+        order += [number for number in range(len(self.units)) if number not in order]
+        self.schedule = plan_schedule(self.sizes, order, self.settings)
+        self.order_is_agreed = True
 
     def _issue_up_to(self, position: int) -> None:
         assert self._walk is not None

@@ -96,7 +96,7 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Start adding up the ranks' gradients.  Collective within the reduce lane."""
-        self._reduces += [group.reduce(self.name) for group in self.trained]
+        self._reduces += [group.gradient.reduce(self.name) for group in self.trained]
 
     def finish_reduce(self) -> None:
         for pending in self._reduces:

@@ -15,6 +15,7 @@ from ..base.errors import UsageError
 from .plan import PlanSettings
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though nothing repeats it
 
 
@@ -155,10 +156,9 @@ def persistent_names(units: Sequence[UnitChoice], settings: PlanSettings) -> fro
 
 def full_precision_names(model: nn.Module) -> frozenset[str]:
     """Parameters that stay fp32 under a 16-bit policy: batch norm's, whose running statistics 16 bits would ruin."""
-    norms = (nn.modules.batchnorm._BatchNorm,)
     return frozenset(
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules()
-        if isinstance(module, norms)
+        if isinstance(module, BATCH_NORMS)
         for name, _ in module.named_parameters(recurse=False)
     )

@@ -1,0 +1,206 @@
+"""The gradient of one group: collected from autograd, reduced over the ranks, shown to handles and optimizers.
+
+Owns the gradient's buffers and their state; when a reduction starts is reducer.py's business.  Called by group.py's owner,
+unit.py, optim and access.py through `group.gradient`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..comm.collectives import Pending
+from .buffer import FlatBuffer, move
+from .handle import show_grad
+from .layout import BLOCK, Slot
+from .placement import P, R, S
+
+if TYPE_CHECKING:
+    from .group import FlatGroup
+
+
+@dataclass
+class Arrivals:
+    """What of the gradient has arrived since the last step."""
+
+    collected: set[int] = field(default_factory=set)  # indices of members that are in `partial`
+    reduced: bool = False  # `buffer` holds a reduced sum
+    partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
+    carry: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
+
+
+class Gradient:
+    """Collects, reduces and shows the gradient of one trainable group."""
+
+    def __init__(self, group: FlatGroup, reduce_dtype: torch.dtype | None, predivide: float) -> None:
+        self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
+        self.buffer: FlatBuffer | None = None
+        self.arrivals = Arrivals()
+        self._shown = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every rank holds the whole reduced gradient (stage 0)."""
+        master = self.group.plan.master
+        return master is not None and master.placement is R
+
+    def collect(self, param: nn.Parameter) -> None:
+        """Move a finished `.grad` into the flat partial gradient."""
+        number = self.group.index[id(param)]
+        with without_torch_function():
+            grad = param.grad
+            param.grad = None
+        if grad is None:
+            return
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        into = self._open().view(self.group.members[number].slot)
+        if number in self.arrivals.collected:
+            into.add_(grad)
+        else:
+            into.copy_(grad)
+            self.arrivals.collected.add(number)
+
+    def _open(self) -> FlatBuffer:
+        """The partial gradient under way, made ready for a first summand where there is none."""
+        state, group = self.arrivals, self.group
+        assert group.plan.grad is not None
+        if state.partial is not None:
+            return state.partial
+        if group.plan.grad.placement is P:
+            if self.buffer is None:
+                self.buffer = FlatBuffer.empty(group.layout, group.plan.grad, group.route.pool.device)
+            elif state.reduced:  # a second backward nobody announced: keep the first one's sum aside
+                state.carry = self._own(self.buffer).clone()
+                state.reduced = False
+            state.partial = self.buffer
+        else:
+            dtype = self.reduce_dtype or group.plan.weight.dtype
+            spec = replace(group.plan.grad, placement=P, dtype=dtype)
+            storage = group.route.pool.take(group.layout.padded_numel, dtype)
+            state.partial = FlatBuffer(group.layout, spec, storage)
+        return state.partial
+
+    def _own(self, buffer: FlatBuffer) -> Tensor:
+        return buffer.storage if self.is_whole else buffer.slice(self.group.route.comm.rank)
+
+    def reduce(self, what: str) -> Pending:
+        """Start adding the ranks' partial gradients up.  Collective; missing members and the padding count as zeros."""
+        state, group = self.arrivals, self.group
+        assert group.plan.grad is not None
+        partial = self._open()
+        for number, member in enumerate(group.members):
+            if number not in state.collected:
+                partial.storage[member.slot.start : member.slot.stop].zero_()
+        for low, high in group.layout.gaps():
+            partial.storage[low:high].zero_()
+        if self.predivide != 1.0:
+            partial.storage.div_(self.predivide)
+        state.partial, state.collected = None, set()
+        if group.plan.grad.placement is P:
+            return self._reduce_in_place(partial, what)
+        if self.buffer is None:
+            self.buffer = FlatBuffer.empty(group.layout, group.plan.grad, group.route.pool.device)
+        pending = move(partial, self.buffer, group.route, what, add=state.reduced)
+        state.reduced = True
+        return pending.then(lambda: group.route.pool.give(partial.storage))
+
+    def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
+        """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""
+        state, group = self.arrivals, self.group
+        pool, travel, lent = group.route.pool, partial, None
+        if self.reduce_dtype is not None and self.reduce_dtype != partial.spec.dtype:
+            lent = pool.take(group.layout.padded_numel, self.reduce_dtype)
+            lent.copy_(partial.storage)
+            travel = FlatBuffer(group.layout, replace(partial.spec, dtype=self.reduce_dtype), lent)
+        own = self._own(partial)
+        target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
+        pending = move(travel, target, group.route, what)
+        state.reduced = True
+
+        def settle() -> None:
+            if lent is not None:
+                pool.give(lent)
+            if state.carry is not None:
+                own.add_(state.carry)
+                state.carry = None
+
+        return pending.then(settle)
+
+    def reduced(self) -> Tensor | None:
+        """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
+        if self.buffer is None or not self.arrivals.reduced:
+            return None
+        return self._own(self.buffer)
+
+    def drop(self) -> None:
+        """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next."""
+        partial = self.arrivals.partial
+        if partial is not None and partial is not self.buffer:
+            self.group.route.pool.give(partial.storage)
+        self.arrivals = Arrivals()
+        self._shown = False
+        for member in self.group.members:
+            with without_torch_function():
+                member.param.grad = None
+
+    def show(self) -> None:
+        """Let `.grad` of every member show that a reduced gradient exists."""
+        self._shown = True
+        for member in self.group.members:
+            show_grad(member.param, self.group.placeholder)
+
+    def hide(self) -> None:
+        """Take the shown gradients away before a backward, or autograd would add to them."""
+        if not self._shown:
+            return
+        self._shown = False
+        for member in self.group.members:
+            with without_torch_function():
+                if member.param.grad is None and self.arrivals.reduced:
+                    self.of(member.slot).zero_()  # somebody's zero_grad(): it must not come back
+                member.param.grad = None
+
+    def of(self, slot: Slot) -> Tensor:
+        """This rank's part of one member's reduced gradient, flat: a view."""
+        assert self.buffer is not None
+        if self.is_whole:
+            return self.buffer.storage[slot.start : slot.stop]
+        return self.buffer.owned(slot, self.group.route.comm.rank)
+
+    def norm_of(self, slot: Slot, order: float) -> Tensor:
+        """A member's whole gradient norm.  Collective: every rank must ask."""
+        own, comm = self.of(slot).double().abs(), self.group.route.comm
+        if order == float("inf"):
+            mine = own.max() if own.numel() else own.sum()
+        else:
+            mine = own.pow(order).sum()
+        if not self.is_whole:
+            rows = comm.rows(mine.cpu().reshape(1), f"norm of {slot.name}")
+            mine = rows.max() if order == float("inf") else rows.sum()
+        return (mine if order == float("inf") else mine.pow(1.0 / order)).to(own.device, torch.float32)
+
+    def squares(self) -> list[float]:
+        """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
+        grad, comm = self.reduced(), self.group.route.comm
+        sums = [0.0] * comm.size
+        if grad is not None and self.is_whole:
+            sums = [sum_of_squares(part) for part in grad.chunk(comm.size)]
+        elif grad is not None:
+            sums[comm.rank] = sum_of_squares(grad)
+        return sums
+
+
+def sum_of_squares(values: Tensor) -> float:
+    """Sum of squares: fp32 inside blocks of 1,024 elements, float64 over the blocks, so that slicing never shows."""
+    if not values.numel():
+        return 0.0
+    blocks = torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=torch.float32)
+    total = float(blocks.double().square().sum())
+    if total == total and total != float("inf"):
+        return total
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2  # fp32 squares overflow from 1e19 on

@@ -1,0 +1,95 @@
+"""Where torch calls us: module hooks around each unit's forward, gradient hooks on parameters and outputs.
+
+Hooks hold the runtime weakly, so that dropping an engine returns its memory at once.  Called by runtime.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+def install(runtime: Runtime) -> list[Any]:
+    """Hook every unit of a runtime; returns torch's handles."""
+    handles: list[Any] = []
+    for unit in runtime.units:
+        before, after = (_bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward))
+        handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        handles.append(unit.module.register_forward_hook(after, always_call=True))
+        for group in unit.trained:
+            for member in group.members:
+                hook = _bound(_on_grad, runtime, unit.number)
+                handles.append(member.param.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
+    """Tell the runtime when backward reaches a unit's output."""
+    tensor.register_hook(_bound(_on_output_grad, runtime, number))
+
+
+def scaled_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """A view whose incoming gradient is multiplied by the loss scale and divided by the accumulation steps.
+
+    An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits) send back
+    through it.
+    """
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(_bound(_scale, runtime))
+    return alias
+
+
+def at_backward_end(runtime: Runtime) -> Callable[[], None]:
+    """The callback that ends a backward."""
+    return _bound(_on_backward_end, runtime)
+
+
+def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Callable[..., Any]:
+    reference = weakref.ref(runtime)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        alive = reference()
+        if alive is None:
+            raise UsageError(
+                "the model is used after its engine was deleted.",
+                "Its weights are slices that only the engine can gather.",
+                "keep the engine as long as the model is used; take state_dict() before deleting it.",
+            )
+        return function(alive, *first, *args, **kwargs)
+
+    return call
+
+
+def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return runtime.enter(runtime.units[number], args, kwargs)
+
+
+def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, output: Any) -> Any:
+    return runtime.leave(runtime.units[number], output)
+
+
+def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
+    runtime.on_output_grad(runtime.units[number])
+
+
+def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:
+    assert isinstance(param, nn.Parameter)
+    runtime.on_grad(runtime.units[number], param)
+
+
+def _scale(runtime: Runtime, grad: Tensor) -> Tensor:
+    return grad * runtime.output_factor() if runtime.output_factor is not None else grad
+
+
+def _on_backward_end(runtime: Runtime) -> None:
+    runtime.end_backward()

@@ -1,0 +1,197 @@
+"""`zero.Init`: build a model shard by shard, with the values the plain construction would give.
+
+A submodule is complete when its parent registers it; that is when its parameters are cut, each into equal slices, rank 0's values
+winning.  Initialisation that comes later (`model.apply(init_weights)`) finds parameters at rest; they are gathered for the one
+operation and cut again.  Only torch's own registration hook is used.  build.py turns these slices into units.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
+
+from ..base.device import default_device, storage_users, without_torch_function
+from ..base.errors import UsageError
+from ..base.mesh import current_mesh
+from ..comm.collectives import Comm
+from .handle import owner_of, put_to_rest, set_owner, wake
+
+
+@dataclass(eq=False)
+class InitShard:
+    """One parameter of a model under construction: this rank's slice of it, and how to get the whole."""
+
+    param: weakref.ref[nn.Parameter]
+    kind: type[nn.Parameter]
+    shape: torch.Size
+    slice: Tensor
+    session: Init
+    full: Tensor | None = None  # the whole, while an initialisation works on it
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def whole(self) -> Tensor:
+        """Every element, flat; a new tensor.  Collective."""
+        comm = self.session.comm
+        padded = torch.empty(self.slice.numel() * comm.size, dtype=self.slice.dtype, device=self.slice.device)
+        padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
+        if comm.size > 1 and padded.numel():
+            comm.all_gather(padded, "gather", "a parameter under construction").wait()
+        return padded[: self.numel]
+
+    # -- what handles ask (handle.py, Owner) ------------------------------------------------------------------------------
+
+    def fetch_for(self, param: nn.Parameter) -> bool:
+        """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""
+        if not self.session.is_open:
+            return False
+        self.session.settle()
+        with torch.no_grad():
+            self.full = self.whole()
+            wake(param, self.kind, self.full.view(self.shape))
+        self.session.awake.append(self)
+        return True
+
+    def write(self, param: nn.Parameter, value: Tensor) -> None:
+        """This rank's slice of a whole value; local."""
+        comm = self.session.comm
+        flat = value.detach().expand(self.shape).reshape(-1)
+        start = comm.rank * self.slice.numel()
+        part = flat[start : start + self.slice.numel()]
+        self.slice[: part.numel()].copy_(part)
+
+    def name_of(self, param: nn.Parameter) -> str:
+        return f"a parameter of shape {tuple(self.shape)} under zero.Init"
+
+    def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
+        raise UsageError("a parameter under zero.Init has no gradient.", "", "pass the model to initialize first.")
+
+    def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None:
+        self.grad_norm_of(param, 2.0)
+
+
+class Init:
+    """Context in which modules are built sharded.  Collective: every rank builds the same model.
+
+    module: shard one that exists already.  dtype: cast the values when they are cut.  enabled=False does nothing.  Without a
+    launcher (a world of one) each slice is the whole parameter and the same code runs.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        config_dict_or_path: Any = None,
+        **deepspeed_words: Any,
+    ) -> None:
+        self.enabled, self.dtype, self.is_open = enabled, dtype, False
+        self.awake: list[InitShard] = []
+        self._handle: Any = None
+        self._comm: Comm | None = None
+        self._device = default_device()
+        if unknown := sorted(set(deepspeed_words) - ACCEPTED):
+            raise UsageError(f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}.")
+        if module is not None and enabled:
+            self.shard(module)
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks that build together."""
+        if self._comm is None:
+            self._comm = Comm(current_mesh(self._device).device)
+        return self._comm
+
+    def __enter__(self) -> Init:
+        if self.enabled:
+            self.is_open = True
+            self._handle = register_module_module_registration_hook(self._on_registration)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+            if kind is None:
+                self.settle()
+            self.is_open = False
+
+    def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
+        if child is not None:
+            self.shard(child)
+
+    def shard(self, module: nn.Module) -> None:
+        """Cut every parameter of a complete module that is still whole.  Collective."""
+        self.settle()
+        with torch.no_grad():
+            for param in _whole_params(module):
+                self._cut(param)
+
+    def _cut(self, param: nn.Parameter) -> None:
+        comm = self.comm
+        per_rank = -(-param.numel() // comm.size)
+        padded = torch.zeros(per_rank * comm.size, dtype=self.dtype or param.dtype, device=self._device)
+        padded[: param.numel()].copy_(param.data.reshape(-1))
+        mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
+        if comm.size > 1 and per_rank:
+            slices, nothing = padded.chunk(comm.size), padded[:0]
+            outgoing = list(slices) if comm.rank == 0 else [nothing] * comm.size
+            incoming = [mine if peer == 0 and comm.rank != 0 else nothing for peer in range(comm.size)]
+            comm.exchange(outgoing, incoming, "gather", "a parameter under construction").wait()
+        shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self)
+        keep_alive(param, shard)
+        put_to_rest(param, torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device))
+
+    def settle(self) -> None:
+        """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
+        busy = []
+        for shard in self.awake:
+            param, full = shard.param(), shard.full
+            if param is None or full is None:
+                continue
+            if storage_users(full) > 2:  # the tensor itself, the parameter; more is a view in the caller's hands
+                busy.append(shard)
+                continue
+            shard.write(param, full.view(shard.shape))
+            shard.full = None
+            put_to_rest(param, torch.full((), float("nan"), dtype=full.dtype, device=full.device))
+        self.awake = busy
+
+
+ACCEPTED = frozenset(
+    "data_parallel_group mem_efficient_linear remote_device pin_memory config mpu zero_param_parallel_group "
+    "zero_quantized_weights zero_quantized_nontrainable_weights sequence_data_parallel_group param_swapper".split()
+)
+
+
+def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
+    """A parameter under construction owns its slice; once wrapped, its group does."""
+    set_owner(param, shard)
+    param.__dict__["_zero_init"] = shard
+
+
+def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
+    """A parameter's own values, flat, and its class in use; a slice under construction is gathered and let go.  Collective then."""
+    owner = owner_of(param)
+    if not isinstance(owner, InitShard):
+        return param.data.reshape(-1), type(param)
+    values = owner.full.reshape(-1) if owner.full is not None else owner.whole()
+    with without_torch_function():
+        param.__dict__.pop("_zero_init", None)
+    return values, owner.kind
+
+
+def _whole_params(module: nn.Module) -> Iterator[nn.Parameter]:
+    for param in module.parameters():
+        if owner_of(param) is None and not param.is_meta:
+            yield param

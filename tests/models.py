@@ -1,0 +1,76 @@
+"""Small models shared by tests, with sizes that divide by nothing in particular.
+
+Owns the networks and their batches.  How they are trained without sharding is tests/reference.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+VOCABULARY, WIDTH, HEADS, HIDDEN, LENGTH = 37, 15, 3, 41, 7
+
+
+class Block(nn.Module):
+    """A transformer block: attention and a two-layer net, each behind a norm and beside a residual path."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(self.norm_1(x)).view(batch, length, 3, self.heads, width // self.heads).unbind(2)
+        q, k, v = (each.transpose(1, 2) for each in heads)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.proj(mixed.transpose(1, 2).reshape(batch, length, width))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Gpt(nn.Module):
+    """A language model of a few blocks; with targets it returns the mean loss, without them the logits."""
+
+    def __init__(
+        self, blocks: int = 3, width: int = WIDTH, heads: int = HEADS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)
+        self.blocks = nn.ModuleList(Block(width, heads, hidden) for _ in range(blocks))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The arguments of one forward."""
+
+    tokens: Tensor
+    targets: Tensor
+
+
+def batch_of(step: int, micro: int, rank: int, size: int = 2) -> Batch:
+    """The micro-batch of one rank at one place of the run, the same whoever asks."""
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    text = torch.randint(VOCABULARY, (size, LENGTH + 1), generator=generator)
+    return Batch(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+
+def seeded(build: type[nn.Module] = Gpt, seed: int = 7, **sizes: int) -> nn.Module:
+    """A model whose values depend on the seed alone."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return build(**sizes)
