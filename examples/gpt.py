@@ -28,7 +28,7 @@ class GPTConfig:
 
 SIZES = {
     "tiny": GPTConfig(num_layers=2, width=64, num_heads=2, context=64),
-    "main": GPTConfig(num_layers=4, width=192, num_heads=4, context=256),
+    "main": GPTConfig(num_layers=4, width=128, num_heads=4, context=256),
 }
 
 

@@ -43,9 +43,14 @@ PROMPT = b"def "
 
 @dataclass(frozen=True)
 class Job:
-    """How one size is trained.  batch: sequences per step over all ranks.  least_fall: the margin, in nats per byte."""
+    """How one size is trained.
+
+    steps: fewer on a machine that would need more than `seconds` for them.  batch: sequences per step over all ranks.
+    least_fall: the margin, in nats per byte, for that many steps; it shrinks in proportion with fewer.
+    """
 
     steps: int
+    seconds: float
     batch: int
     lr: float
     least_fall: float
@@ -55,9 +60,10 @@ class Job:
 
 
 JOBS = {
-    # About 7 and 160 seconds on two cores.  The margins hold for the stated steps and shrink with fewer of them.
-    "tiny": Job(steps=60, batch=4, lr=1e-2, least_fall=2.2, every=10, held_out_every=30, sample_bytes=80),
-    "main": Job(steps=600, batch=4, lr=3e-3, least_fall=3.2, every=20, held_out_every=100, sample_bytes=320),
+    "tiny": Job(steps=60, seconds=60, batch=8, lr=5e-3, least_fall=2.2, every=10, held_out_every=30, sample_bytes=80),
+    "main": Job(
+        steps=1500, seconds=170, batch=4, lr=3e-3, least_fall=3.3, every=50, held_out_every=100, sample_bytes=320
+    ),
 }
 
 
@@ -78,6 +84,10 @@ class Run:
     @property
     def least_fall(self) -> float:
         return self.job.least_fall * min(1.0, self.steps / self.job.steps)
+
+    def say(self, text: str) -> None:
+        """Print one line on rank 0."""
+        self.console.print(text, highlight=False, soft_wrap=True)
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
@@ -147,12 +157,33 @@ def train(run: Run, engine: Any, corpus: Corpus, micro_batch: int) -> list[StepR
 
 
 @torch.no_grad()
-def evaluate(engine: Any, sampler: Sampler, batches: int = 8) -> float:
+def evaluate(engine: Any, sampler: Sampler, batches: int = 12) -> float:
     """Mean loss over the same held-out windows each time; collective, each rank reads its own windows."""
     engine.eval()
     losses = [engine(*(t.to(engine.device) for t in sampler.draw(index, rank()))) for index in range(batches)]
     engine.train()
     return mean_over_ranks(torch.stack(losses).mean())
+
+
+def fit_steps(run: Run, corpus: Corpus) -> None:
+    """Unless --steps is given, take fewer steps than the job's on a slow machine; collective, one answer for all."""
+    if run.options.steps is not None:
+        return
+    engine, config = start(run, run.options.stage)
+    sampler = Sampler(corpus.train, config["train_micro_batch_size_per_gpu"], SIZES[run.options.size].context)
+    for step in range(10):
+        if step == 2:  # the first two pay for recording the schedule and for buffers
+            started = time.monotonic()
+        engine.backward(engine(*(tensor.to(engine.device) for tensor in sampler.draw(step, rank()))))
+        engine.step()
+    took = mean_over_ranks(torch.tensor((time.monotonic() - started) / 8))
+    engine.destroy()
+    run.options.steps = max(20, min(run.job.steps, int(run.job.seconds / took)))
+    if run.options.steps < run.job.steps:
+        run.say(
+            f"A step takes {format_seconds(took)} here: {run.options.steps} steps instead of {run.job.steps}, "
+            f"to end in {format_seconds(run.job.seconds)} (--steps sets a number)."
+        )
 
 
 def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
@@ -168,6 +199,7 @@ def memory_rows(run: Run, corpus: Corpus) -> list[MemoryRow]:
         report = engine.memory_report()
         ours = {state: size for state, size in report.measured.items() if state != "other"}  # the text, a batch
         rows.append(MemoryRow(stage, dict(report.predicted), ours, report.measured_total))
+        engine.destroy()
         del engine, report
     return rows
 
@@ -203,7 +235,8 @@ def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample
     )
     facts.add_row("held-out", f"{records[-1].held_out_loss:.3f} nats per byte; a uniform guess has {math.log(256):.3f}")
     facts.add_row("sent", f"{format_bytes(records[-1].comm_bytes)} per rank and step")
-    facts.add_row("time", ", ".join(f"{name} {format_seconds(took)}" for name, took in run.seconds.items()))
+    parts = ", ".join(f"{name} {format_seconds(took)}" for name, took in run.seconds.items())
+    facts.add_row("time", f"{format_seconds(sum(run.seconds.values()))}: {parts}")
     for name in ("loss.png", "memory.png", JSONL_NAME, CSV_NAME, "memory.json", "sample.txt", "model.safetensors"):
         path = run.out / name
         facts.add_row("file", f"{path}  ({format_bytes(path.stat().st_size)})")
@@ -222,8 +255,7 @@ def check_fall(run: Run, records: list[StepRecord]) -> None:
     verdict = f"the loss fell by {fall:.2f} nats per byte; the margin for {run.steps} steps is {run.least_fall:.2f}"
     if not fall >= run.least_fall:  # written so that NaN fails too
         sys.exit(f"FAILED: {verdict}" if rank() == 0 else 1)
-    if rank() == 0:
-        run.console.print(verdict, highlight=False)
+    run.say(verdict)
 
 
 def rank() -> int:
@@ -265,14 +297,13 @@ def main() -> None:
         (run.out / name).unlink(missing_ok=True)
     with run.timed("setup"):
         corpus = load_corpus()
+        fit_steps(run, corpus)
         engine, config = start(run, options.stage)
         num_parameters = sum(parameter.numel() for parameter in engine.module.parameters())
-    run.console.print(
+    run.say(
         f"GPT of {format_count(num_parameters)} parameters, {ranks()}, ZeRO stage {options.stage}; "
         f"{format_bytes(len(corpus.train))} of text from {corpus.num_files} files, "
-        f"{format_bytes(len(corpus.held_out))} of it held out",
-        highlight=False,
-        soft_wrap=True,
+        f"{format_bytes(len(corpus.held_out))} of it held out"
     )
     with run.timed("training"):
         records = train(run, engine, corpus, config["train_micro_batch_size_per_gpu"])
@@ -280,6 +311,7 @@ def main() -> None:
         context = SIZES[options.size].context
         sample = generate(engine.module, PROMPT, run.job.sample_bytes, context=context, temperature=0.7)
     save_model(run, engine)
+    engine.destroy()
     del engine
     with run.timed("memory of four stages"):
         rows = memory_rows(run, corpus)

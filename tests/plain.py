@@ -42,7 +42,7 @@ class Setting:
                 zero["stage3_max_live_parameters"] = self.window
         return {
             "train_micro_batch_size_per_gpu": 2,
-            "steps_per_print": 0,
+            "steps_per_print": None,
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
             "zero_optimization": zero | self.more,
             **top,

@@ -1,8 +1,8 @@
 """What torch keeps private, and what differs between devices, in one place.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, storage use counts, memory counters.  Every private torch
-name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test in tests/unit/base/test_device.py that
-fails loudly when torch moves.  Called by comm, sharding and report.
+Owns: the end-of-backward callback, the saved-tensor hook stack, storage use counts, memory counters.  Every private
+torch name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test in
+tests/unit/base/test_device.py that fails loudly when torch moves.  Called by comm, sharding and report.
 """
 
 from __future__ import annotations
@@ -19,18 +19,20 @@ Unpack = Callable[[Any], torch.Tensor]
 
 def queue_backward_callback(callback: Callable[[], None]) -> None:
     """Run `callback` when the backward pass now running has computed every gradient.  Only legal inside a backward."""
-    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[no-untyped-call]
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def backward_id() -> int:
-    """Number of the backward call now running on this thread, -1 outside one.  A reentrant checkpoint's inner call differs."""
+    """Number of the backward call now running on this thread, -1 outside one.  A reentrant checkpoint's inner call
+    differs.
+    """
     return int(torch._C._current_graph_task_id())
 
 
 def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
-    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours can hand on to them."""
+    """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours can hand on."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return tuple(found) if found else None
+    return (found[0], found[1]) if found else None
 
 
 def storage_users(tensor: torch.Tensor) -> int:
@@ -40,7 +42,9 @@ def storage_users(tensor: torch.Tensor) -> int:
 
 
 def without_torch_function() -> Any:
-    """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through it)."""
+    """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through
+    it).
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 

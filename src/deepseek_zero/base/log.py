@@ -1,7 +1,7 @@
 """Rank-aware logging; nothing else in the house prints.
 
-`log` speaks on every rank; `log_once` speaks on rank 0 only.  The logger is the standard one named "deepseek_zero", so a
-program that configures logging keeps its own format.  Called by every layer.
+`log` speaks on every rank; `log_once` speaks on rank 0 only.  The logger is the standard one named "deepseek_zero",
+so a program that configures logging keeps its own format.  Called by every layer.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Start torch.distributed and name the data-parallel axis.
 
-A process without a launcher is a world of one: it joins no group and runs the same code with smaller data.  Called by the
-doors and by engine/assemble.
+A process without a launcher is a world of one: it joins no group and runs the same code with smaller data.  Called by
+the doors and by engine/assemble.
 """
 
 from __future__ import annotations

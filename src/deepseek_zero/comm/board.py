@@ -1,9 +1,9 @@
 """The notice board: how a rank that waits learns that it waits in vain.
 
-Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when something
-takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence* (a rank raised, a
-rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour is late, not dead.
-Called by comm/collectives.py; a rank's own exception is posted by sharding/runtime.py.
+Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when
+something takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence*
+(a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour
+is late, not dead.  Called by comm/collectives.py; a rank's own exception is posted by sharding/runtime.py.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import TCPStore
 
 from ..base.errors import PeerError
 
 
 @dataclass
 class Position:
-    """What one rank has issued, and the one collective it waits for.  Lanes are independent sequences of collectives."""
+    """What a rank has issued, and the one collective it waits for.  Lanes are independent sequences of collectives."""
 
     lane: str
     sequence: int
@@ -40,25 +41,25 @@ class Position:
 
 
 class Board:
-    """One small TCPStore per group.  Making one is collective; the methods are local and never wait for another rank."""
+    """One small TCPStore per group.  Making one is collective; the methods are local and never wait for a rank."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
         address: list[tuple[str, int] | None] = [None]
         if rank == 0:
             host = socket.gethostbyname(socket.gethostname()) if _spans_hosts() else "127.0.0.1"
-            self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+            self._store = TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
             address = [(host, self._store.port)]
         # The address travels through the group itself: no private default store, no port the user must know.
         dist.broadcast_object_list(address, src=0, group=group)
         if rank != 0 and address[0] is not None:
-            self._store = dist.TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))
+            self._store = TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))
         self._said: dict[str, str] = {}
         self._suspicion: tuple[str, ...] = ()
         _say_goodbye_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic ("raised", "ended", "waiting"); a store that is gone is no error here."""
+        """Write this rank's line under a topic ("raised", "ended", "waiting"); a store that is gone is no error."""
         if self._said.get(topic, "") == text:
             return
         try:
@@ -80,7 +81,7 @@ class Board:
             return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
 
     def evidence(self, mine: Position) -> PeerError | None:
-        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when seen twice in a row."""
+        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when seen twice running."""
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
         positions = {self.rank: mine}
@@ -96,7 +97,7 @@ class Board:
             if text := self.read("ended", rank):
                 return PeerError(
                     f"rank {rank} has ended ({text}) while {waits}.",
-                    "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some ranks only.",
+                    "Ranks made different numbers of calls: unequal batches, or a collective on some ranks only.",
                     "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
                 )
             if line := self.read("waiting", rank):
@@ -109,7 +110,7 @@ class Board:
         return PeerError(
             "ranks called different collectives: " + ", ".join(names) + ".",
             "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
-            "look for a branch that depends on the rank: state_dict() on one rank only, unequal batches, another model.",
+            "look for a branch that depends on the rank: state_dict() on one rank, unequal batches, another model.",
         )
 
 

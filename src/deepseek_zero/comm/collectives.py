@@ -1,9 +1,9 @@
 """Moves flat tensors between the ranks of one group: all-gather, reduce-scatter, all-reduce, small rows.
 
-Each call returns a `Pending`; its data may be used after `wait()`.  Sums have one order, ranks ascending with partials in
-fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits.
-On gloo every message is sent under a tag made of (lane, sequence, name): a rank that strays finds no partner and never
-delivers wrong bytes, and the board (comm/board.py) turns the silence into a named error.
+Each call returns a `Pending`; its data may be used after `wait()`.  Sums have one order, ranks ascending with
+partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits.
+On gloo every message is sent under a tag made of (lane, sequence, name): a rank that strays finds no partner and
+never delivers wrong bytes, and the board (comm/board.py) turns the silence into a named error.
 """
 
 from __future__ import annotations
@@ -198,7 +198,9 @@ class Comm:
             self.board = Board(self.rank, self.size, group)
             self._host_transport = Gloo(self.rank, self.size, group)
             on_cuda = device.type == "cuda"
-            self._transport = Nccl(self.rank, self.size, dist.new_group(backend="nccl")) if on_cuda else self._host_transport
+            self._transport = (
+                Nccl(self.rank, self.size, dist.new_group(backend="nccl")) if on_cuda else self._host_transport
+            )
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
@@ -218,7 +220,7 @@ class Comm:
         return self._issue(lane, f"reduce {what}", lambda tag: self._transport.exchange(pieces, inbox, tag))
 
     def rows(self, row: Tensor, what: str) -> Tensor:
-        """Every rank's row, stacked: (size, len(row)).  row: one-dimensional, on the host, same length on every rank."""
+        """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
         self._count("rows", row.numel() * row.element_size() * (self.size - 1))
@@ -261,7 +263,7 @@ class Comm:
                     raise error from None
             except RuntimeError as caught:
                 raise self._lost(what, caught) from caught
-        self.meter.wait_seconds[lane] += time.perf_counter() - began
+        self.meter.waited(lane, time.perf_counter() - began)
         if posted and self.board:
             self.board.withdraw("waiting")
 
@@ -288,7 +290,9 @@ class Comm:
         )
 
 
-def ordered_sum(pieces: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False) -> None:
+def ordered_sum(
+    pieces: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False
+) -> None:
     """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32 and rounded once; `add`: out += that.
 
     pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32, at least TILE_NUMEL.

@@ -101,6 +101,7 @@ def step_settings_of(config: Config, granularity: str) -> StepSettings:
         tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL),
         granularity="tensor" if granularity == "tensor" else "element",
         check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
+        lift=config.precision == "auto",
     )
 
 
@@ -110,8 +111,8 @@ Client = Optimizer | Callable[[list[Any]], Optimizer] | None
 def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, params: Sequence[Any] | None) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
-    client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names one).
-    params: parameters or parameter groups to train; None = all that require gradients.
+    client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
+    one). params: parameters or parameter groups to train; None = all that require gradients.
     """
     settings = plan_settings_of(config, mesh)
     comm = Comm(mesh.device, deterministic=settings.deterministic)
@@ -134,7 +135,7 @@ def _optimizer_parts(
 ) -> tuple[list[dict[str, Any]], Make | None, str]:
     """Parameter groups, how to build the optimizer over their slices, and how finely its state may be cut."""
     if callable(client) and not isinstance(client, Optimizer):
-        client = client([group for group in _groups(model, params)])
+        client = client(_groups(model, params))
     if isinstance(client, Optimizer):
         return list(client.param_groups), adopting(client), granularity_of(client)
     if config.optimizer.type is None:
@@ -163,7 +164,7 @@ def adopting(client: Optimizer) -> Make:
 
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Parameters or groups, as groups."""
-    found = list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+    found: list[Any] = list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
     if found and isinstance(found[0], dict):
-        return [{**group, "params": list(group["params"])} for group in found]
+        return [{**dict(group), "params": list(group["params"])} for group in found]
     return [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]

@@ -28,8 +28,8 @@ def to_device(value: Any, device: torch.device) -> Any:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank sees the same number of batches (the sampler pads the last ones); the order is shuffled anew each epoch with a
-    seed all ranks share.
+    Every rank sees the same number of batches (the sampler pads the last ones); the order is shuffled anew each epoch
+    with a seed all ranks share.
     """
 
     def __init__(

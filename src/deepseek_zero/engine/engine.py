@@ -42,7 +42,8 @@ class Engine(nn.Module):
         self._stepped = False
         self._accumulation = config.gradient_accumulation_steps
 
-    # -- the step by step flow ------------------------------------------------------------------------------------------------
+    # -- the step by step flow
+    # ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's micro-batch."""
@@ -55,7 +56,8 @@ class Engine(nn.Module):
         return loss.float() * self._loss_factor(scale_wrt_gas)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation steps.
+        """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation
+        steps.
 
         Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model.
         """
@@ -112,7 +114,8 @@ class Engine(nn.Module):
         """Whether the last step() changed the weights (not inside an accumulation, not skipped)."""
         return self._stepped
 
-    # -- accumulation ------------------------------------------------------------------------------------------------------
+    # -- accumulation
+    # ------------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
@@ -126,7 +129,9 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate without reducing: stages 0 and 1 only, whose gradients are whole on every rank until the boundary."""
+        """Accumulate without reducing: stages 0 and 1 only, whose gradients are whole on every rank until the
+        boundary.
+        """
         if self.runtime.settings.stage >= 2:
             raise UsageError(
                 f"no_sync is not compatible with ZeRO stage {self.runtime.settings.stage}.",
@@ -143,7 +148,8 @@ class Engine(nn.Module):
         scale = self.parts.scaler.scale if self.parts.scaler is not None else 1.0
         return scale / self._accumulation if scale_wrt_gas else scale
 
-    # -- looking ---------------------------------------------------------------------------------------------------------------
+    # -- looking
+    # ---------------------------------------------------------------------------------------------------------------
 
     def memory_report(self) -> Any:
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
@@ -155,7 +161,9 @@ class Engine(nn.Module):
         for unit in self.runtime.units:
             for group in unit.groups:
                 plan = group.plan
-                states = " | ".join(f"{name} {getattr(plan, name) or '-'}" for name in ("weight", "grad", "master", "moments"))
+                states = " | ".join(
+                    f"{name} {getattr(plan, name) or '-'}" for name in ("weight", "grad", "master", "moments")
+                )
                 lines.append(f"  {unit.number:>3} {unit.name:<28} {group.layout.numel:>12,} elements  {states}")
         return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
 

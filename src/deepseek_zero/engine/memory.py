@@ -21,7 +21,9 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memor
     groups = runtime.groups
     measured = {
         "weight": bytes_of([group.weight.storage for group in groups], seen),
-        "grad": bytes_of([group.gradient.buffer.storage for group in groups if group.gradient.buffer is not None], seen),
+        "grad": bytes_of(
+            [group.gradient.buffer.storage for group in groups if group.gradient.buffer is not None], seen
+        ),
         "master": bytes_of([group.master.storage for group in groups if group.master is not None], seen),
         "moments": bytes_of(_moments(optimizer), seen),
         "buffers": bytes_of([tensor for idle in pool._idle.values() for tensor in idle], seen),

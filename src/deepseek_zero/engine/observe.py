@@ -66,7 +66,11 @@ class Observer:
         seconds, self._began = now - self._began, now
         total = engine.runtime.comm.meter.total_bytes()
         sent, self._sent = total - self._sent, total
-        loss = float(torch.stack([each.float().reshape(()) for each in self._losses]).mean()) if self._losses else float("nan")
+        loss = (
+            float(torch.stack([each.float().reshape(()) for each in self._losses]).mean())
+            if self._losses
+            else float("nan")
+        )
         self._losses.clear()
         self.record = StepRecord(
             step=engine.global_steps,

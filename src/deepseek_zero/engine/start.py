@@ -1,4 +1,6 @@
-"""From what a user passes to a running engine: read the configuration, resolve it, assemble, attach schedule and data."""
+"""From what a user passes to a running engine: read the configuration, resolve it, assemble, attach schedule and
+data.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Request:
 def facts_of(request: Request, mesh: Mesh) -> Facts:
     """What the resolver of "auto" may know of this run."""
     model_config = getattr(request.model, "config", None)
-    hidden = getattr(model_config, "hidden_size", None) or max(getattr(model_config, "hidden_sizes", None) or [0]) or None
+    hidden = (
+        getattr(model_config, "hidden_size", None) or max(getattr(model_config, "hidden_sizes", None) or [0]) or None
+    )
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
         world_size=mesh.size,

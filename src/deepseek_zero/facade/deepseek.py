@@ -44,7 +44,8 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
 class DeepSeekZeRO3:
     """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
 
-    The name says 3; `stage` may be 0 to 3.  Keep using the model itself; this object tells (`explain`) and can be dropped.
+    The name says 3; `stage` may be 0 to 3.  Keep using the model itself; this object tells (`explain`) and can be
+    dropped.
     """
 
     def __init__(self, model: nn.Module, **zero_config: Any) -> None:
@@ -76,8 +77,8 @@ class _Keep:
 class ZeroOptimizer(Optimizer):
     """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
 
-    params: parameters or groups.  optimizer_type: any name of the registry.  Other keywords are the optimizer's own.  Gradients
-    stay until `zero_grad`, as with torch's optimizers.
+    params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the optimizer's own.
+    Gradients stay until `zero_grad`, as with torch's optimizers.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any) -> None:

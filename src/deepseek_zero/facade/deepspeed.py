@@ -1,93 +1,208 @@
-"""DeepSpeed's words for what is here: `initialize`, the engine's getters, `add_config_arguments`.
+"""DeepSpeed's words for what is here: `initialize`, the engine, `add_config_arguments`.
 
-No logic: each word is a line of a table or a call of the engine room.
+No logic: each word is a line of a table (names.py) or a call of the engine room.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
 from torch import nn
+from torch.utils.data.distributed import DistributedSampler
 
-from ..base.errors import UsageError
-from ..base.mesh import init_distributed as _join
+from ..base.errors import NotBuiltError, UsageError
+from ..base.log import log_once
+from ..checkpoint.save import SaveSettings
+from ..comm.start import init_distributed
 from ..config import choose_source
 from ..config.load import load
+from ..engine import accumulate, saving
+from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.start import Request, start
+from .names import ATTRIBUTES, GETTERS, LATER, engine_name_missing
 
-# DeepSpeed's getters are methods; here they are a table from name to what they return.
-GETTERS: dict[str, Callable[[Engine], Any]] = {
-    "train_batch_size": lambda e: e.config.train_batch_size,
-    "train_micro_batch_size_per_gpu": lambda e: e.config.train_micro_batch_size_per_gpu,
-    "gradient_accumulation_steps": lambda e: e.config.gradient_accumulation_steps,
-    "get_batch_info": lambda e: (
-        e.config.train_batch_size,
-        e.config.train_micro_batch_size_per_gpu,
-        e.config.gradient_accumulation_steps,
-    ),
-    "zero_optimization": lambda e: e.config.zero_optimization.stage > 0,
-    "zero_optimization_stage": lambda e: e.config.zero_optimization.stage,
-    "zero_optimization_partition_gradients": lambda e: e.config.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda e: e.config.zero_optimization.stage >= 3,
-    "zero_gather_16bit_weights_on_model_save": (
-        lambda e: e.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    ),
-    "zero_offload_optimizer": lambda e: None,
-    "zero_offload_param": lambda e: None,
-    "zero_cpu_offload": lambda e: False,
-    "fp16_enabled": lambda e: e.config.fp16.enabled,
-    "bfloat16_enabled": lambda e: e.config.bf16.enabled,
-    "torch_autocast_enabled": lambda e: e.config.torch_autocast.enabled,
-    "gradient_clipping": lambda e: e.config.gradient_clipping,
-    "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
-    "loss_scale": lambda e: e.config.fp16.loss_scale,
-    "initial_dynamic_scale": lambda e: 2.0**e.config.fp16.initial_scale_power,
-    "optimizer_name": lambda e: e.config.optimizer.type,
-    "optimizer_params": lambda e: e.config.optimizer.params,
-    "scheduler_name": lambda e: e.config.scheduler.type,
-    "scheduler_params": lambda e: e.config.scheduler.params,
-    "get_lr": lambda e: [group["lr"] for group in e.optimizer.param_groups],
-    "get_mom": lambda e: [group.get("momentum", group.get("betas", 0.0)) for group in e.optimizer.param_groups],
-    "get_global_grad_norm": lambda e: e.optimizer.last.norm if e.optimizer is not None and e.optimizer.last else None,
-    "get_data_types": lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
-    "steps_per_print": lambda e: e.config.steps_per_print,
-    "wall_clock_breakdown": lambda e: e.config.wall_clock_breakdown,
-    "managed_gradient_accumulation": lambda e: True,
-}
-# What DeepSpeed keeps as attributes.
-ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
-    "local_rank": lambda e: e.mesh.device.index or 0 if e.mesh.device.type == "cuda" else _local_rank(),
-    "global_rank": lambda e: e.mesh.rank,
-    "world_size": lambda e: e.mesh.size,
-    "dp_world_size": lambda e: e.mesh.size,
-    "seq_dp_world_size": lambda e: e.mesh.size,
-    "mp_world_size": lambda e: 1,
-    "monitor": lambda e: e.observer.monitor,
-    "timers": lambda e: e.observer.timers,
-    "client_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
-    "communication_data_type": lambda e: e.runtime.settings.policy.reduce,
-    "is_compiled": lambda e: False,
-}
-
-
-def _local_rank() -> int:
-    from ..base.device import local_rank
-
-    return local_rank()
+__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize"]
 
 
 class DeepSpeedEngine(Engine):
     """The engine under DeepSpeed's names."""
+
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+    is_compiled = False
+
+    # -- the optimizer's words, which Lightning looks for on the engine ---------------------------------------------------
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state if self.optimizer is not None else {}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults if self.optimizer is not None else {}
+
+    # -- batch ------------------------------------------------------------------------------------------------------------
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
+        accumulate.set_train_batch_size(self, train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows."""
+        accumulate.set_train_micro_batch_size(self, micro_batch_size)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ShardedLoader:
+        """A loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
+
+        pin_memory: memory is pinned where the device is a GPU, whatever is said here.
+        """
+        if num_local_io_workers:
+            raise NotBuiltError(
+                f"deepspeed_io(num_local_io_workers={num_local_io_workers}) is not built yet.",
+                "Batches are made in this process, one ahead of the step.",
+                "pass your own DataLoader's batches to the engine, with as many workers as you like.",
+            )
+        sampler = data_sampler
+        if sampler is None and route != "train":
+            sampler = DistributedSampler(dataset, self.mesh.size, self.mesh.rank, shuffle=False)
+        size = batch_size or self.config.train_micro_batch_size_per_gpu
+        return ShardedLoader(dataset, size, self.mesh, collate_fn, self.config.dataloader_drop_last, sampler)
+
+    # -- saving -----------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
+
+        client_state: plain values and tensors; rank 0's is saved.
+        """
+        settings = SaveSettings(save_latest, exclude_frozen_parameters, self.config.checkpoint.tag_validation)
+        saving.save_checkpoint(self, save_dir, tag, dict(client_state or {}), settings)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Any]:
+        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None) without one.
+
+        Collective.
+        """
+        _refuse_load_fn("load_checkpoint", custom_load_fn)
+        restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return saving.load_checkpoint(self, load_dir, tag, restore)
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's whole state dict, on every rank.  Collective."""
+        state = dict(self.module.state_dict())
+        frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its slices."""
+        _refuse_load_fn("load_module_state_dict", custom_load_fn)
+        inner = checkpoint.get("module")
+        self.module.load_state_dict(inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights, in the dtype they compute in, as one file of rank 0.  Collective.
+
+        A name that ends in .safetensors is written as such.  False at stage 3 without stage3_gather_16bit_weights_on_
+        model_save, as in DeepSpeed.
+        """
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            log_once(
+                f"Did not save the model {Path(save_dir) / save_filename} because "
+                "stage3_gather_16bit_weights_on_model_save is False."
+            )
+            return False
+        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
+        if state is not None:
+            path = Path(save_dir) / save_filename
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.suffix == ".safetensors":
+                save_file({name: value.clone() for name, value in state.items()}, path)
+            else:
+                torch.save(state, path)
+        self.runtime.comm.texts("", "the saved model")  # nobody reads the file before it is there
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
+        state = self.module_state_dict(exclude_frozen_parameters)
+        return state if self.mesh.rank == 0 else None
+
+    # -- memory and speed -------------------------------------------------------------------------------------------------
+
+    def empty_partition_cache(self) -> None:
+        """Put every unit to rest and free the buffers that are kept for the next gather; between steps, on every rank."""
+        with torch.no_grad():
+            self.runtime.gatherer.release_all()
+        for group in self.runtime.groups:
+            group.route.pool.clear()
 
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:
             return lambda: GETTERS[name](self)
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in LATER:
+                raise engine_name_missing(name) from None
+            raise
+
+
+def _refuse_load_fn(owner: str, given: Any) -> None:
+    if given is not None:
+        raise NotBuiltError(
+            f"{owner}(custom_load_fn=...) is not built yet.",
+            "Each rank reads only its own slices, so there is no whole state dict to hand over.",
+            "load with load_module_strict=False, or change weights inside zero.GatheredParameters.",
+        )
 
 
 def initialize(
@@ -107,30 +222,26 @@ def initialize(
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
 
-    config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.  The arguments are
-    DeepSpeed's; `mpu` and `mesh_param` come with tensor and pipeline parallelism.
+    config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.
+    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
+    schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
+    or groups to train.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
     """
     if model is None:
         raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            from ..base.errors import NotBuiltError
-
-            raise NotBuiltError(f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out.")
-    if dist_init_required is not False:
-        _join()
+            raise NotBuiltError(
+                f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
+            )
     source, origin = choose_source(config, config_params, args)
     raw = load(source, origin=origin)
-    request = Request(
-        model,
-        optimizer,
-        list(model_parameters) if model_parameters is not None else None,
-        lr_scheduler,
-        training_data,
-        collate_fn,
-    )
-    engine = start(raw, request, DeepSpeedEngine)
+    if dist_init_required is not False:
+        init_distributed(distributed_port=distributed_port)
+    parameters = list(model_parameters) if model_parameters is not None else None
+    engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -142,9 +253,3 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument("--deepscale", action="store_true", help="deprecated spelling of --deepspeed")
     group.add_argument("--deepscale_config", type=str, default=None, help="deprecated spelling of --deepspeed_config")
     return parser
-
-
-def init_distributed(dist_backend: str | None = None, timeout: Any = None, **options: Any) -> None:
-    """Join the group a launcher describes; without a launcher a world of one is started."""
-    extra = {"timeout": timeout} if timeout is not None else {}
-    _join(dist_backend, **extra)

@@ -1,7 +1,7 @@
 """The one number every rank must agree on before a step: the global gradient norm, and whether it is finite.
 
-Norms are sums of squares per (group, slice) in float64, exchanged as one small table and added in one order, so that every
-stage and every rank computes the same bits.  Called by optim/sharded.py.
+Norms are sums of squares per (group, slice) in float64, exchanged as one small table and added in one order, so that
+every stage and every rank computes the same bits.  Called by optim/sharded.py.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ class Verdict:
 
 def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm) -> Verdict:
     """The global norm of the reduced gradients.  Collective."""
-    mine = torch.tensor([group.gradient.squares() for group in groups], dtype=torch.float64).reshape(len(groups), comm.size)
+    mine = torch.tensor([group.gradient.squares() for group in groups], dtype=torch.float64).reshape(
+        len(groups), comm.size
+    )
     if comm.size > 1:
         rows = comm.rows(mine.reshape(-1), "gradient norm").view(comm.size, len(groups), comm.size)
         # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
@@ -48,7 +50,9 @@ def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm) -> Verdict:
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by so that their norm is at most max_norm; 1.0 where that is off (0) or not needed."""
+    """What gradients are multiplied by so that their norm is at most max_norm; 1.0 where that is off (0) or not
+    needed.
+    """
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

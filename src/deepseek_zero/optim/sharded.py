@@ -1,11 +1,13 @@
 """Runs any torch optimizer over this rank's slices of the master weights.
 
-The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its `params` are
-replaced by slices.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the weights.  Called by engine.
+The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its
+`params` are replaced by slices.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the
+weights.  Called by engine.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .clip import Verdict, agree_on_norm, clip_factor
+from .lift import Lifter
 
 TILE_NUMEL = 1 << 22  # 16 MiB of fp32: what one optimizer call touches stays small whatever the model's size
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
@@ -53,6 +56,7 @@ class StepSettings:
     granularity: str = "element"
     check_finite: bool = False
     keep_grads: bool = False
+    lift: bool = False  # precision "auto"
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ class StepResult:
 
 
 class ShardedOptimizer(Optimizer):
-    """A torch optimizer over slices.  `inner` is the optimizer that computes; `param_groups` and `state` are its own."""
+    """A torch optimizer over slices. `inner` is the optimizer that computes; `param_groups` and `state` are its own."""
 
     def __init__(
         self,
@@ -77,6 +81,7 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         self.overflow = False
+        self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
         if settings.granularity == "tensor":
             recut(runtime, groups)
@@ -88,10 +93,12 @@ class ShardedOptimizer(Optimizer):
             ]
         )
         _prefer_fused(self.inner)
+        for group in runtime.trained_groups:
+            group.optimizer = weakref.ref(self)
         self._scratch: Tensor | None = None
 
-    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would insist on
-    # owning parameters.
+    # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
+    # insist on owning parameters.
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
         return self.inner.param_groups
@@ -117,10 +124,13 @@ class ShardedOptimizer(Optimizer):
         """Every slice this rank updates."""
         return [piece for pieces in self._pieces for piece in pieces]
 
-    # -- cutting ----------------------------------------------------------------------------------------------------------
+    # -- cutting
+    # ----------------------------------------------------------------------------------------------------------
 
     def _cut(self, params: Iterable[nn.Parameter]) -> list[Piece]:
-        """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer needs them."""
+        """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
+        needs them.
+        """
         wanted: dict[int, tuple[FlatGroup, list[int]]] = {}
         for param in params:
             owner = owner_of(param)
@@ -138,10 +148,13 @@ class ShardedOptimizer(Optimizer):
                 pieces += _pieces_of(group, sorted(wanted[id(group)][1]), self.settings)
         return pieces
 
-    # -- stepping ---------------------------------------------------------------------------------------------------------
+    # -- stepping
+    # ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any rank."""
+        """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any
+        rank.
+        """
         if closure is not None:
             raise UsageError(
                 "step(closure) is not supported by sharded optimizers.",
@@ -159,7 +172,8 @@ class ShardedOptimizer(Optimizer):
             self.overflow = skip
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
-        if self.scaler is not None:
+            lifted = self.lifter.after(verdict, skip, self.scaler) if self.lifter is not None else None
+        if self.scaler is not None and lifted is None:
             self.scaler.update(skip)
 
     def _update(self, factor: float) -> None:
@@ -171,7 +185,9 @@ class ShardedOptimizer(Optimizer):
             each.wait()
 
     def _tiles(self) -> list[list[tuple[int, Piece]]]:
-        """Pieces grouped so that one optimizer call covers about tile_numel elements; (number of the user's group, piece)."""
+        """Pieces grouped so that one optimizer call covers about tile_numel elements; (number of the user's group,
+        piece).
+        """
         tiles: list[list[tuple[int, Piece]]] = [[]]
         filled = 0
         for number, pieces in enumerate(self._pieces):
@@ -253,7 +269,9 @@ def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> 
             spans.append((start - low, stop - low, (slot.name,), None))
     pieces = []
     for start, stop, names, shape in spans:
-        for cut, end in _cuts(start, stop, group.layout.slice_numel, settings.tile_numel) if shape is None else [(start, stop)]:
+        for cut, end in (
+            _cuts(start, stop, group.layout.slice_numel, settings.tile_numel) if shape is None else [(start, stop)]
+        ):
             data = master.storage[cut:end]
             pieces.append(Piece(group, cut, end, nn.Parameter(data.view(shape) if shape is not None else data), names))
     return pieces
@@ -262,8 +280,9 @@ def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> 
 def _cuts(start: int, stop: int, slice_numel: int, tile_numel: int) -> list[tuple[int, int]]:
     """[start, stop) cut where ranks' slices end and into tiles.
 
-    A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  A replicated
-    master (stage 0) is therefore cut where a sharded one would be, so that every stage has the same last elements.
+    A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  A
+    replicated master (stage 0) is therefore cut where a sharded one would be, so that every stage has the same last
+    elements.
     """
     cuts = []
     while start < stop:
@@ -282,7 +301,9 @@ def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """torch's fused kernels where the class has one and the user left the choice open: one pass over memory instead of many."""
+    """torch's fused kernels where the class has one and the user left the choice open: one pass over memory instead
+    of many.
+    """
     if type(optimizer) in FUSED:
         for group in optimizer.param_groups:
             if group.get("fused", False) is None and not group.get("foreach"):

@@ -19,9 +19,10 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 class Policy:
     """Dtypes of one engine.
 
-    compute: dtype of weights in forward and backward, None = each parameter keeps its own.  reduce: dtype that gradients
-    travel in, None = the dtype they have (no rounding on the way).  accumulate: dtype of a gradient that sums micro-batches.
-    autocast: dtype of a torch.autocast region around forward, None = no region.  auto_cast: cast floating inputs to compute.
+    compute: dtype of weights in forward and backward, None = each parameter keeps its own. reduce: dtype that
+    gradients travel in, None = the dtype they have (no rounding on the way). accumulate: dtype of a gradient that
+    sums micro-batches. autocast: dtype of a torch.autocast region around forward, None = no region. auto_cast: cast
+    floating inputs to compute.
     """
 
     compute: torch.dtype | None = None
@@ -39,7 +40,9 @@ class Policy:
         return torch.float32 if weight in LOW_PRECISION else weight
 
     def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
-        """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate` above."""
+        """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate`
+        above.
+        """
         return weight if accumulation == 1 or weight not in LOW_PRECISION else self.accumulate
 
     def lifted(self) -> Policy:
@@ -51,7 +54,8 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
     """Write the master (fp32) into the weight, elementwise, same length.
 
     bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut.  It differs from round-to-
-    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (precision/split.py, later part).
+    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (precision/split.py, later
+    part).
     """
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
@@ -59,10 +63,12 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
     bits = master.view(torch.int32)
     for start in range(0, bits.numel(), _CAST_TILE):
         tile = bits[start : start + _CAST_TILE]
-        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half; NaN would
-        # carry into the sign, so NaN and infinity (exponent all ones) are cut without rounding.
+        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half; NaN
+        # would carry into the sign, so NaN and infinity (exponent all ones) are cut without rounding.
         rounded = tile + 0x8000
-        rounded = torch.where((tile & 0x7F800000) == 0x7F800000, tile | ((tile & 0x007FFFFF) != 0).int() * 0x400000, rounded)
+        rounded = torch.where(
+            (tile & 0x7F800000) == 0x7F800000, tile | ((tile & 0x007FFFFF) != 0).int() * 0x400000, rounded
+        )
         weight[start : start + _CAST_TILE].view(torch.int16).copy_(rounded.view(torch.int16)[1::2])
 
 

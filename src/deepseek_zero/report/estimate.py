@@ -57,10 +57,11 @@ def total_bytes(groups: Sequence[GroupFacts], moments_per_element: int = 2) -> d
 
 
 def mixed_precision_adam_bytes(params: int, ranks: int = 1, stage: int = 0) -> int:
-    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) per parameter, sharded by stage.
+    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) per parameter, sharded by
+    stage.
 
-    7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and 64; 4 and 8 are the limits
-    for infinitely many ranks, where what stays whole (4 or 2 of 16 bytes) is all that is left.
+    7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and 64; 4 and 8 are the
+    limits for infinitely many ranks, where what stays whole (4 or 2 of 16 bytes) is all that is left.
     """
     whole = {0: 16, 1: 4, 2: 2, 3: 0}[stage]
     return whole * params + (16 - whole) * params // ranks

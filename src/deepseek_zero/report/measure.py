@@ -17,7 +17,9 @@ from ..base.device import without_torch_function
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes on this rank by state.  `measured["other"]`: live storages that belong to no state (batches, client tensors)."""
+    """Bytes on this rank by state. `measured["other"]`: live storages that belong to no state (batches, client
+    tensors).
+    """
 
     predicted: Mapping[str, int]
     measured: Mapping[str, int]
@@ -41,9 +43,10 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
             if not issubclass(type(value), Tensor):
                 continue
             for tensor in (value, value.grad if value.is_leaf else None):
-                if tensor is not None and not tensor.is_meta and (device_type is None or tensor.device.type == device_type):
-                    storage = tensor.untyped_storage()
-                    found[storage.data_ptr()] = storage.nbytes()
+                if tensor is None or tensor.is_meta or tensor.device.type != (device_type or tensor.device.type):
+                    continue
+                storage = tensor.untyped_storage()
+                found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found
 

@@ -103,8 +103,8 @@ def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memor
 def running_mean(values: Sequence[float], radius: int) -> list[float]:
     """Centred mean over 2 x radius + 1 values, fewer near the ends.
 
-    At the start the window stays even, or a steep curve would start too low; at the end it reaches back only, or the last
-    value would be a single noisy step.
+    At the start the window stays even, or a steep curve would start too low; at the end it reaches back only, or the
+    last value would be a single noisy step.
     """
     sums = [0.0]
     for value in values:

@@ -1,7 +1,7 @@
 """Reading and changing sharded parameters from outside forward and backward.
 
-Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is collective: all ranks of the
-engine call it, with the same parameters.
+Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is collective: all
+ranks of the engine call it, with the same parameters.
 """
 
 from __future__ import annotations
@@ -50,11 +50,13 @@ def whole(buffer: FlatBuffer, group: FlatGroup, what: str) -> Tensor:
 class GatheredParameters:
     """Whole parameters inside the `with` block.  Collective at entry and at exit.
 
-    params: a parameter, parameters, or a module.  modifier_rank: the rank whose in-place changes every rank takes over at exit;
-    None = reading only, and a change raises on all ranks (it would be lost).
+    params: a parameter, parameters, or a module. modifier_rank: the rank whose in-place changes every rank takes over
+    at exit;  None = reading only, and a change raises on all ranks (it would be lost).
     """
 
-    def __init__(self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True) -> None:
+    def __init__(
+        self, params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
+    ) -> None:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
         self.params: list[nn.Parameter] = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[list-item]
@@ -94,8 +96,8 @@ class GatheredParameters:
             group.store(copy)
 
     def _refuse_changes(self) -> None:
-        changed = [member_names(group) for group, copy, version in zip(self.groups, self._copies, self._versions, strict=True)
-                   if copy._version != version]  # fmt: skip
+        held = zip(self.groups, self._copies, self._versions, strict=True)
+        changed = [member_names(group) for group, copy, version in held if copy._version != version]
         if not self.groups:
             return
         row = torch.tensor([len(changed)])

@@ -1,7 +1,8 @@
 """Flat buffers and the one verb that moves them.
 
-`FlatBuffer` = layout + spec + storage.  `move` carries a buffer from one placement to another through placement.TRANSITIONS.
-`Pool` lends full-size buffers so that the steady state allocates nothing.  Called by group.py only.
+`FlatBuffer` = layout + spec + storage. `move` carries a buffer from one placement to another through
+placement.TRANSITIONS. `Pool` lends full-size buffers so that the steady state allocates nothing.  Called by group.py
+only.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Pool:
 
 @dataclass
 class FlatBuffer:
-    """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where sharded."""
+    """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where
+    sharded.
+    """
 
     layout: FlatLayout
     spec: Spec
@@ -82,7 +85,9 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class Route:
-    """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided by."""
+    """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided
+    by.
+    """
 
     comm: Comm
     pool: Pool
@@ -103,7 +108,9 @@ def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add
             return _reduce_scatter(source, target.storage, route, what, add)
         case Movement.ALL_REDUCE:
             own = target.slice(route.comm.rank)
-            return _reduce_scatter(source, own, route, what, add).then(lambda: _all_gather(own, target, route, what).wait())
+            return _reduce_scatter(source, own, route, what, add).then(
+                lambda: _all_gather(own, target, route, what).wait()
+            )
         case Movement.LOCAL_SLICE:
             target.storage.copy_(source.slice(route.comm.rank))
         case Movement.NOTHING:
@@ -121,7 +128,9 @@ def _all_gather(own: Tensor, target: FlatBuffer, route: Route, what: str) -> Pen
 
 
 def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, add: bool) -> Pending:
-    """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant buffers)."""
+    """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant
+    buffers).
+    """
     comm, layout = route.comm, source.layout
     if comm.size == 1 and own.data_ptr() == source.storage.data_ptr():
         return DONE
@@ -131,7 +140,7 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
 
     def start(low: int, high: int) -> Pending:
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
-        boxes = list(inbox[: (comm.size - 1) * (high - low)].split(high - low)) if comm.size > 1 else []
+        boxes = list(torch.split(inbox[: (comm.size - 1) * (high - low)], high - low)) if comm.size > 1 else []
         boxes.insert(comm.rank, pieces[comm.rank])
 
         def add_up() -> None:

@@ -39,7 +39,9 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
     pool = Pool(device)
-    route = Route(comm, pool, settings.bucket_numel, comm.size / settings.predivide if settings.mean else 1.0 / settings.predivide)
+    route = Route(
+        comm, pool, settings.bucket_numel, comm.size / settings.predivide if settings.mean else 1.0 / settings.predivide
+    )
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     units = []
@@ -54,14 +56,14 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
     return Runtime(model, units, comm, settings, device)
 
 
-def _group(
-    choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route
-) -> FlatGroup:
+def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:
     if key.full_precision:
         settings = replace(settings, policy=settings.policy.lifted())
     plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
     members = [
-        Member(choice.params[name], Slot(name, tuple(choice.params[name].shape), 0), type(choice.params[name]), key.dtype)
+        Member(
+            choice.params[name], Slot(name, tuple(choice.params[name].shape), 0), type(choice.params[name]), key.dtype
+        )
         for name in names
     ]
     return FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=settings.predivide)

@@ -1,7 +1,8 @@
 """Weights on their way in and out: walks the schedule, on demand where a model strays from it.
 
-Every rank walks the whole schedule, entries it skips included, so the gather lane carries the same sequence everywhere.  Records
-the order units are used in, until the ranks have agreed on it, and who reads whose parameters.  Called by runtime.py.
+Every rank walks the whole schedule, entries it skips included, so the gather lane carries the same sequence
+everywhere.  Records the order units are used in, until the ranks have agreed on it, and who reads whose parameters.
+Called by runtime.py.
 """
 
 from __future__ import annotations
@@ -57,7 +58,9 @@ class Gatherer:
             self.use(other)
 
     def remember_external(self, reader: Unit, owner: Unit) -> None:
-        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd saved the parameter itself."""
+        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd saved the parameter
+        itself.
+        """
         known = self._externals.setdefault(reader.number, [])
         if owner not in known and owner is not reader:
             known.append(owner)

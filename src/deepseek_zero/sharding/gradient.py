@@ -1,7 +1,7 @@
 """The gradient of one group: collected from autograd, reduced over the ranks, shown to handles and optimizers.
 
-Owns the gradient's buffers and their state; when a reduction starts is reducer.py's business.  Called by group.py's owner,
-unit.py, optim and access.py through `group.gradient`.
+Owns the gradient's buffers and their state; when a reduction starts is reducer.py's business.  Called by group.py's
+owner, unit.py, optim and access.py through `group.gradient`.
 """
 
 from __future__ import annotations
@@ -175,14 +175,13 @@ class Gradient:
     def norm_of(self, slot: Slot, order: float) -> Tensor:
         """A member's whole gradient norm.  Collective: every rank must ask."""
         own, comm = self.of(slot).double().abs(), self.group.route.comm
-        if order == float("inf"):
-            mine = own.max() if own.numel() else own.sum()
-        else:
-            mine = own.pow(order).sum()
+        is_max = order == float("inf")
+        powers = own if is_max else own.pow(order)
+        mine = powers.max() if is_max and own.numel() else powers.sum()
         if not self.is_whole:
             rows = comm.rows(mine.cpu().reshape(1), f"norm of {slot.name}")
-            mine = rows.max() if order == float("inf") else rows.sum()
-        return (mine if order == float("inf") else mine.pow(1.0 / order)).to(own.device, torch.float32)
+            mine = rows.max() if is_max else rows.sum()
+        return (mine if is_max else mine.pow(1.0 / order)).to(own.device, torch.float32)
 
     def squares(self) -> list[float]:
         """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""

@@ -1,7 +1,8 @@
-"""The parameters of one unit that share a plan, and their flat buffers: weight and master (gradient.py has the gradient).
+"""The parameters of one unit that share a plan, and their flat buffers: weight and master (gradient.py has the
+gradient).
 
-Owns storage and its movements; knows nothing of hooks or order (runtime.py) nor of optimizers (optim/sharded.py), which work on
-the slices it shows them.  Called by unit.py.
+Owns storage and its movements; knows nothing of hooks or order (runtime.py) nor of optimizers (optim/sharded.py),
+which work on the slices it shows them.  Called by unit.py.
 """
 
 from __future__ import annotations
@@ -43,7 +44,13 @@ class FlatGroup:
     """Flat buffers of parameters with one plan.  Building one is collective: rank 0's values win."""
 
     def __init__(
-        self, members: Sequence[Member], plan: ShardPlan, route: Route, *, reduce_dtype: torch.dtype | None = None, predivide: float = 1.0
+        self,
+        members: Sequence[Member],
+        plan: ShardPlan,
+        route: Route,
+        *,
+        reduce_dtype: torch.dtype | None = None,
+        predivide: float = 1.0,
     ) -> None:
         self.members, self.plan, self.route = list(members), plan, route
         self.layout = FlatLayout((), 0, route.comm.size)
@@ -53,12 +60,14 @@ class FlatGroup:
         self.master: FlatBuffer | None = None
         self.full: FlatBuffer | None = None
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
+        self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
         self.placeholder = torch.full((), float("nan"), dtype=plan.weight.dtype, device=route.pool.device)
         if not plan.weight.dtype.is_floating_point:
             self.placeholder.zero_()
         self.build("element")
 
-    # -- building -------------------------------------------------------------------------------------------------------
+    # -- building
+    # -------------------------------------------------------------------------------------------------------
 
     @property
     def is_sharded(self) -> bool:
@@ -75,7 +84,9 @@ class FlatGroup:
         with without_torch_function():
             shapes = [tuple(member.param.shape) for member in self.members]
         self.layout = LAYOUTS[granularity](names, shapes, self.route.comm.size)
-        self.members = [replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)]
+        self.members = [
+            replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
+        ]
         device, comm = self.route.pool.device, self.route.comm
         built = self.plan.master.dtype if self.plan.master is not None else self.plan.weight.dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
@@ -105,8 +116,26 @@ class FlatGroup:
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         self.build(granularity)
 
+    def lift(self, what: str) -> None:
+        """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
+        if self.master is None or self.plan.weight.dtype == torch.float32:
+            return
+        self.plan = self.plan.lifted()
+        self.weight = FlatBuffer.empty(self.layout, self.plan.weight, self.route.pool.device)
+        self.placeholder = self.placeholder.float()
+        self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
+        for member in self.members:
+            with without_torch_function():
+                if self.is_sharded:
+                    put_to_rest(member.param, self.placeholder)
+                else:
+                    wake(member.param, member.kind, self.weight.view(member.slot))
+        self.refresh(what).wait()
+
     def _packed(self, dtype: torch.dtype) -> Tensor:
-        """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by side."""
+        """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by
+        side.
+        """
         flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.route.pool.device)
         for member in self.members:
             values, member.kind = take_values(member.param)
@@ -120,12 +149,15 @@ class FlatGroup:
             return
         if plan.master_is_weight:
             whole = plan.master.placement is R or plan.weight.placement is S
-            self.master = FlatBuffer(self.layout, plan.master, self.weight.storage if whole else self.weight.slice(rank))
+            self.master = FlatBuffer(
+                self.layout, plan.master, self.weight.storage if whole else self.weight.slice(rank)
+            )
         else:
             self.master = FlatBuffer.empty(self.layout, plan.master, device)
             self.master.storage.copy_(full.storage if plan.master.placement is R else full.slice(rank))
 
-    # -- weights --------------------------------------------------------------------------------------------------------
+    # -- weights
+    # --------------------------------------------------------------------------------------------------------
 
     def gather(self, what: str) -> Pending:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
@@ -170,7 +202,9 @@ class FlatGroup:
         return DONE
 
     def store(self, full: Tensor) -> None:
-        """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep their bits)."""
+        """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
+        their bits).
+        """
         rank = self.route.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
@@ -185,7 +219,8 @@ class FlatGroup:
         elif full.data_ptr() != self.weight.storage.data_ptr():
             self.weight.storage.copy_(full)
 
-    # -- what handles ask (sharding/handle.py, Owner) -----------------------------------------------------------------------
+    # -- what handles ask (sharding/handle.py, Owner)
+    # -----------------------------------------------------------------------
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         runtime = self.runtime()

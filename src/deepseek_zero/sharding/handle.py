@@ -1,9 +1,9 @@
 """A parameter at rest: true shape, four bytes, and a clear word to whoever reads it.
 
-The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data` change.  In use
-it is a plain Parameter that views a gathered buffer; at rest its class is `AtRest` over a stride-0 NaN scalar.  `GradAtRest` is
-what `.grad` shows between backward and step, so that stock `clip_grad_norm_` and `zero_grad` act on the sharded gradient
-instead of doing nothing.  Called by group.py.
+The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data`
+change.  In use it is a plain Parameter that views a gathered buffer; at rest its class is `AtRest` over a stride-0
+NaN scalar. `GradAtRest` is what `.grad` shows between backward and step, so that stock `clip_grad_norm_` and
+`zero_grad` act on the sharded gradient instead of doing nothing.  Called by group.py.
 """
 
 from __future__ import annotations
@@ -39,11 +39,13 @@ class Owner(Protocol):
 
 # Attributes and methods that say something about a parameter without reading its elements.
 SAFE = frozenset(
-    "shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta is_quantized is_nested grad_fn "
-    "names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu _grad _grad_fn "
-    "_base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed requires_grad_ get_device "
-    "register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous is_same_size is_inference is_neg is_conj "
-    "is_shared _is_view has_names is_pinned storage_offset __len__ type".split()
+    """
+    shape dtype device requires_grad grad is_leaf ndim layout is_sparse is_cuda is_cpu is_meta is_quantized is_nested
+    grad_fn names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu
+    _grad _grad_fn _base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed
+    requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
+    is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
+    """.split()
 )
 
 
@@ -71,7 +73,11 @@ class AtRest(nn.Parameter):
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
@@ -108,7 +114,11 @@ class GradAtRest(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
@@ -119,7 +129,9 @@ class GradAtRest(Tensor):
         param: nn.Parameter = grad.__dict__["param"]()
         owner = owner_of(param)
         if owner is not None and name in ("linalg_vector_norm", "vector_norm", "norm"):
-            return owner.grad_norm_of(param, float(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0))))
+            return owner.grad_norm_of(
+                param, float(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0)))
+            )
         if owner is not None and name in ("mul_", "div_", "zero_", "detach_", "requires_grad_"):
             if name in ("mul_", "div_", "zero_"):
                 factor = 0.0 if name == "zero_" else (args[1] if name == "mul_" else 1.0 / args[1])
@@ -181,10 +193,15 @@ def _is_placeholder(value: Any) -> bool:
 
 def _changes_nothing(args: Any, kwargs: Mapping[str, Any]) -> bool:
     param = args[0]
-    wanted = [value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))]
+    wanted = [
+        value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))
+    ]
     wanted = [value for value in wanted if not isinstance(value, bool)]
     with without_torch_function():
-        return all(value == param.dtype if isinstance(value, torch.dtype) else torch.device(value) == param.device for value in wanted)
+        return all(
+            value == param.dtype if isinstance(value, torch.dtype) else torch.device(value) == param.device
+            for value in wanted
+        )
 
 
 def _name(param: Tensor) -> str:
@@ -196,6 +213,6 @@ def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     return AtRestError(
         f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",
-        "read or change it inside `with deepseek_zero.zero.GatheredParameters([param], modifier_rank=0):` on all ranks; for a copy "
-        "of the model use state_dict(), which gathers full tensors on all ranks.",
+        "read or change it inside `with deepseek_zero.zero.GatheredParameters([param], modifier_rank=0):` on all ranks; "
+        "for a copy of the model use state_dict(), which gathers full tensors on all ranks.",
     )

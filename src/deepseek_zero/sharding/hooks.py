@@ -39,8 +39,8 @@ def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
 def scaled_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
     """A view whose incoming gradient is multiplied by the loss scale and divided by the accumulation steps.
 
-    An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits) send back
-    through it.
+    An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits)
+    send back through it.
     """
     if not tensor.requires_grad:
         return tensor
@@ -79,7 +79,7 @@ def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, 
 
 
 def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
-    runtime.on_output_grad(runtime.units[number])
+    runtime.on_output_grad(runtime.units[number], grad)
 
 
 def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:

@@ -1,8 +1,9 @@
 """`zero.Init`: build a model shard by shard, with the values the plain construction would give.
 
-A submodule is complete when its parent registers it; that is when its parameters are cut, each into equal slices, rank 0's values
-winning.  Initialisation that comes later (`model.apply(init_weights)`) finds parameters at rest; they are gathered for the one
-operation and cut again.  Only torch's own registration hook is used.  build.py turns these slices into units.
+A submodule is complete when its parent registers it; that is when its parameters are cut, each into equal slices,
+rank 0's values winning.  Initialisation that comes later (`model.apply(init_weights)`) finds parameters at rest; they
+are gathered for the one operation and cut again.  Only torch's own registration hook is used. build.py turns these
+slices into units.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class InitShard:
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
         return padded[: self.numel]
 
-    # -- what handles ask (handle.py, Owner) ------------------------------------------------------------------------------
+    # -- what handles ask (handle.py, Owner)
+    # ------------------------------------------------------------------------------
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""
@@ -82,8 +84,8 @@ class InitShard:
 class Init:
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
 
-    module: shard one that exists already.  dtype: cast the values when they are cut.  enabled=False does nothing.  Without a
-    launcher (a world of one) each slice is the whole parameter and the same code runs.
+    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False does nothing.
+    Without a launcher (a world of one) each slice is the whole parameter and the same code runs.
     """
 
     def __init__(
@@ -101,7 +103,9 @@ class Init:
         self._comm: Comm | None = None
         self._device = default_device()
         if unknown := sorted(set(deepspeed_words) - ACCEPTED):
-            raise UsageError(f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}.")
+            raise UsageError(
+                f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}."
+            )
         if module is not None and enabled:
             self.shard(module)
 
@@ -150,7 +154,10 @@ class Init:
             comm.exchange(outgoing, incoming, "gather", "a parameter under construction").wait()
         shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self)
         keep_alive(param, shard)
-        put_to_rest(param, torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device))
+        put_to_rest(
+            param,
+            torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device),
+        )
 
     def settle(self) -> None:
         """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
@@ -181,7 +188,9 @@ def keep_alive(param: nn.Parameter, shard: InitShard) -> None:
 
 
 def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
-    """A parameter's own values, flat, and its class in use; a slice under construction is gathered and let go.  Collective then."""
+    """A parameter's own values, flat, and its class in use; a slice under construction is gathered and let go.
+    Collective then.
+    """
     owner = owner_of(param)
     if not isinstance(owner, InitShard):
         return param.data.reshape(-1), type(param)

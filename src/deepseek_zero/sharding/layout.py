@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-# Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as direct
-# I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
+# Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
+# direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
 BLOCK = 1024
 
 Shape = tuple[int, ...]

@@ -1,4 +1,6 @@
-"""Walks what a module returns, to find or replace its tensors: tuples, lists, mappings, dataclasses, plain objects, None."""
+"""Walks what a module returns, to find or replace its tensors: tuples, lists, mappings, dataclasses, plain objects,
+None.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ from torch import Tensor
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with each tensor replaced by change(tensor).  Mappings and objects are changed in place: callers own them."""
+    """`value` with each tensor replaced by change(tensor).  Mappings and objects are changed in place: callers own
+    them.
+    """
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

@@ -6,13 +6,13 @@
  master      R    S    S    S
  moments     R    S    S    S
 
-A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.  The plan
-is printed (`explain`), estimated (report/estimate.py multiplies it out) and saved with every checkpoint.
+A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.
+The plan is printed (`explain`), estimated (report/estimate.py multiplies it out) and saved with every checkpoint.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -45,17 +45,23 @@ class Spec:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters."""
+    """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters.
+
+    master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).
+    """
 
     weight: Spec
     grad: Spec | None = None
     master: Spec | None = None
     moments: Spec | None = None
+    master_is_weight: bool = False
 
-    @property
-    def master_is_weight(self) -> bool:
-        """fp32 training: the master is the weight's own storage (its slice at stages 1 and 2)."""
-        return self.master is not None and self.master.dtype == self.weight.dtype
+    def lifted(self) -> ShardPlan:
+        """The same row with an fp32 weight and gradient; the master stays where it is, so optimizer state need not
+        move.
+        """
+        grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
+        return replace(self, weight=replace(self.weight, dtype=torch.float32), grad=grad)
 
 
 COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
@@ -72,13 +78,14 @@ class PlanSettings:
     """What the sharding layer needs to know, free of any configuration file.  Sizes count elements.
 
     persistence_numel: parameters up to this size stay gathered (per parameter).  persistence_total_numel: their sum.
-    window_numel: gathered elements kept alive (stage3_max_live_parameters).  keep_numel: a gathered unit stays if it is used
-    again within this many elements (stage3_max_reuse_distance).  ahead_numel: gathered before they are needed.
-    bucket_numel: elements per reduction message.  overlap: reduce while backward goes on.  mean: divide sums by the ranks.
+    window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered unit stays if it
+    is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
+    bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
+    ranks.
     """
 
     stage: int = 3
-    policy: Policy = Policy()
+    policy: Policy = field(default_factory=Policy)
     accumulation: int = 1
     persistence_numel: int = 100_000
     persistence_total_numel: int = 2**63 - 1
@@ -108,4 +115,4 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
         return ShardPlan(weight)
     master = Spec(state_place, settings.policy.master_dtype(weight.dtype))
     grad = Spec(P if ranks == 1 else grad_place, settings.policy.grad_dtype(weight.dtype, settings.accumulation))
-    return ShardPlan(weight, grad, master, master)
+    return ShardPlan(weight, grad, master, master, master_is_weight=master.dtype == weight.dtype)

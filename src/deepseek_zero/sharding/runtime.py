@@ -1,7 +1,8 @@
 """ZeRO at work: autograd hooks -> schedule -> units.
 
-Owns the phase one wrapped model is in.  Where torch calls in is hooks.py's, what is gathered when gatherer.py's, what is reduced
-when reducer.py's; optimizers read the slices of `groups`.  `loss.backward()` alone drives everything.  Called by engine.
+Owns the phase one wrapped model is in.  Where torch calls in is hooks.py's, what is gathered when gatherer.py's, what
+is reduced when reducer.py's; optimizers read the slices of `groups`. `loss.backward()` alone drives everything.
+Called by engine.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import PeerError, UsageError
@@ -29,6 +30,7 @@ from .plan import PlanSettings
 from .reducer import Reducer
 from .saved import weight_hooks
 from .unit import Unit, UnitState
+from .watch import Watcher
 
 
 class Phase(Enum):
@@ -42,11 +44,14 @@ class Phase(Enum):
 class Runtime:
     """One wrapped model at work."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], comm: Comm, settings: PlanSettings, device: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, units: list[Unit], comm: Comm, settings: PlanSettings, device: torch.device
+    ) -> None:
         self.model, self.units, self.comm, self.settings, self.device = model, units, comm, settings, device
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
+        self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
         self.gatherer = Gatherer(units, settings)
         self.reducer = Reducer(units, comm, settings.overlap)
@@ -92,7 +97,8 @@ class Runtime:
         self.gatherer.use(unit)
         return True
 
-    # -- forward --------------------------------------------------------------------------------------------------------
+    # -- forward
+    # --------------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a unit's forward: its weights are in use when this returns."""
@@ -103,13 +109,23 @@ class Runtime:
             self.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         self._active.append(_Active(unit))
         self.gatherer.use_with_externals(unit)
-        if unit is self.root and self.settings.policy.auto_cast:
-            dtype = self.settings.policy.compute
+        if (unit is self.root and self.settings.policy.auto_cast) or self.any_lifted:
+            dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+        if self.watcher is not None:
+            self.watcher.see("input", unit.number, (args, kwargs))
         for context in self._contexts(unit):
             context.__enter__()
             self._active[-1].contexts.append(context)
         return args, kwargs
+
+    @property
+    def any_lifted(self) -> bool:
+        """Whether units differ in compute dtype, so that what passes between them must be cast."""
+        return any(unit.is_lifted for unit in self.units)
+
+    def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
+        return torch.float32 if unit.is_lifted else self.settings.policy.compute
 
     @property
     def _was_interrupted(self) -> bool:
@@ -121,7 +137,13 @@ class Runtime:
         if unit is self.root and autocast is not None:
             yield torch.autocast(self.device.type, dtype=autocast)
         kept = unit.number in self.gatherer.schedule.kept
-        if unit.sharded and self.comm.size > 1 and not kept and torch.is_grad_enabled() and self.phase is not Phase.BACKWARD:
+        if (
+            unit.sharded
+            and self.comm.size > 1
+            and not kept
+            and torch.is_grad_enabled()
+            and self.phase is not Phase.BACKWARD
+        ):
             yield weight_hooks(unit, self.fetch)
 
     def leave(self, unit: Unit, output: Any) -> Any:
@@ -132,6 +154,10 @@ class Runtime:
         if error is not None and output is None:
             self.post_error(error)
             return output
+        if self.any_lifted and unit is not self.root:
+            output = cast_inputs(output, self.compute_dtype_of(self.root))
+        if self.watcher is not None:
+            self.watcher.see("output", unit.number, output)
         training = torch.is_grad_enabled()
         if training:
             for tensor in tensors_in(output):
@@ -154,12 +180,15 @@ class Runtime:
                 return map_tensors(output, partial(hooks.scaled_alias, self))
         return output
 
-    # -- backward -------------------------------------------------------------------------------------------------------
+    # -- backward
+    # -------------------------------------------------------------------------------------------------------
 
-    def on_output_grad(self, unit: Unit) -> None:
+    def on_output_grad(self, unit: Unit, grad: Tensor) -> None:
         """A gradient reached a unit's output: its weights are about to be needed."""
         if self.phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
             self._open_backward()
+        if self.watcher is not None:
+            self.watcher.see("grad", unit.number, grad)
         self.gatherer.release_frozen_before(unit)
         self.gatherer.use_with_externals(unit)
 
@@ -224,7 +253,8 @@ class Runtime:
             self.gatherer.begin(self.gatherer.schedule.backward)
             self.end_backward()
 
-    # -- steps ----------------------------------------------------------------------------------------------------------
+    # -- steps
+    # ----------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Everything that must hold before an optimizer reads the gradients.  Collective."""
@@ -248,7 +278,8 @@ class Runtime:
         for group in self.trained_groups:
             group.gradient.drop()
 
-    # -- trouble --------------------------------------------------------------------------------------------------------
+    # -- trouble
+    # --------------------------------------------------------------------------------------------------------
 
     def post_error(self, error: BaseException) -> None:
         """Tell ranks that wait for this one why it will not come."""

@@ -1,7 +1,7 @@
 """When each unit is gathered and released, as data: a pure function of sizes, order and memory window.
 
-The order is recorded on the first step and is only a hint: a unit used out of order costs latency, never correctness.  Every
-rank computes the same schedule, and walks all of it, so that a unit one rank skips is still gathered by all.
+The order is recorded on the first step and is only a hint: a unit used out of order costs latency, never correctness.
+Every rank computes the same schedule, and walks all of it, so that a unit one rank skips is still gathered by all.
 `print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``: gather, forward, release, backward (B) and reduce (S).
 Called by runtime.py and report.
 """
@@ -36,7 +36,9 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over the units: `order[k]` is used k-th; `issue[k]` are the units whose gather starts by then, in order."""
+    """One walk over the units: `order[k]` is used k-th; `issue[k]` are the units whose gather starts by then, in
+    order.
+    """
 
     order: tuple[int, ...]
     issue: tuple[tuple[int, ...], ...]

@@ -1,8 +1,8 @@
 """`state_dict()` gathers real tensors and `load_state_dict()` shards them, through torch's own hooks, unit by unit.
 
-state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never more than one
-unit gathered at a time.  load_state_dict: local; every rank reads its slices out of the full values it is given.
-Called by build.py.
+state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never
+more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
+is given.  Called by build.py.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ MOVES = {
 
 
 class Unit:
-    """Groups of parameters that move together.  `module` is whose forward needs them; the root unit holds what is left."""
+    """Groups of parameters that move together. `module` is whose forward needs them; the root unit holds what is
+    left.
+    """
 
     def __init__(self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int) -> None:
         self.name, self.module, self.groups, self.number = name, module, list(groups), number
@@ -43,6 +45,7 @@ class Unit:
         self.collected: set[int] = set()  # id(param) of gradients that arrived in the backward under way
         self.expected: set[int] = {id(member.param) for group in self.trained for member in group.members}
         self.reduced_in_backward = False
+        self.is_lifted = False  # precision "auto" found that 16 bits do not do here
 
     @property
     def state(self) -> UnitState:
@@ -61,7 +64,14 @@ class Unit:
     def members(self) -> list[Member]:
         return [member for group in self.groups for member in group.members]
 
-    # -- weights --------------------------------------------------------------------------------------------------------
+    def lift(self) -> None:
+        """Compute in fp32 from now on.  Collective; the unit must be at rest."""
+        self.is_lifted = True
+        for group in self.trained:
+            group.lift(self.name)
+
+    # -- weights
+    # --------------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Start the all-gathers; nothing if they are under way or done.  Collective within the gather lane."""
@@ -87,7 +97,8 @@ class Unit:
             for group in self.sharded:
                 group.release()
 
-    # -- gradients ------------------------------------------------------------------------------------------------------
+    # -- gradients
+    # ------------------------------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:

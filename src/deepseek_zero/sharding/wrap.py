@@ -31,10 +31,10 @@ class UnitChoice:
 def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
     """Units of a model, root first.
 
-    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; a leaf module never is,
-    because its parent may read its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A parameter used in
-    several units belongs to the root, which is gathered throughout.  `settings.unit_names` overrides the search by class or
-    module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
+    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; a leaf module
+    never is, because its parent may read its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A
+    parameter used in several units belongs to the root, which is gathered throughout. `settings.unit_names` overrides
+    the search by class or module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
     """
     chosen = list(_explicit(model, settings)) if settings.unit_names else list(_search(model, "", settings))
     units = [UnitChoice("", model), *(UnitChoice(name, module) for name, module in chosen)]
@@ -70,7 +70,9 @@ def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, n
             found |= match
             yield name, module
     if missing := sorted(wanted - found):
-        known = sorted({type(module).__name__ for name, module in model.named_modules() if name and any(module.children())})
+        known = sorted(
+            {type(module).__name__ for name, module in model.named_modules() if name and any(module.children())}
+        )
         raise UsageError(
             f"units: no module is called {', '.join(missing)}.",
             "Each entry is the class name or the full name of a module with parameters.",
@@ -131,7 +133,9 @@ class GroupKey:
     full_precision: bool
 
 
-def group_params(unit: UnitChoice, persistent: frozenset[str], full_precision: frozenset[str]) -> dict[GroupKey, list[str]]:
+def group_params(
+    unit: UnitChoice, persistent: frozenset[str], full_precision: frozenset[str]
+) -> dict[GroupKey, list[str]]:
     """A unit's parameter names by group, in the order the model declares them."""
     groups: dict[GroupKey, list[str]] = {}
     for name, param in unit.params.items():

@@ -1,0 +1,277 @@
+"""Reads a checkpoint into an engine of any world size and stage: by name, by intersection of flat ranges.
+
+Each rank reads only the elements it will hold.  Everything that can be refused is refused before anything changes, on
+every rank.  Called by engine/saving.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from ..optim.access import covers_of_piece, held
+from ..optim.sharded import Piece, ShardedOptimizer
+from ..precision.policy import cast_master
+from .manifest import BUFFER, LATEST, MANIFEST, MOMENT, VALUES, WEIGHT, WHOLE, Chunk, Manifest, together
+from .plain import decode
+from .state import Contents, persistent_buffers, source_of
+
+# What a group says about how to compute, not about what was learnt: the running program decides.
+KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+
+
+@dataclass(frozen=True)
+class LoadSettings:
+    """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state."""
+
+    strict: bool = True
+    moments: bool = True
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The plain values of a checkpoint, as they were saved."""
+
+    folder: Path
+    trainer: dict[str, Any]
+    client: Any
+
+
+def latest_tag(directory: Path) -> str | None:
+    """The tag that `latest` names, None where there is none."""
+    try:
+        return (directory / LATEST).read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+
+
+def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
+    """Fill weights, masters and moments from `directory/tag`.  Collective."""
+    runtime, loaded = contents.runtime, []
+
+    def look() -> str:
+        folder = directory / tag
+        if not folder.exists() and (directory / f".{tag}.replaced").exists():  # a crash between save's two renames
+            folder = directory / f".{tag}.replaced"
+        if not folder.exists():
+            raise CheckpointError(
+                f"{directory} holds no checkpoint {tag!r}.",
+                fix=f"choose one of: {', '.join(sorted(_tags(directory))) or 'none is there'}.",
+            )
+        manifest = Manifest.read(folder / MANIFEST)
+        _check(manifest, contents, settings)
+        values = load_file(folder / VALUES)
+        loaded.append((manifest, values, folder))
+        return ""
+
+    together(runtime.comm, f"loading {tag}: the manifest", look)
+    manifest, values, folder = loaded[0]
+    plain = decode(manifest.plain, values)
+    with torch.no_grad():
+        runtime.gatherer.release_all()
+        runtime.drop_grads()
+        runtime.backwards = 0
+        together(runtime.comm, f"loading {tag}: slices", lambda: _fill(folder, manifest, plain, contents, settings))
+        for unit in runtime.units:
+            for group in unit.trained:
+                group.refresh(unit.name).wait()
+    return Loaded(folder, plain["trainer"], plain["client"])
+
+
+def _tags(directory: Path) -> list[str]:
+    return [path.parent.name for path in directory.glob(f"*/{MANIFEST}")] if directory.exists() else []
+
+
+# -- what is refused
+# ------------------------------------------------------------------------------------------------------
+
+
+def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
+    """Raise if the checkpoint does not fit; the same on every rank."""
+    own = {
+        member.name: (list(member.slot.shape), group.trainable) for group in contents.runtime.groups for member in group.members
+    }
+    shapes = [
+        f"'{name}' is {manifest.parameters[name]['shape']} in the checkpoint and {shape} in the model"
+        for name, (shape, _) in own.items()
+        if name in manifest.parameters and manifest.parameters[name]["shape"] != shape
+    ]
+    if shapes:
+        raise CheckpointError(
+            f"{len(shapes)} shape(s) differ: {_some(shapes)}.", fix="build the model with the sizes it was saved with."
+        )
+    excluded = set(manifest.excluded)
+    missing = [name for name, (_, trained) in own.items() if name not in manifest.parameters or (name in excluded and trained)]
+    unexpected = [name for name in manifest.parameters if name not in own]
+    if settings.strict and (missing or unexpected):
+        raise CheckpointError(
+            f"the checkpoint lacks {_some(missing) or 'nothing'} and has {_some(unexpected) or 'nothing'} beyond the model.",
+            "load_module_strict wants the same names on both sides.",
+            "load into the model that was saved, or pass load_module_strict=False.",
+        )
+    if settings.moments and contents.optimizer is not None:
+        _check_optimizer(manifest, contents.optimizer)
+
+
+def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
+    mine, fix = type(optimizer.inner).__name__, "load with load_optimizer_states=False, or use the optimizer that was saved."
+    if manifest.optimizer != mine:
+        raise CheckpointError(f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.", fix=fix)
+    groups = len(manifest.plain["groups"])
+    if groups != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+# -- reading
+# --------------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    """Finds and reads flat ranges over the files of all ranks; files open on first use."""
+
+    def __init__(self, folder: Path, chunks: list[Chunk], stack: ExitStack) -> None:
+        self.folder, self._stack = folder, stack
+        self._chunks: dict[tuple[str, str, str], list[Chunk]] = {}
+        self._keys: dict[tuple[str, str], dict[str, None]] = {}
+        self._files: dict[str, Any] = {}
+        for chunk in chunks:
+            self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
+            self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return (kind, name, key) in self._chunks
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        """The optimizer's names of the states of one parameter."""
+        return list(self._keys.get((kind, name), ()))
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [start, stop) in parts, each with its place; a CheckpointError if some are missing."""
+        reached = start
+        for chunk in sorted(self._chunks.get((kind, name, key), []), key=lambda each: each.start):
+            low, high = max(chunk.start, reached), min(chunk.stop, stop)
+            if low != reached or low >= high:
+                continue
+            yield low, self._slice(chunk)[low - chunk.start : high - chunk.start]
+            reached = high
+        if reached < stop:
+            raise CheckpointError(
+                f"elements {reached} to {stop} of '{name}' ({kind} {key}) are in no file of {self.folder}.",
+                "The checkpoint is incomplete.",
+                "load another tag.",
+            )
+
+    def whole(self, name: str, key: str) -> Tensor:
+        """A state with a shape of its own."""
+        found: Tensor = self._slice(self._chunks[WHOLE, name, key][0])[:]
+        return found
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        chunks = self._chunks[BUFFER, name, ""]
+        found: Tensor = self._slice(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))[:]
+        return found
+
+    def _slice(self, chunk: Chunk) -> Any:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = self._stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
+        return self._files[chunk.file].get_slice(chunk.entry)
+
+
+def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Contents, settings: LoadSettings) -> str:
+    with ExitStack() as stack:
+        reader = Reader(folder, manifest.chunks, stack)
+        _fill_weights(reader, contents)
+        _fill_buffers(reader, manifest, contents)
+        if settings.moments and contents.optimizer is not None:
+            _fill_optimizer(reader, manifest, plain["groups"], contents.optimizer)
+    return ""
+
+
+def _fill_weights(reader: Reader, contents: Contents) -> None:
+    """Masters, and weights without one; weights with a master follow in `refresh`."""
+    rank = contents.runtime.comm.rank
+    for group in contents.runtime.groups:
+        target = source_of(group)
+        for member in group.members:
+            if not reader.has(WEIGHT, member.name):
+                continue
+            start, stop, view = held(target, member.slot, rank)
+            for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+                cast_master(part.to(view.device), view[low - start : low - start + part.numel()])
+
+
+def _fill_buffers(reader: Reader, manifest: Manifest, contents: Contents) -> None:
+    """Each rank's own at the world size they were saved with, rank 0's at any other."""
+    comm = contents.runtime.comm
+    rank = comm.rank if comm.size == manifest.world_size else 0
+    for name, buffer in persistent_buffers(contents.runtime.model).items():
+        if reader.has(BUFFER, name) and manifest.buffers[name]["shape"] == list(buffer.shape):
+            buffer.data.copy_(reader.of_rank(name, rank).view(buffer.shape))
+
+
+def _fill_optimizer(reader: Reader, manifest: Manifest, groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> None:
+    """Through the inner optimizer's own load_state_dict, which knows where each of its states must be."""
+    state: dict[int, dict[str, Any]] = {}
+    for number, piece in enumerate(optimizer.pieces()):
+        found = _piece_state(reader, manifest, piece)
+        if found:
+            state[number] = found
+    count = 0
+    restored = []
+    for mine, saved in zip(optimizer.param_groups, groups, strict=True):
+        numbers = list(range(count, count + len(mine["params"])))
+        count += len(numbers)
+        kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
+        restored.append({**mine, **saved, **kept, "params": numbers})
+    optimizer.inner.load_state_dict({"state": state, "param_groups": restored})
+
+
+def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, Any]:
+    covers = list(covers_of_piece(piece))
+    state: dict[str, Any] = {}
+    for key in dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)):
+        value = torch.zeros_like(piece.param)
+        for cover in covers:
+            view = cover.of(value)
+            for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
+                view[low - cover.start : low - cover.start + part.numel()].copy_(part)
+        state[key] = value
+    for cover in covers:
+        state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
+    return state | _numbers(manifest, [cover.slot.name for cover in covers])
+
+
+def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
+    """The counters of a piece, which its parameters must share."""
+    saved = [manifest.scalars.get(name, {}) for name in names]
+    different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
+    if different is not None:
+        raise CheckpointError(
+            f"'{names[0]}' and '{names[different]}' were saved with different optimizer counters "
+            f"({saved[0]} and {saved[different]}) and share one stretch of optimizer state here.",
+            "They were not always trained together.",
+            "give them separate parameter groups, or load with load_optimizer_states=False.",
+        )
+    return {key: _number(number) for key, number in saved[0].items()} if saved else {}
+
+
+def _number(number: dict[str, Any]) -> Any:
+    if number["dtype"] is None:
+        return number["value"]
+    return torch.tensor(number["value"], dtype=getattr(torch, number["dtype"]))

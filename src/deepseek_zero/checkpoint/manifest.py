@@ -1,0 +1,137 @@
+"""What a checkpoint directory holds, as data, and how ranks take a step of saving or loading together.
+
+    <directory>/latest                           text: the tag to load
+    <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
+    <directory>/<tag>/values.safetensors         tensors of the manifest's plain values
+    <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one flat tensor each
+
+A chunk is elements [start, stop) of one state of one parameter, so any number of ranks can read what any other wrote.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import CheckpointError, DeepSeekZeroError
+from ..comm.collectives import Comm
+
+FORMAT, VERSION = "deepseek-zero checkpoint", 1
+LATEST, MANIFEST, VALUES = "latest", "manifest.json", "values.safetensors"
+# Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
+# cast.
+WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Elements [start, stop) of one state of one parameter or buffer. key: the optimizer's name of a moment, else
+    empty.
+
+    A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.
+    """
+
+    kind: str
+    name: str
+    key: str
+    start: int
+    stop: int
+    rank: int
+
+    @property
+    def file(self) -> str:
+        return f"rank_{self.rank:05d}.safetensors"
+
+    @property
+    def entry(self) -> str:
+        """The chunk's name inside its file."""
+        return f"{self.kind}|{self.key}|{self.start}|{self.name}"
+
+
+@dataclass
+class Manifest:
+    """The JSON beside the tensors. `parameters` and `buffers`: name -> shape, dtype; `scalars`: name -> optimizer
+    numbers.
+    """
+
+    world_size: int
+    stage: int
+    plan: dict[str, dict[str, str]]
+    parameters: dict[str, dict[str, Any]]
+    buffers: dict[str, dict[str, Any]]
+    chunks: list[Chunk]
+    optimizer: str | None
+    scalars: dict[str, dict[str, Any]]
+    excluded: list[str]
+    plain: Any = None  # encoded: {"groups": ..., "trainer": ..., "client": ...}
+    format: str = FORMAT
+    version: int = VERSION
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def write(self, path: Path) -> None:
+        document = asdict(self)
+        document["chunks"] = [list(asdict(chunk).values()) for chunk in self.chunks]
+        write_durably(path, json.dumps(document, allow_nan=False))
+
+    @classmethod
+    def read(cls, path: Path) -> Manifest:
+        """The manifest of a checkpoint, or a CheckpointError that says what is wrong with it."""
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{path.parent} holds no {MANIFEST}.",
+                "It is no checkpoint of this library, or was never finished.",
+                "name the directory that save_checkpoint was given, and a tag in it.",
+            ) from None
+        except ValueError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}.", "The file is damaged.", "load another tag.") from None
+        if document.get("format") != FORMAT or document.get("version") != VERSION:
+            raise CheckpointError(
+                f"{path} is {document.get('format')!r} version {document.get('version')!r}.",
+                f"This version reads {FORMAT!r} version {VERSION}.",
+                "load it with the version of the library that wrote it.",
+            )
+        document["chunks"] = [Chunk(*values) for values in document["chunks"]]
+        return cls(**document)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a text file so that it is on the disk when this returns."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Have a file's or directory's contents on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def together(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
+    """Run one step on every rank and return every rank's answer; a failure of one rank is a CheckpointError on all.
+
+    Collective.  No rank goes on, and none waits for ever, where another met a full disk or an unreadable file.
+    """
+    problem: Exception | None = None
+    try:
+        answer = {"said": action()}
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+        answer = {"error": str(error) if isinstance(error, DeepSeekZeroError) else f"{type(error).__name__}: {error}"}
+    heard = [json.loads(text) for text in comm.texts(json.dumps(answer), what)]
+    if isinstance(problem, CheckpointError):
+        raise problem
+    for rank, each in enumerate(heard):
+        if "error" in each:
+            raise CheckpointError(f"rank {rank} failed in '{what}': {each['error']}") from problem
+    return [each["said"] for each in heard]

@@ -1,0 +1,7 @@
+"""DeepSpeed's `deepspeed.checkpointing`: recomputing activations (not saving models).  Re-exports only."""
+
+from __future__ import annotations
+
+from .facade.recompute import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
+
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -1,0 +1,55 @@
+"""DeepSpeed's `init_distributed` with all its arguments, in front of base/mesh.py's.
+
+Called by scripts, through `deepseek_zero.init_distributed` and `deepseek_zero.comm.init_distributed`.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+from ..base.errors import NotBuiltError, UsageError
+from ..base.mesh import PATIENCE
+from ..base.mesh import init_distributed as join
+
+# Accepted and without effect: what they say is found from the environment, or is for DeepSpeed's own engine.
+WITHOUT_EFFECT = frozenset({"auto_mpi_discovery", "verbose", "dist_init_required", "config"})
+EFFECTIVE = frozenset({"distributed_port", "init_method", "rank", "world_size"})
+
+
+def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> None:
+    """Join the group a launcher describes, or the one that rank, world_size and init_method describe.
+
+    Collective under a launcher; without one a world of one is left as it is.  DeepSpeed's other arguments
+    (auto_mpi_discovery, verbose, dist_init_required, config) are accepted and change nothing.
+    """
+    unknown = sorted(options.keys() - WITHOUT_EFFECT - EFFECTIVE)
+    if unknown:
+        raise UsageError(
+            f"init_distributed has no argument {', '.join(unknown)}.",
+            fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
+        )
+    _describe(options)
+    join(dist_backend, timeout if timeout is not None else PATIENCE)
+
+
+def _describe(options: dict[str, Any]) -> None:
+    """Put what the caller says of the group where launchers put it; a launcher's own word stands."""
+    method = options.get("init_method") or "env://"
+    address = urlsplit(method)
+    if address.scheme not in ("env", "tcp"):
+        raise NotBuiltError(
+            f"init_method={method!r} is not built.", "Ranks meet at an address.", 'use "tcp://host:port" or a launcher.'
+        )
+    said = {
+        "RANK": options.get("rank", -1),
+        "WORLD_SIZE": options.get("world_size", -1),
+        "MASTER_PORT": address.port or options.get("distributed_port") or -1,
+    }
+    if address.hostname:
+        os.environ.setdefault("MASTER_ADDR", address.hostname)
+    for name, value in said.items():
+        if isinstance(value, int) and value >= 0:
+            os.environ.setdefault(name, str(value))

@@ -1,0 +1,69 @@
+"""Changing the batch of a running engine: accumulation steps and what depends on them.
+
+Called by facade/deepspeed.py (`set_train_batch_size`); engine/assemble.py sets the first values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..base.errors import UsageError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+def set_train_batch_size(engine: Engine, samples: int) -> None:
+    """Change the samples per step by accumulating more or fewer micro-batches.  Every rank, between two steps."""
+    per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
+    if samples < per_micro or samples % per_micro:
+        raise UsageError(
+            f"Train batch size must be divisible by micro-batch data parallelism: {samples} is not a multiple of {per_micro} "
+            f"({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.size} ranks).",
+            "Only the number of micro-batches per step can change.",
+            f"choose a multiple of {per_micro}.",
+        )
+    _resize(engine, engine.config.train_micro_batch_size_per_gpu, samples // per_micro)
+
+
+def set_train_micro_batch_size(engine: Engine, samples: int) -> None:
+    """Change the samples per forward on one rank that are counted; a data loader keeps the size it was built with."""
+    if samples < 1:
+        raise UsageError(f"a micro-batch of {samples} samples cannot be trained on.", fix="choose at least 1.")
+    _resize(engine, samples, engine.config.gradient_accumulation_steps)
+
+
+def _resize(engine: Engine, micro: int, accumulation: int) -> None:
+    if engine.micro_steps % engine.config.gradient_accumulation_steps:
+        raise UsageError(
+            "the batch size was changed between two micro-batches of one step.",
+            "Gradients already summed would be divided by the wrong number.",
+            "change it right after a step that updated the weights (is_gradient_accumulation_boundary tells the last one).",
+        )
+    changes = {
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+        "train_batch_size": micro * accumulation * engine.mesh.size,
+    }
+    engine.config = engine.config.model_copy(update=changes)
+    if accumulation != engine._accumulation:
+        _accumulate(engine, accumulation)
+
+
+def _accumulate(engine: Engine, accumulation: int) -> None:
+    """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""
+    engine._accumulation = accumulation
+    engine.micro_steps = engine.global_steps * accumulation
+    runtime, policy, scaler = engine.runtime, engine.runtime.settings.policy, engine.parts.scaler
+    runtime.settings = replace(runtime.settings, accumulation=accumulation)
+    runtime.drop_grads()
+    for group in runtime.trained_groups:
+        assert group.plan.grad is not None
+        dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
+        if dtype != group.plan.grad.dtype:
+            group.plan = replace(group.plan, grad=replace(group.plan.grad, dtype=dtype))
+            group.gradient.buffer = None
+    factor = 1.0 / accumulation
+    needed = scaler is not None or factor != 1.0
+    runtime.output_factor = (lambda: factor * (scaler.scale if scaler is not None else 1.0)) if needed else None

@@ -1,0 +1,82 @@
+"""An engine's checkpoints: what of it is saved beside the slices, and what loading gives back.
+
+The files are checkpoint/'s; counters, loss scaler and schedule are read and set here.  Called by the doors.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..base.log import log_once
+from ..checkpoint.load import Loaded, LoadSettings, latest_tag, load
+from ..checkpoint.manifest import together
+from ..checkpoint.save import SaveSettings, save
+from ..checkpoint.state import Contents
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+@dataclass(frozen=True)
+class Restore:
+    """What of a checkpoint an engine takes.  module_only: nothing but weights and buffers."""
+
+    strict: bool = True
+    moments: bool = True
+    schedule: bool = True
+    module_only: bool = False
+
+
+def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any, settings: SaveSettings) -> Path:
+    """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
+    it.
+    """
+    if engine.micro_steps % engine.config.gradient_accumulation_steps:
+        log_once("saved between two micro-batches of one step: the gradients summed so far are not in the checkpoint.")
+    trainer = {name: getattr(engine, name) for name in COUNTERS}
+    trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
+    schedule = engine.lr_scheduler
+    trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
+    contents = Contents(engine.runtime, engine.optimizer, trainer, client)
+    return save(
+        Path(directory), str(tag) if tag is not None else f"global_step{engine.global_steps}", contents, settings
+    )
+
+
+def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
+    """Fill an engine from `directory/tag` (what `latest` names without a tag); (path, client_state).  Collective.
+
+    (None, None) and a warning where there is no `latest`, as DeepSpeed has it.
+    """
+    folder = Path(directory)
+    tags = together(
+        engine.runtime.comm, "loading: the tag", lambda: str(tag) if tag is not None else latest_tag(folder) or ""
+    )
+    chosen = tags[0]
+    if not chosen:
+        log_once(
+            f"Unable to find latest file at {folder / 'latest'}, if trying to load latest checkpoint please ensure this file "
+            "exists or pass an explicit checkpoint tag when loading a checkpoint."
+        )
+        return None, None
+    moments = restore.moments and not restore.module_only
+    contents = Contents(engine.runtime, engine.optimizer)
+    loaded = load(folder, chosen, contents, LoadSettings(restore.strict, moments))
+    if not restore.module_only:
+        _restore_trainer(engine, loaded, restore)
+    return str(loaded.folder), loaded.client
+
+
+def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
+    saved = loaded.trainer
+    for name in COUNTERS:
+        setattr(engine, name, int(saved[name]))
+    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
+        engine.parts.scaler.load_state_dict(saved["scaler"])
+    if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
+        engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])

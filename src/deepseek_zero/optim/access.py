@@ -1,0 +1,281 @@
+"""Reading and changing optimizer state and master weights by parameter, whole or this rank's part.
+
+Owns the map from a parameter to the stretches of the optimizer's pieces that cover it.  Gradients and gathered
+weights are sharding/access.py's.  Called by the doors (`deepseek_zero.utils`) and by checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from ..precision.policy import cast_master
+from ..sharding.buffer import FlatBuffer
+from ..sharding.group import FlatGroup
+from ..sharding.handle import owner_of
+from ..sharding.layout import Slot
+from ..sharding.placement import R
+from .sharded import Piece, ShardedOptimizer
+
+
+@dataclass(frozen=True)
+class Cover:
+    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on."""
+
+    slot: Slot
+    start: int
+    stop: int
+    piece: Piece
+    offset: int
+
+    def of(self, state: Tensor) -> Tensor:
+        """The covered elements of a state that is as long as the piece: a view, flat."""
+        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
+def covers_of_piece(piece: Piece) -> Iterator[Cover]:
+    """What one piece covers, parameter by parameter."""
+    group = piece.group
+    assert group.master is not None
+    low = 0 if group.master.spec.placement is R else group.layout.bounds(group.route.comm.rank)[0]
+    first, last = low + piece.start, low + piece.stop
+    for member in group.members:
+        slot = member.slot
+        start, stop = max(slot.start, first), min(slot.stop, last)
+        if start < stop:
+            yield Cover(slot, start - slot.start, stop - slot.start, piece, start - first)
+
+
+def held(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
+    """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
+    if buffer.spec.placement is R:
+        return 0, slot.numel, buffer.storage[slot.start : slot.stop]
+    start, stop = buffer.layout.owned(slot, rank)
+    view = buffer.owned(slot, rank)
+    return start - slot.start, start - slot.start + view.numel(), view
+
+
+def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
+    """The optimizer that updates a parameter, None for unwrapped and frozen ones."""
+    owner = owner_of(param)
+    found = owner.optimizer() if isinstance(owner, FlatGroup) else None
+    return found if isinstance(found, ShardedOptimizer) else None
+
+
+# -- optimizer state
+# ------------------------------------------------------------------------------------------------------
+
+
+def full_state(param: nn.Parameter, key: str) -> Tensor | None:
+    """A whole element-wise optimizer state of a parameter ("exp_avg"), in its shape;  None where there is none.
+    Collective.
+    """
+    owner = owner_of(param)
+    if not isinstance(owner, FlatGroup) or not owner.trainable:
+        return None
+    slot, comm = _slot(owner, param), owner.route.comm
+    pieces = list(_state_views(param, key))
+    full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.route.pool.device)
+    for cover, view in pieces:
+        full[cover.start : cover.stop].copy_(view)
+    row = torch.tensor([sum(cover.stop - cover.start for cover, _ in pieces)])
+    known = comm.rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
+    if not int(known.sum()):
+        return None
+    if owner.master is not None and owner.master.spec.placement is not R:
+        _exchange_owned(full, owner, slot, f"{key} of {slot.name}")
+    return full.view(slot.shape)
+
+
+def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
+    """Write a whole element-wise optimizer state; every rank passes the same value and keeps its part."""
+    owner = _owner(param)
+    flat = _flat(value, _slot(owner, param))
+    optimizer = optimizer_of(param)
+    if optimizer is None:
+        raise _no_optimizer(owner, param)
+    for cover in _covers(optimizer, owner, param):
+        _state_of(optimizer, cover, key).copy_(flat[cover.start : cover.stop])
+
+
+def local_state(param: nn.Parameter, key: str) -> Tensor | None:
+    """This rank's part of an optimizer state, flat (a copy); None where it has none."""
+    views = [view for _, view in _state_views(param, key)]
+    return torch.cat(views) if views else None
+
+
+def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
+    """Write this rank's part of an optimizer state, flat."""
+    owner = _owner(param)
+    optimizer = optimizer_of(param)
+    if optimizer is None:
+        raise _no_optimizer(owner, param)
+    covers = list(_covers(optimizer, owner, param))
+    flat = _part(value, sum(cover.stop - cover.start for cover in covers), owner.name_of(param))
+    used = 0
+    for cover in covers:
+        length = cover.stop - cover.start
+        _state_of(optimizer, cover, key).copy_(flat[used : used + length])
+        used += length
+
+
+def _covers(optimizer: ShardedOptimizer, owner: FlatGroup, param: nn.Parameter) -> Iterator[Cover]:
+    name = owner.name_of(param)
+    for piece in optimizer.pieces():
+        if piece.group is owner and name in piece.names:
+            yield from (cover for cover in covers_of_piece(piece) if cover.slot.name == name)
+
+
+def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[Cover, Tensor]]:
+    owner, optimizer = owner_of(param), optimizer_of(param)
+    if not isinstance(owner, FlatGroup) or optimizer is None:
+        return
+    for cover in _covers(optimizer, owner, param):
+        state = optimizer.state.get(cover.piece.param, {}).get(key)
+        if isinstance(state, Tensor) and state.shape == cover.piece.param.shape:
+            yield cover, cover.of(state)
+
+
+def _state_of(optimizer: ShardedOptimizer, cover: Cover, key: str) -> Tensor:
+    state = optimizer.state.get(cover.piece.param, {}).get(key)
+    if not isinstance(state, Tensor) or state.shape != cover.piece.param.shape:
+        known = sorted(optimizer.state.get(cover.piece.param, {}))
+        raise UsageError(
+            f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for '{cover.slot.name}'.",
+            "An optimizer makes its state in its first step." if not known else f"It has {', '.join(known)}.",
+            "take a step first." if not known else "name one of these.",
+        )
+    return cover.of(state)
+
+
+# -- masters and gradients
+# ------------------------------------------------------------------------------------------------
+
+
+def set_full_master(param: nn.Parameter, value: Tensor) -> None:
+    """Write a whole new value into master and weight; every rank passes the same value and keeps its part."""
+    owner = _owner(param)
+    slot, rank = _slot(owner, param), owner.route.comm.rank
+    flat = _flat(value, slot).to(owner.route.pool.device)
+    with torch.no_grad():
+        if owner.master is not None:
+            start, stop, view = held(owner.master, slot, rank)
+            view.copy_(flat[start:stop])
+        start, stop, view = held(owner.weight, slot, rank)
+        exact = flat[start:stop].to(owner.master.spec.dtype if owner.master is not None else view.dtype)
+        cast_master(exact, view)
+
+
+def local_master(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's master, flat: a copy; None where it has no master."""
+    owner = owner_of(param)
+    if not isinstance(owner, FlatGroup) or owner.master is None:
+        return None
+    return owner.master.owned(_slot(owner, param), owner.route.comm.rank).clone()
+
+
+def set_local_master(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's part of a parameter's master, flat, and bring the weights up to date.  Collective.
+
+    For sharded masters: where every rank holds the whole master (stage 0), a part of it has no owner.
+    """
+    owner = _owner(param)
+    slot, comm = _slot(owner, param), owner.route.comm
+    if owner.master is None or (owner.master.spec.placement is R and comm.size > 1):
+        raise UsageError(
+            f"'{slot.name}' has no sharded master on this engine.",
+            "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
+            "use safe_set_full_fp32_param.",
+        )
+    with torch.no_grad():
+        part = owner.master.owned(slot, comm.rank)
+        part.copy_(_part(value, part.numel(), slot.name))
+        owner.refresh(f"changed {slot.name}").wait()
+
+
+def local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
+    owner = owner_of(param)
+    if not isinstance(owner, FlatGroup) or not owner.trainable or owner.gradient.reduced() is None:
+        return None
+    return owner.gradient.of(_slot(owner, param)).float().clone()
+
+
+def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
+    """Write a reduced gradient: this rank's part (`local`, flat), or a whole one that every rank passes."""
+    owner = _owner(param)
+    if not owner.trainable or owner.gradient.reduced() is None:
+        raise UsageError(
+            f"'{owner.name_of(param)}' has no reduced gradient to change.",
+            "It is frozen, or no backward has ended since the last step.",
+            "call it between backward and step, at the accumulation boundary.",
+        )
+    slot = _slot(owner, param)
+    part = owner.gradient.of(slot)
+    if local:
+        part.copy_(_part(value, part.numel(), slot.name))
+        return
+    low = 0 if owner.gradient.is_whole else owner.layout.owned(slot, owner.route.comm.rank)[0] - slot.start
+    part.copy_(_flat(value, slot)[low : low + part.numel()] if part.numel() else part)
+
+
+# -- arithmetic
+# -----------------------------------------------------------------------------------------------------------
+
+
+def _owner(param: nn.Parameter) -> FlatGroup:
+    owner = owner_of(param)
+    if not isinstance(owner, FlatGroup):
+        raise UsageError(
+            "this parameter belongs to no engine.",
+            "Only a wrapped model's parameters have sharded state.",
+            "pass a parameter of the model that initialize (or DeepSeekZeRO3) wrapped.",
+        )
+    return owner
+
+
+def _no_optimizer(owner: FlatGroup, param: nn.Parameter) -> UsageError:
+    return UsageError(
+        f"'{owner.name_of(param)}' has no optimizer state.",
+        "It is frozen, or its engine has no optimizer.",
+        "give initialize an optimizer that updates this parameter.",
+    )
+
+
+def _slot(owner: FlatGroup, param: nn.Parameter) -> Slot:
+    return owner.members[owner.index[id(param)]].slot
+
+
+def _flat(value: Tensor, slot: Slot) -> Tensor:
+    if value.numel() != slot.numel:
+        raise UsageError(
+            f"a value of shape {tuple(value.shape)} was given for '{slot.name}' of shape {slot.shape}.",
+            fix="pass the whole value, in the parameter's shape.",
+        )
+    return value.detach().reshape(-1)
+
+
+def _part(value: Tensor, numel: int, name: str) -> Tensor:
+    if value.numel() != numel:
+        raise UsageError(
+            f"{value.numel()} elements were given for '{name}', of which this rank holds {numel}.",
+            fix="pass as many as the matching safe_get_local function returns.",
+        )
+    return value.detach().reshape(-1)
+
+
+def _exchange_owned(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
+    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
+    comm = group.route.comm
+    if comm.size == 1:
+        return
+    parts: list[Any] = []
+    for rank in range(comm.size):
+        start, stop = group.layout.owned(slot, rank)
+        parts.append(full[start - slot.start : max(start, stop) - slot.start])
+    comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()

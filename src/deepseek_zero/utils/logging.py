@@ -1,0 +1,8 @@
+"""DeepSpeed's `deepspeed.utils.logging`: the logger and log_dist.  Re-exports only."""
+
+from __future__ import annotations
+
+from ..base.log import logger
+from ..facade.looking import log_dist, set_log_level_from_string
+
+__all__ = ["log_dist", "logger", "set_log_level_from_string"]

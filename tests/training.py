@@ -1,0 +1,85 @@
+"""The loop that tests of the truth contract share: one engine, a few steps, what a run may vary.
+
+Owns the description of a run and its loop.  Models and batches are tests/models.py's; the run without sharding is
+tests/reference.py's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero.sharding.handle import AtRest
+from tests.models import batch_of
+from tests.reference import OPTIMIZERS, MakeOptimizer
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+ALL = 10**9  # a window that never closes
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the truth contract is parametrised over.  ahead: stage3_prefetch_bucket_size; fused: take torch's default kernels."""
+
+    stage: int
+    dtype: str = "fp32"
+    accumulation: int = 1
+    window: int = 0
+    clipping: float = 0.0
+    optimizer: str = "sgd"
+    persistence: int = 0
+    ahead: int = 50_000_000
+    keep: int = ALL
+    bucket: int = 500_000_000
+    overlap: bool = True
+
+    def config(self) -> dict[str, Any]:
+        """The run in DeepSpeed's words."""
+        return {
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": self.accumulation,
+            "gradient_clipping": self.clipping,
+            "steps_per_print": None,
+            "bf16": {"enabled": self.dtype == "bf16"},
+            "zero_optimization": {
+                "stage": self.stage,
+                "stage3_param_persistence_threshold": self.persistence,
+                "stage3_max_live_parameters": self.window,
+                "stage3_max_reuse_distance": self.keep,
+                "stage3_prefetch_bucket_size": self.ahead,
+                "reduce_bucket_size": self.bucket,
+                "overlap_comm": self.overlap,
+            },
+        }
+
+
+def start_engine(run: Run, model: nn.Module, make: MakeOptimizer | None = None) -> Any:
+    """The engine of a run over `model`, with the run's optimizer or `make`'s.  Collective in a world of several."""
+    optimizer = (make or OPTIMIZERS[run.optimizer])(list(model.parameters()))
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config())[0]
+
+
+def train_step(engine: Any, run: Run, step: int) -> list[Tensor]:
+    """One optimizer step on this rank's micro-batches; their losses."""
+    losses = []
+    for micro in range(run.accumulation):
+        batch = batch_of(step, micro, dist.get_rank())
+        loss = engine(batch.tokens, batch.targets)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def assert_is_sharded(engine: Any) -> None:
+    """Stage 3 with persistence 0: every parameter is at rest and each rank stores padded numel / ranks elements."""
+    ranks = dist.get_world_size()
+    assert all(type(parameter) is AtRest for parameter in engine.module.parameters())
+    for group in engine.runtime.groups:
+        assert group.weight.storage.numel() * ranks == group.layout.padded_numel
+        assert group.layout.numel <= group.layout.padded_numel < group.layout.numel + 1024 * ranks
