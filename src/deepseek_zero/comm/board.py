@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import TCPStore
 
 from ..base.errors import PeerError
 
@@ -48,12 +47,12 @@ class Board:
         address: list[tuple[str, int] | None] = [None]
         if rank == 0:
             host = socket.gethostbyname(socket.gethostname()) if _spans_hosts() else "127.0.0.1"
-            self._store = TCPStore(host, 0, None, is_master=True, wait_for_workers=False)
+            self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             address = [(host, self._store.port)]
         # The address travels through the group itself: no private default store, no port the user must know.
         dist.broadcast_object_list(address, src=0, group=group)
         if rank != 0 and address[0] is not None:
-            self._store = TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))
+            self._store = dist.TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._said: dict[str, str] = {}
         self._suspicion: tuple[str, ...] = ()
         _say_goodbye_at_exit(self)

@@ -112,7 +112,7 @@ class ZeroOptimizer(Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights; collective once the model is wrapped."""
-        self._attach().step(closure)  # type: ignore[arg-type]
+        self._attach().step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._attach().zero_grad(set_to_none)

@@ -6,6 +6,7 @@ Read by facade/deepspeed.py.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable
 from typing import Any
 
@@ -184,13 +185,16 @@ LATER: dict[str, str] = {
 }
 
 
-def not_here(owner: str, name: str, reason: str, there: str) -> UnknownNameError:
-    """The error for a name that DeepSpeed has and this library does not."""
-    return UnknownNameError(f"{owner}.{name} is not built: {reason}.", fix=f"what is there: {there}.")
+METHODS = (
+    "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
+    "set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain memory_report destroy"
+).split()
 
 
 def engine_name_missing(name: str) -> UnknownNameError:
-    """What an engine says about one of LATER's names."""
-    from_model = "attributes of the model itself also answer"
-    near = ", ".join(sorted([*GETTERS, *ATTRIBUTES]))
-    return not_here("engine", name, LATER[name], f"forward, backward, step, save_checkpoint, load_checkpoint, {near}; {from_model}")
+    """The error for a name of LATER."""
+    near = difflib.get_close_matches(name, [*METHODS, *GETTERS, *ATTRIBUTES], n=4, cutoff=0.5)
+    return UnknownNameError(
+        f"engine.{name} is DeepSpeed's and is not built: {LATER[name]}.",
+        fix=f"what is there: {', '.join(near or METHODS)} (facade/names.py lists every name).",
+    )

@@ -100,7 +100,7 @@ class ShardedOptimizer(Optimizer):
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
     # insist on owning parameters.
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.inner.param_groups
 
     @param_groups.setter
@@ -240,7 +240,7 @@ class ShardedOptimizer(Optimizer):
         """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter."""
         return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
         self.inner.load_state_dict(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:

@@ -108,7 +108,9 @@ def _search_container(container: nn.Module, path: str, settings: PlanSettings) -
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks)."""
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
-    return named or type(module).__name__ in settings.leaf_classes
+    # `_z3_leaf` is DeepSpeed's mark, which clients set and test (facade/leaf.py).
+    marked = bool(module.__dict__.get("_z3_leaf", False))
+    return named or marked or type(module).__name__ in settings.leaf_classes
 
 
 def _is_block(module: nn.Module) -> bool:
