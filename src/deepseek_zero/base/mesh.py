@@ -35,6 +35,12 @@ class Mesh:
         return self.size > 1
 
 
+def shares_gpu() -> bool:
+    """Whether this host runs more ranks than it has GPUs, so that some share one."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return torch.cuda.is_available() and local > torch.cuda.device_count()
+
+
 def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE) -> bool:
     """Join the group a launcher describes in the environment; True if this process belongs to one afterwards.
 
@@ -54,7 +60,8 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE) 
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"), timeout=timeout)
+    both = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu() else "gloo"
+    dist.init_process_group(backend or both, timeout=timeout)
     return True
 
 

@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.errors import PeerError
-from ..base.mesh import PATIENCE
+from ..base.mesh import PATIENCE, shares_gpu
 from .board import Board, Position
 from .meter import Meter
 
 POLL_SECONDS = 1.0  # how long a wait lasts before the board is consulted
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
-TILE_NUMEL = 1 << 18  # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache
+# ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
+TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 
 Finish = Callable[[], None]
 
@@ -165,6 +166,40 @@ def _nccl_wait(work: dist.Work | None) -> None:
         work.wait()
 
 
+class Staged:
+    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  For tests, not for speed."""
+
+    def __init__(self, gloo: Gloo) -> None:
+        self.gloo = gloo
+
+    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+        host = torch.empty_like(full, device="cpu")
+        own = full.chunk(self.gloo.size)[self.gloo.rank]
+        host.chunk(self.gloo.size)[self.gloo.rank].copy_(own)
+        wait = self.gloo.all_gather(host, tag)
+        return _then(wait, lambda: full.copy_(host))
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
+        outgoing = [piece.cpu() for piece in pieces]
+        incoming = [torch.empty_like(box, device="cpu") for box in inbox]
+        wait = self.gloo.exchange(outgoing, incoming, tag)
+
+        def arrive() -> None:
+            for rank, (box, host) in enumerate(zip(inbox, incoming, strict=True)):
+                if rank != self.gloo.rank:
+                    box.copy_(host)
+
+        return _then(wait, arrive)
+
+
+def _then(wait: Callable[[], None], finish: Callable[[], object]) -> Callable[[], None]:
+    def both() -> None:
+        wait()
+        finish()
+
+    return both
+
+
 class Alone:
     """A world of one: every slice is already here."""
 
@@ -196,11 +231,13 @@ class Comm:
         if distributed:
             group = dist.new_group(backend="gloo", timeout=PATIENCE)
             self.board = Board(self.rank, self.size, group)
-            self._host_transport = Gloo(self.rank, self.size, group)
-            on_cuda = device.type == "cuda"
-            self._transport = (
-                Nccl(self.rank, self.size, dist.new_group(backend="nccl")) if on_cuda else self._host_transport
-            )
+            gloo = Gloo(self.rank, self.size, group)
+            self._transport = self._host_transport = gloo
+            if device.type == "cuda":
+                self._transport = Staged(gloo) if shares_gpu() else self._nccl()
+
+    def _nccl(self) -> Transport:
+        return Nccl(self.rank, self.size, dist.new_group(backend="nccl", timeout=PATIENCE))
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
@@ -295,7 +332,7 @@ def ordered_sum(
 ) -> None:
     """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32 and rounded once; `add`: out += that.
 
-    pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32, at least TILE_NUMEL.
+    pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32, any size; it is the tile.
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
     for start in range(0, out.numel(), scratch.numel()):

@@ -95,10 +95,10 @@ def scaler_of(config: Config) -> LossScaler | None:
     )
 
 
-def step_settings_of(config: Config, granularity: str) -> StepSettings:
+def step_settings_of(config: Config, granularity: str, device: torch.device) -> StepSettings:
     return StepSettings(
         max_norm=config.gradient_clipping,
-        tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL),
+        tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL[device.type]),
         granularity="tensor" if granularity == "tensor" else "element",
         check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
         lift=config.precision == "auto",
@@ -119,7 +119,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     runtime = wrap_model(model, settings, comm, mesh.device)
     scaler = scaler_of(config)
-    step_settings = step_settings_of(config, granularity)
+    step_settings = step_settings_of(config, granularity, mesh.device)
     optimizer = ShardedOptimizer(runtime, groups, make, step_settings, scaler) if make is not None else None
     factor = 1.0 / config.gradient_accumulation_steps
     if scaler is not None or factor != 1.0:

@@ -25,7 +25,8 @@ from ..sharding.runtime import Runtime
 from .clip import Verdict, agree_on_norm, clip_factor
 from .lift import Lifter
 
-TILE_NUMEL = 1 << 22  # 16 MiB of fp32: what one optimizer call touches stays small whatever the model's size
+# Elements per optimizer call (16 MiB of fp32 on the CPU): what is touched at once stays small whatever the model's size.
+TILE_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 26}
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -52,7 +53,7 @@ class StepSettings:
     """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size)."""
 
     max_norm: float = 0.0
-    tile_numel: int = TILE_NUMEL
+    tile_numel: int = TILE_NUMEL["cpu"]
     granularity: str = "element"
     check_finite: bool = False
     keep_grads: bool = False

@@ -61,18 +61,19 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
         weight.copy_(master)
         return
     bits = master.view(torch.int32)
-    for start in range(0, bits.numel(), _CAST_TILE):
-        tile = bits[start : start + _CAST_TILE]
+    tile_numel = _CAST_TILE[master.device.type]
+    for start in range(0, bits.numel(), tile_numel):
+        tile = bits[start : start + tile_numel]
         # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half; NaN
         # would carry into the sign, so NaN and infinity (exponent all ones) are cut without rounding.
         rounded = tile + 0x8000
         rounded = torch.where(
             (tile & 0x7F800000) == 0x7F800000, tile | ((tile & 0x007FFFFF) != 0).int() * 0x400000, rounded
         )
-        weight[start : start + _CAST_TILE].view(torch.int16).copy_(rounded.view(torch.int16)[1::2])
+        weight[start : start + tile_numel].view(torch.int16).copy_(rounded.view(torch.int16)[1::2])
 
 
-_CAST_TILE = 1 << 18
+_CAST_TILE = {"cpu": 1 << 18, "cuda": 1 << 26}
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:

@@ -144,7 +144,7 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
         boxes.insert(comm.rank, pieces[comm.rank])
 
         def add_up() -> None:
-            scratch = route.pool.take(TILE_NUMEL, torch.float32)
+            scratch = route.pool.take(TILE_NUMEL[route.pool.device.type], torch.float32)
             ordered_sum(boxes, own[low:high], scratch, divisor=route.divisor, add=add)
             route.pool.give(scratch)
 
