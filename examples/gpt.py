@@ -28,6 +28,8 @@ class GPTConfig:
 
 SIZES = {
     "tiny": GPTConfig(num_layers=2, width=64, num_heads=2, context=64),
+    # Small on purpose: in the three minutes that two cores have, steps count more than parameters.  With about the
+    # same arithmetic 0.9M parameters reach 1.75 nats per byte (1,100 steps), 1.9M 2.02 (420) and 4.9M 2.12 (270).
     "main": GPTConfig(num_layers=4, width=128, num_heads=4, context=256),
 }
 

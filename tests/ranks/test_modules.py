@@ -353,14 +353,14 @@ class MixedDtypes(nn.Module):
     class Part(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.single = nn.Linear(WIDTH, WIDTH)
-            self.double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-            self.half = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+            self.in_32 = nn.Linear(WIDTH, WIDTH)
+            self.in_64 = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+            self.in_16 = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
             self.codes = nn.Parameter(torch.arange(-4, 4, dtype=torch.int8), requires_grad=False)
             self.flags = nn.Parameter(torch.arange(8) % 2 == 0, requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = torch.tanh(self.single(x)) + self.double(x.double()).float() + self.half(x.bfloat16()).float()
+            x = torch.tanh(self.in_32(x)) + self.in_64(x.double()).float() + self.in_16(x.bfloat16()).float()
             return torch.where(self.flags, x, x * self.codes)
 
     def __init__(self) -> None:
@@ -388,7 +388,7 @@ class MixedWithoutHalf(MixedDtypes):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
-            block.half.requires_grad_(False)
+            block.in_16.requires_grad_(False)
 
 
 @on_stages_1_and_3

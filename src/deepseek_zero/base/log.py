@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import cache
 
 logger = logging.getLogger("deepseek_zero")
 
@@ -42,6 +43,12 @@ _install()
 def is_rank_zero() -> bool:
     """True on the rank that speaks for all; needs no process group (reads RANK, which every launcher sets)."""
     return os.environ.get("RANK", "0") == "0"
+
+
+@cache
+def log_first(message: str) -> None:
+    """Log on rank 0, the first time this is said in this process."""
+    log_once(message)
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .device import default_device
 from .errors import UsageError
-from .log import log_once
+from .log import log_first
 
 # Evidence ends a wait (comm/board.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
@@ -70,5 +70,5 @@ def current_mesh(device: torch.device | None = None) -> Mesh:
     device = device or default_device()
     if init_distributed():
         return Mesh(dist.get_rank(), dist.get_world_size(), device)
-    log_once("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")
+    log_first("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")
     return Mesh(0, 1, device)

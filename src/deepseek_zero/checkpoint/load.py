@@ -92,7 +92,6 @@ def _tags(directory: Path) -> list[str]:
 
 
 # -- what is refused
-# ------------------------------------------------------------------------------------------------------
 
 
 def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
@@ -138,7 +137,6 @@ def _some(names: list[str]) -> str:
 
 
 # -- reading
-# --------------------------------------------------------------------------------------------------------------
 
 
 class Reader:

@@ -21,22 +21,61 @@ from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
+from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
 from ..sharding.build import wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
+from .observe import ObserverSettings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class DataSettings:
+    """What a loader made by the engine is told."""
+
+    micro_batch: int = 1
+    drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class SavingSettings:
+    """What saving is told.  gather_16bit: save_16bit_model may gather a sharded model."""
+
+    tag_validation: str = "Warn"
+    gather_16bit: bool = False
+
+
 @dataclass
 class Parts:
-    """What one engine is made of.  `settings` and `step` are all the lower layers were told."""
+    """What one engine is made of; the settings are all that anything below was told."""
 
     runtime: Runtime
     optimizer: ShardedOptimizer | None
     scaler: LossScaler | None
     plan_settings: PlanSettings
     step_settings: StepSettings
+    observer_settings: ObserverSettings
+    data_settings: DataSettings
+    saving_settings: SavingSettings
+    schedule: tuple[str, Any] | None = None
+
+    def describe(self) -> list[str]:
+        """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
+        units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in self.runtime.units]
+        inner = self.optimizer.inner if self.optimizer is not None else None
+        return [
+            str(self.plan_settings),
+            str(self.step_settings),
+            str(self.observer_settings),
+            str(self.data_settings),
+            str(self.saving_settings),
+            f"loss scale {self.scaler}",
+            f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
+            f"schedule {self.schedule}",
+            *units,
+            str(self.runtime.gatherer.schedule),
+        ]
 
 
 def policy_of(config: Config) -> Policy:
@@ -52,10 +91,9 @@ def policy_of(config: Config) -> Policy:
     )
 
 
-def plan_settings_of(config: Config, mesh: Mesh) -> PlanSettings:
+def plan_settings_of(config: Config) -> PlanSettings:
     """Everything about sharding and its schedule."""
     zero = config.zero_optimization
-    predivide = float(mesh.size) if config.prescale_gradients else config.gradient_predivide_factor
     return PlanSettings(
         stage=zero.stage,
         policy=policy_of(config),
@@ -68,7 +106,8 @@ def plan_settings_of(config: Config, mesh: Mesh) -> PlanSettings:
         bucket_numel=zero.reduce_bucket_size,
         overlap=bool(zero.overlap_comm),
         mean=config.gradient_allreduce_op == "mean",
-        predivide=predivide,
+        prescale=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
         deterministic=config.deterministic,
         unused_is_error=not zero.ignore_unused_parameters,
         unit_names=tuple(config.units),
@@ -105,6 +144,25 @@ def step_settings_of(config: Config, granularity: str, device: torch.device) -> 
     )
 
 
+def observer_settings_of(config: Config) -> ObserverSettings:
+    """What an engine tells while it trains, and where."""
+    return ObserverSettings(
+        steps_per_print=config.steps_per_print,
+        wall_clock_breakdown=config.wall_clock_breakdown,
+        memory_breakdown=config.memory_breakdown,
+        dump_state=config.dump_state,
+        log_level=config.log_level,
+        records_path=config.records.path,
+        records_every=config.records.every,
+        monitor=MonitorSettings(
+            FileSettings(**config.tensorboard.model_dump()),
+            FileSettings(**config.csv_monitor.model_dump()),
+            WandbSettings(**config.wandb.model_dump()),
+            CometSettings(**config.comet.model_dump()),
+        ),
+    )
+
+
 Client = Optimizer | Callable[[list[Any]], Optimizer] | None
 
 
@@ -114,7 +172,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
     one). params: parameters or parameter groups to train; None = all that require gradients.
     """
-    settings = plan_settings_of(config, mesh)
+    settings = plan_settings_of(config)
     comm = Comm(mesh.device, deterministic=settings.deterministic)
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     runtime = wrap_model(model, settings, comm, mesh.device)
@@ -124,7 +182,18 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     factor = 1.0 / config.gradient_accumulation_steps
     if scaler is not None or factor != 1.0:
         runtime.output_factor = lambda: factor * (scaler.scale if scaler is not None else 1.0)
-    return Parts(runtime, optimizer, scaler, settings, step_settings)
+    zero = config.zero_optimization
+    return Parts(
+        runtime,
+        optimizer,
+        scaler,
+        settings,
+        step_settings,
+        observer_settings_of(config),
+        DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
+        SavingSettings(config.checkpoint.tag_validation, zero.stage3_gather_16bit_weights_on_model_save),
+        (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
+    )
 
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

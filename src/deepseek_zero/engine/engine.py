@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
@@ -36,18 +37,20 @@ class Engine(nn.Module):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self.observer = Observer(config, mesh, parts)
+        self.observer = Observer(parts.observer_settings, mesh.device)
+        if parts.observer_settings.dump_state:
+            log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
         self._stepped = False
         self._accumulation = config.gradient_accumulation_steps
 
     # -- the step by step flow
-    # ------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward on this rank's micro-batch."""
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
+        self.observer.saw((*args, *kwargs.values()))
         with self.observer.timed("forward"):
             return self.module(*args, **kwargs)
 
@@ -115,7 +118,6 @@ class Engine(nn.Module):
         return self._stepped
 
     # -- accumulation
-    # ------------------------------------------------------------------------------------------------------
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch under way is the last of its step."""
@@ -149,7 +151,6 @@ class Engine(nn.Module):
         return scale / self._accumulation if scale_wrt_gas else scale
 
     # -- looking
-    # ---------------------------------------------------------------------------------------------------------------
 
     def memory_report(self) -> Any:
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,46 +13,54 @@ from torch import Tensor
 
 from ..base.device import allocated_bytes
 from ..base.log import is_rank_zero, log_once, logger
-from ..base.mesh import Mesh
-from ..config import Config
-from ..report.monitor import CometSettings, FileSettings, MonitorMaster, MonitorSettings, WandbSettings
+from ..report.monitor import MonitorMaster, MonitorSettings
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
-from .assemble import Parts
 
 if TYPE_CHECKING:
     from .engine import Engine
 
 
-def monitor_settings_of(config: Config) -> MonitorSettings:
-    """DeepSpeed's four monitor blocks."""
-    return MonitorSettings(
-        FileSettings(**config.tensorboard.model_dump()),
-        FileSettings(**config.csv_monitor.model_dump()),
-        WandbSettings(**config.wandb.model_dump()),
-        CometSettings(**config.comet.model_dump()),
-    )
+@dataclass(frozen=True)
+class ObserverSettings:
+    """What is told, how often and where.  steps_per_print: None prints nothing."""
+
+    steps_per_print: int | None = 10
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    records_path: str | None = None
+    records_every: int = 1
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
 
 
 class Observer:
     """Rank 0's eyes; the other ranks keep only timers."""
 
-    def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
-        self.config, self.mesh, self.parts = config, mesh, parts
-        self.timers = Timers(mesh.device) if config.wall_clock_breakdown else None
-        self.monitor = MonitorMaster(monitor_settings_of(config))
-        path = config.records.path
+    def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.timers = Timers(device) if settings.wall_clock_breakdown else None
+        self.monitor = MonitorMaster(settings.monitor)
+        path = settings.records_path
         self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
         self.record: StepRecord | None = None
         self._losses: list[Tensor] = []
         self._began = time.perf_counter()
-        self._sent = 0
-        if config.log_level is not None:
-            logger.setLevel(config.log_level.upper())
+        self._sent = self._tokens = 0
+        if settings.log_level is not None:
+            logger.setLevel(settings.log_level.upper())
 
     def timed(self, name: str) -> AbstractContextManager[Any]:
         """Time a part of the step when wall_clock_breakdown asks for it."""
         return self.timers.timed(name) if self.timers is not None else nullcontext()
+
+    def saw(self, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is given."""
+        for value in args:
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                self._tokens += value.numel()
+                return
 
     def loss(self, loss: Tensor) -> None:
         """Remember a micro-batch's loss; read at the step, not before, so that a GPU is not made to wait."""
@@ -72,30 +81,31 @@ class Observer:
             else float("nan")
         )
         self._losses.clear()
+        tokens, self._tokens = self._tokens, 0
         self.record = StepRecord(
             step=engine.global_steps,
             loss=loss,
             lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
             grad_norm=optimizer.last.norm,
-            tokens_per_second=0.0,
-            memory_bytes=allocated_bytes(self.mesh.device),
+            tokens_per_second=tokens * engine.mesh.size / seconds,
+            memory_bytes=allocated_bytes(self.device),
             comm_bytes=sent,
             step_seconds=seconds,
-            loss_scale=self.parts.scaler.scale if self.parts.scaler is not None else 1.0,
+            loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
         )
         self._tell(engine, self.record)
 
     def _tell(self, engine: Engine, record: StepRecord) -> None:
-        if self.writer is not None and record.step % self.config.records.every == 0:
+        if self.writer is not None and record.step % self.settings.records_every == 0:
             self.writer.write(record)
         if self.monitor.enabled:
             samples = engine.global_samples
             events = [("Train/Samples/train_loss", record.loss, samples), ("Train/Samples/lr", record.lr, samples)]
-            if self.parts.scaler is not None:
+            if engine.parts.scaler is not None:
                 events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
             self.monitor.write_events(events)
-        every = self.config.steps_per_print
+        every = self.settings.steps_per_print
         if every and record.step % every == 0:
             log_once(
                 f"step {record.step}: loss {record.loss:.4f}, lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
@@ -103,7 +113,7 @@ class Observer:
             )
             if self.timers is not None:
                 log_once(self.timers.report())
-            if self.config.memory_breakdown:
+            if self.settings.memory_breakdown:
                 log_once(f"memory: {record.memory_bytes / 2**20:.0f} MiB")
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from ..base.device import default_device, has_fast_bf16
 from ..base.errors import UsageError
 from ..base.mesh import Mesh, current_mesh
-from ..config import Config, Facts, RawConfig, resolve
+from ..config import Facts, RawConfig, resolve
 from ..optim.lr_schedules import resolve_schedule
 from .assemble import assemble
 from .data import ShardedLoader
@@ -63,23 +63,24 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     engine = engine_class(
         request.model, config, mesh, assemble(config, request.model, mesh, request.optimizer, request.parameters)
     )
-    engine.lr_scheduler = _schedule(config, engine, request.lr_scheduler)
+    engine.lr_scheduler = _schedule(engine, request.lr_scheduler)
     if request.training_data is not None:
         engine.training_dataloader = ShardedLoader(
             request.training_data,
-            config.train_micro_batch_size_per_gpu,
+            engine.parts.data_settings.micro_batch,
             mesh,
             request.collate_fn,
-            config.dataloader_drop_last,
+            engine.parts.data_settings.drop_last,
         )
     return engine
 
 
-def _schedule(config: Config, engine: Engine, given: Any) -> Any:
+def _schedule(engine: Engine, given: Any) -> Any:
     """The schedule the caller passed (an instance, or a callable of the optimizer), else the configuration's."""
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")
         return given(engine.optimizer) if is_factory else given
-    if config.scheduler.type is None or engine.optimizer is None:
+    if engine.parts.schedule is None or engine.optimizer is None:
         return None
-    return resolve_schedule(config.scheduler.type, config.scheduler.params, engine.optimizer)
+    name, params = engine.parts.schedule
+    return resolve_schedule(name, params, engine.optimizer)

@@ -37,7 +37,7 @@ class DeepSpeedEngine(Engine):
     client_lr_scheduler: Any = None
     is_compiled = False
 
-    # -- the optimizer's words, which Lightning looks for on the engine ---------------------------------------------------
+    # -- the optimizer's words, which Lightning looks for on the engine
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -51,7 +51,7 @@ class DeepSpeedEngine(Engine):
     def defaults(self) -> dict[str, Any]:
         return self.optimizer.defaults if self.optimizer is not None else {}
 
-    # -- batch ------------------------------------------------------------------------------------------------------------
+    # -- batch
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
@@ -87,7 +87,7 @@ class DeepSpeedEngine(Engine):
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         return ShardedLoader(dataset, size, self.mesh, collate_fn, self.config.dataloader_drop_last, sampler)
 
-    # -- saving -----------------------------------------------------------------------------------------------------------
+    # -- saving
 
     def save_checkpoint(
         self,
@@ -174,7 +174,7 @@ class DeepSpeedEngine(Engine):
         state = self.module_state_dict(exclude_frozen_parameters)
         return state if self.mesh.rank == 0 else None
 
-    # -- memory and speed -------------------------------------------------------------------------------------------------
+    # -- memory and speed
 
     def empty_partition_cache(self) -> None:
         """Put every unit to rest and free the buffers that are kept for the next gather; between steps, on every rank."""

@@ -68,7 +68,6 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 
 
 # -- optimizer state
-# ------------------------------------------------------------------------------------------------------
 
 
 def full_state(param: nn.Parameter, key: str) -> Tensor | None:
@@ -154,7 +153,6 @@ def _state_of(optimizer: ShardedOptimizer, cover: Cover, key: str) -> Tensor:
 
 
 # -- masters and gradients
-# ------------------------------------------------------------------------------------------------
 
 
 def set_full_master(param: nn.Parameter, value: Tensor) -> None:
@@ -225,7 +223,6 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
 
 
 # -- arithmetic
-# -----------------------------------------------------------------------------------------------------------
 
 
 def _owner(param: nn.Parameter) -> FlatGroup:

@@ -126,7 +126,6 @@ class ShardedOptimizer(Optimizer):
         return [piece for pieces in self._pieces for piece in pieces]
 
     # -- cutting
-    # ----------------------------------------------------------------------------------------------------------
 
     def _cut(self, params: Iterable[nn.Parameter]) -> list[Piece]:
         """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
@@ -150,7 +149,6 @@ class ShardedOptimizer(Optimizer):
         return pieces
 
     # -- stepping
-    # ---------------------------------------------------------------------------------------------------------
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any

@@ -59,7 +59,7 @@ def loss_curve(records: Sequence[StepRecord], path: Path | str, words: Words = W
     steps, losses = [record.step for record in kept], [record.loss for record in kept]
     held_out = [(record.step, record.held_out_loss) for record in kept if record.held_out_loss is not None]
     axes.plot(steps, losses, color=BLUE, alpha=0.28, linewidth=0.9)
-    smooth = running_mean(losses, radius=max(1, len(losses) // 60))
+    smooth = running_mean(losses, radius=max(1, len(losses) // 40))
     axes.plot(steps, smooth, color=BLUE, linewidth=2.2, solid_capstyle="round")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o", color=ORANGE, markersize=5.5, markeredgecolor="white", zorder=5)

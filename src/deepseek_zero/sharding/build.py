@@ -19,7 +19,7 @@ from .buffer import Pool, Route
 from .group import FlatGroup, Member
 from .handle import owner_of
 from .layout import Slot
-from .plan import PlanSettings, plan_for
+from .plan import PlanSettings, plan_for, predivide_of
 from .runtime import Runtime
 from .state_dict import shard_state_dicts
 from .unit import Unit
@@ -39,9 +39,8 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
     pool = Pool(device)
-    route = Route(
-        comm, pool, settings.bucket_numel, comm.size / settings.predivide if settings.mean else 1.0 / settings.predivide
-    )
+    divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
+    route = Route(comm, pool, settings.bucket_numel, divisor)
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     units = []
@@ -66,7 +65,7 @@ def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSe
         )
         for name in names
     ]
-    return FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=settings.predivide)
+    return FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide_of(settings, route.comm.size))
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

@@ -67,7 +67,6 @@ class FlatGroup:
         self.build("element")
 
     # -- building
-    # -------------------------------------------------------------------------------------------------------
 
     @property
     def is_sharded(self) -> bool:
@@ -157,7 +156,6 @@ class FlatGroup:
             self.master.storage.copy_(full.storage if plan.master.placement is R else full.slice(rank))
 
     # -- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def gather(self, what: str) -> Pending:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
@@ -220,7 +218,6 @@ class FlatGroup:
             self.weight.storage.copy_(full)
 
     # -- what handles ask (sharding/handle.py, Owner)
-    # -----------------------------------------------------------------------
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         runtime = self.runtime()

@@ -50,7 +50,6 @@ class InitShard:
         return padded[: self.numel]
 
     # -- what handles ask (handle.py, Owner)
-    # ------------------------------------------------------------------------------
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""

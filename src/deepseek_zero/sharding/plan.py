@@ -95,6 +95,7 @@ class PlanSettings:
     bucket_numel: int = 500_000_000
     overlap: bool = True
     mean: bool = True
+    prescale: bool = False
     predivide: float = 1.0
     deterministic: bool = False
     unused_is_error: bool = False
@@ -102,6 +103,11 @@ class PlanSettings:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
+
+
+def predivide_of(settings: PlanSettings, ranks: int) -> float:
+    """What partial gradients are divided by before they travel; the rest of the mean's division follows the sum."""
+    return float(ranks) if settings.prescale else settings.predivide
 
 
 def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, persistent: bool, ranks: int) -> ShardPlan:

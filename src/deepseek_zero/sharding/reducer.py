@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..base.errors import UsageError
 from ..comm.collectives import Comm
 from .unit import Unit
 
@@ -52,6 +53,18 @@ class Reducer:
             self._launch(self.units[number])
         self._cursor = len(self.order)
         self.wait()
+
+    def refuse_unused(self) -> None:
+        """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
+        members = [member for unit in self.units for group in unit.trained for member in group.members]
+        got = {number for unit in self.units for number in unit.collected}
+        unused = [member.name for member in members if id(member.param) not in got]
+        if unused:
+            raise UsageError(
+                f"{len(unused)} parameters got no gradient in this backward, among them '{unused[0]}'.",
+                "ignore_unused_parameters is false: an unused parameter is an error.",
+                "use them in forward, freeze them (requires_grad_(False)), or set ignore_unused_parameters to true.",
+            )
 
     def learn(self) -> None:
         """Expect next time what arrived this time; a unit that got nothing keeps its expectation."""

@@ -98,7 +98,6 @@ class Runtime:
         return True
 
     # -- forward
-    # --------------------------------------------------------------------------------------------------------
 
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a unit's forward: its weights are in use when this returns."""
@@ -181,7 +180,6 @@ class Runtime:
         return output
 
     # -- backward
-    # -------------------------------------------------------------------------------------------------------
 
     def on_output_grad(self, unit: Unit, grad: Tensor) -> None:
         """A gradient reached a unit's output: its weights are about to be needed."""
@@ -234,6 +232,8 @@ class Runtime:
         with torch.no_grad():
             self.gatherer.end(frozenset())
             self.gatherer.release_all()
+            if self.settings.unused_is_error:
+                self.reducer.refuse_unused()
             if self._reduces_now:
                 self.reducer.finish()
             self.reducer.learn()
@@ -254,7 +254,6 @@ class Runtime:
             self.end_backward()
 
     # -- steps
-    # ----------------------------------------------------------------------------------------------------------
 
     def before_step(self) -> None:
         """Everything that must hold before an optimizer reads the gradients.  Collective."""
@@ -279,7 +278,6 @@ class Runtime:
             group.gradient.drop()
 
     # -- trouble
-    # --------------------------------------------------------------------------------------------------------
 
     def post_error(self, error: BaseException) -> None:
         """Tell ranks that wait for this one why it will not come."""

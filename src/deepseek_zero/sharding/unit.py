@@ -71,7 +71,6 @@ class Unit:
             group.lift(self.name)
 
     # -- weights
-    # --------------------------------------------------------------------------------------------------------
 
     def start_gather(self) -> None:
         """Start the all-gathers; nothing if they are under way or done.  Collective within the gather lane."""
@@ -98,7 +97,6 @@ class Unit:
                 group.release()
 
     # -- gradients
-    # ------------------------------------------------------------------------------------------------------
 
     @property
     def is_complete(self) -> bool:

@@ -64,7 +64,7 @@ def test_a_tied_head_is_the_byte_embedding() -> None:
 def test_the_main_size_is_trainable_in_minutes_and_large_enough_to_shard() -> None:
     with torch.device("meta"):
         model = GPT(SIZES["main"])
-    assert 1e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
+    assert 0.5e6 < sum(parameter.numel() for parameter in model.parameters()) < 10e6
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -1,0 +1,63 @@
+"""Seed 001's training loop with the names it leaves out: handwritten digits, a small network, its fp16 ZeRO-3 configuration.
+
+    deepseek-zero run --nproc 2 examples/seed_001.py --deepspeed --deepspeed_config examples/seed_001_config.json
+    python examples/seed_001.py
+
+The configuration is the article's, untouched, and the default.  tests/contract/test_seeds.py prints what differs and why.
+SEED_SAMPLES=256 trains on that many digits.
+"""
+# ruff: noqa
+# fmt: off
+import argparse
+import os
+from pathlib import Path
+
+import deepseek_zero as deepspeed
+import torch
+from digits import dataset
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+# 定义你的模型、数据集、优化器
+parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+parser.set_defaults(deepspeed_config=str(Path(__file__).with_name("seed_001_config.json")))
+parser.add_argument("--local_rank", type=int, default=0)
+args = parser.parse_args()
+
+device = torch.device("cuda", args.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 32 * 32, 128), nn.GELU(), nn.Linear(128, 128), nn.GELU(), nn.Linear(128, 10))
+criterion = nn.CrossEntropyLoss()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+lr_scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=10)
+num_epochs = 5
+means = []
+
+model, optimizer, _, lr_scheduler = deepspeed.initialize(
+    model=model,
+    optimizer=optimizer,
+    args=args,  # 你的命令行参数,需要包含deepspeed相关的
+    lr_scheduler=lr_scheduler
+)
+
+digits = dataset(limit=int(os.environ.get("SEED_SAMPLES", 1_000_000)))
+sampler = DistributedSampler(digits, model.world_size, model.global_rank)
+dataloader = DataLoader(digits, batch_size=16, sampler=sampler)
+
+for epoch in range(num_epochs):
+    sampler.set_epoch(epoch)
+    losses = []
+    for batch in dataloader:
+        inputs, labels = (tensor.to(device) for tensor in batch)
+        # 前向传播
+        outputs = model(inputs)
+        loss = criterion(outputs, labels)
+        # 反向传播
+        model.backward(loss)
+        # 优化器步进
+        model.step()
+        losses.append(loss.item())
+    means.append(sum(losses) / len(losses))
+    print(f"epoch {epoch + 1}: mean loss {means[-1]:.3f}")
+
+assert means[0] - means[-1] > 0.8, f"the loss fell by {means[0] - means[-1]:.3f}, less than 0.8 nats"

@@ -1,0 +1,261 @@
+"""DeepSpeed's door on two ranks: every way in, both ways backward, and the words around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import deepseek_zero
+from deepseek_zero import utils
+from deepseek_zero.base.errors import UsageError
+from tests.plain import here
+
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+def net() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 20), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(2)], nn.Linear(20, 3))
+
+
+def config(stage: int, **top: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **top,
+    }
+
+
+def door(stage: int, **given: Any) -> Any:
+    top = given.pop("top", {})
+    return deepseek_zero.initialize(model=given.pop("model", None) or net(), config=config(stage, **top), **given)
+
+
+def batch(step: int) -> Tensor:
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + here()))
+
+
+def train(engine: Any, micro_steps: int, *, plain: bool) -> dict[str, Tensor]:
+    for step in range(micro_steps):
+        loss = engine(batch(step)).float().square().mean()
+        loss.backward() if plain else engine.backward(loss)
+        engine.step()
+    return engine.module_state_dict()
+
+
+def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], within: float = 0.0) -> None:
+    for name, value in left.items():
+        torch.testing.assert_close(value, right[name], rtol=0, atol=within, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("top", [{}, FP16], ids=["fp32", "fp16"])
+def test_both_backwards_give_the_same_weights(stage: int, accumulation: int, top: dict[str, Any]) -> None:
+    top = {**top, "optimizer": SGD, "gradient_accumulation_steps": accumulation}
+    ours, plain = door(stage, top=top)[0], door(stage, top=top)[0]
+    start = ours.module_state_dict()
+    left, right = train(ours, 4, plain=False), train(plain, 4, plain=True)
+    assert_close(left, right)  # the factors are powers of two, so where they are applied leaves no trace
+    assert ours.global_steps == plain.global_steps == 4 // accumulation
+    assert ours.skipped_steps == 0
+    assert any(not torch.equal(start[name], left[name]) for name in start)
+
+
+@pytest.mark.ranks(2)
+def test_scale_then_backward_is_engine_backward() -> None:
+    top = {**FP16, "optimizer": SGD, "gradient_accumulation_steps": 2}
+    ours, scaled = door(3, top=top)[0], door(3, top=top)[0]
+    left = train(ours, 4, plain=False)
+    for step in range(4):
+        held, scaled.runtime.output_factor = scaled.runtime.output_factor, None
+        loss = scaled(batch(step)).float().square().mean()
+        scaled.scale(loss).backward()
+        scaled.runtime.output_factor = held
+        scaled.step()
+    assert_close(left, scaled.module_state_dict())
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_every_way_to_name_an_optimizer_is_the_same_optimizer(stage: int) -> None:
+    def groups(model: nn.Module) -> list[dict[str, Any]]:
+        first, *rest = list(model.children())
+        others = [param for child in rest for param in child.parameters()]
+        return [{"params": list(first.parameters()), "lr": 0.05}, {"params": others}]
+
+    model = net()
+    given = door(stage, model=model, optimizer=torch.optim.SGD(groups(model), lr=0.1))[0]
+    reference = train(given, 3, plain=False)
+    model = net()
+    named = door(stage, model=model, model_parameters=groups(model), top={"optimizer": SGD})[0]
+    assert_close(reference, train(named, 3, plain=False))
+    model = net()
+    made = door(stage, model=model, model_parameters=groups(model), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    assert_close(reference, train(made[0], 3, plain=False))
+    assert given.get_lr() == named.get_lr() == made[0].get_lr() == [0.05, 0.1]
+    assert made[1] is made[0].optimizer and made[1].optimizer is made[1].inner
+
+
+@pytest.mark.ranks(2)
+def test_model_parameters_alone_are_trained() -> None:
+    model = net()
+    engine = door(3, model=model, model_parameters=model[0].parameters(), top={"optimizer": SGD})[0]
+    before = engine.module_state_dict()
+    after = train(engine, 2, plain=False)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved == {"0.weight", "0.bias"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["callable", "instance", "config"])
+def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
+    halve = {"step_size": 1, "gamma": 0.5}
+    match kind:
+        case "callable":
+            made = door(3, top={"optimizer": SGD}, lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, **halve))
+        case "instance":
+            model = net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, **halve)
+            made = door(3, model=model, optimizer=optimizer, lr_scheduler=schedule)
+        case _:
+            made = door(3, top={"optimizer": SGD, "scheduler": {"type": "StepLR", "params": halve}})
+    engine, optimizer, _, schedule = made
+    assert schedule is engine.lr_scheduler
+    train(engine, 3, plain=False)
+    assert engine.get_lr() == pytest.approx([0.0125])
+    engine.lr_scheduler = None  # Lightning steps it itself
+    train(engine, 1, plain=False)
+    assert engine.get_lr() == pytest.approx([0.0125])
+
+
+@pytest.mark.ranks(2)
+def test_training_data_becomes_a_loader_of_this_ranks_share() -> None:
+    data = TensorDataset(torch.arange(20.0).reshape(20, 1))
+    engine, _, loader, _ = door(1, training_data=data, top={"optimizer": SGD})
+    mine = torch.cat([items for (items,) in loader]).flatten()
+    assert len(mine) == 10 and len(loader) == 3
+    rows = engine.runtime.comm.rows(mine, "test")
+    assert sorted(rows.flatten().tolist()) == list(range(20))
+    in_order = engine.deepspeed_io(data, batch_size=5, route="eval")
+    first = next(iter(in_order))[0].flatten().tolist()
+    assert first == [float(2 * number + here()) for number in range(5)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("top", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_changing_the_batch_size_is_starting_with_it(stage: int, top: dict[str, Any]) -> None:
+    top = {**top, "optimizer": SGD}
+    changed, started = door(stage, top=top)[0], door(stage, top={**top, "gradient_accumulation_steps": 2})[0]
+    changed.set_train_batch_size(16)
+    assert changed.get_batch_info() == started.get_batch_info() == (16, 4, 2)
+    assert_close(train(changed, 4, plain=True), train(started, 4, plain=True))
+    with pytest.raises(UsageError, match="divisible by micro-batch data parallelism: 12 is not a multiple of 8"):
+        changed.set_train_batch_size(12)
+    changed.set_train_micro_batch_size(2)
+    assert changed.get_batch_info() == (8, 2, 2)
+    changed(batch(9)).sum().backward()
+    changed.step()
+    with pytest.raises(UsageError, match="between two micro-batches"):
+        changed.set_train_batch_size(4)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("top", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_masters_gradients_and_moments_are_read_and_written_whole(stage: int, top: dict[str, Any]) -> None:
+    top = {**top, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "betas": [0.5, 0.9], "weight_decay": 0.0}}}
+    engine = door(stage, top=top)[0]
+    param = engine.module[1][0].weight
+    assert utils.safe_get_full_grad(param) is None and utils.safe_get_full_optimizer_state(param, "exp_avg") is None
+    engine.backward(engine(batch(0)).float().square().mean())
+    grad = utils.safe_get_full_grad(param)
+    assert grad.shape == (20, 20) and grad.abs().sum() > 0
+    utils.safe_set_full_grad(param, torch.full((20, 20), 2.0))
+    assert torch.equal(utils.safe_get_full_grad(param), torch.full((20, 20), 2.0))
+    engine.step()
+    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 1.0))
+    new = torch.linspace(-1, 1, 400).reshape(20, 20)
+    utils.safe_set_full_fp32_param(param, new)
+    assert torch.equal(utils.safe_get_full_fp32_param(param), new)
+    held = engine.module_state_dict()["1.0.weight"]
+    assert torch.equal(held, new) or (top.keys() >= {"bf16"} and (held.float() - new).abs().max() < 2**-8)
+    utils.safe_set_full_optimizer_state(param, new, "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), new)
+    with pytest.raises(UsageError, match=r"no element-wise state 'typo' for '1.0.weight'(.|\n)*exp_avg"):
+        utils.safe_set_full_optimizer_state(param, new, "typo")
+
+
+@pytest.mark.ranks(2)
+def test_local_parts_add_up_to_the_whole() -> None:
+    engine = door(3, top={"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})[0]
+    param = engine.module[1][0].weight
+    engine.backward(engine(batch(0)).square().mean())
+    counts = engine.runtime.comm.rows(torch.tensor([utils.safe_get_local_grad(param).numel()]), "test")
+    assert int(counts.sum()) == 400
+    engine.step()
+    local = utils.safe_get_local_fp32_param(param)
+    utils.safe_set_local_fp32_param(param, torch.full_like(local, 3.0))
+    assert torch.equal(engine.module_state_dict()["1.0.weight"], torch.full((20, 20), 3.0))
+    moment = utils.safe_get_local_optimizer_state(param, "exp_avg")
+    if moment is not None:
+        utils.safe_set_local_optimizer_state(param, torch.full_like(moment, 4.0), "exp_avg")
+    assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), torch.full((20, 20), 4.0))
+
+
+@pytest.mark.ranks(2)
+def test_the_gradient_norm_is_that_of_the_whole_model() -> None:
+    norms = []
+    for stage in (0, 1, 2, 3):
+        engine = door(stage, top={"optimizer": SGD})[0]
+        assert engine.get_global_grad_norm() is None
+        engine.backward(engine(batch(0)).square().mean())
+        grads = [utils.safe_get_full_grad(param) for param in engine.module.parameters()]
+        whole = torch.stack([grad.square().sum() for grad in grads]).sum().sqrt()
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+        assert norms[-1] == pytest.approx(float(whole), rel=1e-5)
+    assert len(set(norms)) == 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_whole_state_dict_is_taken_over_on_every_rank(stage: int) -> None:
+    engine = door(stage, top={"optimizer": SGD, "bf16": {"enabled": True}})[0]
+    wanted = {name: torch.full_like(value, 0.5) for name, value in engine.module_state_dict().items()}
+    engine.load_module_state_dict({"module": wanted})
+    assert_close(wanted, engine.module_state_dict())
+    masters = [utils.safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    assert all(torch.equal(master, torch.full_like(master, 0.5)) for master in masters)
+
+
+@pytest.mark.ranks(2)
+def test_destroy_twice_gives_the_model_back_and_empties_the_cache() -> None:
+    engine = door(3, top={"optimizer": SGD})[0]
+    train(engine, 1, plain=False)
+    engine.empty_partition_cache()
+    pool = engine.runtime.groups[0].route.pool
+    assert pool.allocated_bytes == 0
+    train(engine, 1, plain=False)
+    engine.destroy()
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_an_engine_without_optimizer_serves_inference_and_says_so_at_step() -> None:
+    engine, optimizer, loader, schedule = door(3)
+    assert (optimizer, loader, schedule) == (None, None, None)
+    with torch.no_grad():
+        assert engine(batch(0)).shape == (4, 3)
+    assert engine.get_lr() == [] and engine.param_groups == []
+    with pytest.raises(UsageError, match="the engine has no optimizer"):
+        engine.step()
