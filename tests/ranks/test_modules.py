@@ -532,7 +532,7 @@ class Custom(Stack):
     class Part(Block):
         def __init__(self) -> None:
             super().__init__()
-            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(OwnFunction.apply(x, self.weight))

@@ -97,7 +97,9 @@ def _tags(directory: Path) -> list[str]:
 def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
     """Raise if the checkpoint does not fit; the same on every rank."""
     own = {
-        member.name: (list(member.slot.shape), group.trainable) for group in contents.runtime.groups for member in group.members
+        member.name: (list(member.slot.shape), group.trainable)
+        for group in contents.runtime.groups
+        for member in group.members
     }
     shapes = [
         f"'{name}' is {manifest.parameters[name]['shape']} in the checkpoint and {shape} in the model"
@@ -109,11 +111,13 @@ def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> No
             f"{len(shapes)} shape(s) differ: {_some(shapes)}.", fix="build the model with the sizes it was saved with."
         )
     excluded = set(manifest.excluded)
-    missing = [name for name, (_, trained) in own.items() if name not in manifest.parameters or (name in excluded and trained)]
+    missing = [
+        name for name, (_, trained) in own.items() if name not in manifest.parameters or (name in excluded and trained)
+    ]
     unexpected = [name for name in manifest.parameters if name not in own]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint lacks {_some(missing) or 'nothing'} and has {_some(unexpected) or 'nothing'} beyond the model.",
+            f"the checkpoint lacks {_some(missing) or 'nothing'} and has {_some(unexpected) or 'nothing'} too many.",
             "load_module_strict wants the same names on both sides.",
             "load into the model that was saved, or pass load_module_strict=False.",
         )
@@ -122,7 +126,10 @@ def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> No
 
 
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
-    mine, fix = type(optimizer.inner).__name__, "load with load_optimizer_states=False, or use the optimizer that was saved."
+    mine, fix = (
+        type(optimizer.inner).__name__,
+        "load with load_optimizer_states=False, or use the optimizer that was saved.",
+    )
     if manifest.optimizer != mine:
         raise CheckpointError(f"the checkpoint has the state of {manifest.optimizer}, the engine runs {mine}.", fix=fix)
     groups = len(manifest.plain["groups"])
@@ -223,7 +230,9 @@ def _fill_buffers(reader: Reader, manifest: Manifest, contents: Contents) -> Non
             buffer.data.copy_(reader.of_rank(name, rank).view(buffer.shape))
 
 
-def _fill_optimizer(reader: Reader, manifest: Manifest, groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> None:
+def _fill_optimizer(
+    reader: Reader, manifest: Manifest, groups: list[dict[str, Any]], optimizer: ShardedOptimizer
+) -> None:
     """Through the inner optimizer's own load_state_dict, which knows where each of its states must be."""
     state: dict[int, dict[str, Any]] = {}
     for number, piece in enumerate(optimizer.pieces()):

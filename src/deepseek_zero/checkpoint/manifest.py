@@ -89,7 +89,9 @@ class Manifest:
                 "name the directory that save_checkpoint was given, and a tag in it.",
             ) from None
         except ValueError as error:
-            raise CheckpointError(f"{path} cannot be read: {error}.", "The file is damaged.", "load another tag.") from None
+            raise CheckpointError(
+                f"{path} cannot be read: {error}.", "The file is damaged.", "load another tag."
+            ) from None
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} is {document.get('format')!r} version {document.get('version')!r}.",

@@ -23,7 +23,16 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from .manifest import LATEST, MANIFEST, VALUES, Chunk, Manifest, sync, together, write_durably
 from .plain import encode
-from .state import Contents, buffer_chunk, dtype_name, numbers, owned_moments, owned_weights, persistent_buffers, source_of
+from .state import (
+    Contents,
+    buffer_chunk,
+    dtype_name,
+    numbers,
+    owned_moments,
+    owned_weights,
+    persistent_buffers,
+    source_of,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +48,8 @@ class SaveSettings:
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state count."""
-    comm, values = contents.runtime.comm, {}
+    comm = contents.runtime.comm
+    values: dict[str, Tensor] = {}
     plain: dict[str, Any] = {}
 
     def look() -> str:
@@ -97,7 +107,7 @@ def _prepare(final: Path, hidden: Path) -> str:
 
 
 def _write_slices(folder: Path, contents: Contents, settings: SaveSettings, common: dict[str, str]) -> str:
-    """Write this rank's file; returns its index as JSON. common: digests of buffers that need no copy of this rank's."""
+    """Write this rank's file; returns its index as JSON. common: digests of what rank 0 writes for all."""
     runtime = contents.runtime
     rank = runtime.comm.rank
     found = list(owned_weights(runtime, skip_frozen=settings.exclude_frozen))
@@ -180,7 +190,11 @@ def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> 
             rows = {state: str(getattr(group.plan, state) or "-") for state in ("weight", "grad", "master", "moments")}
             plan[f"{unit.name}/{number}"] = rows
     parameters = {
-        member.name: {"shape": list(member.slot.shape), "dtype": dtype_name(source_of(group).spec.dtype), "trained": group.trainable}
+        member.name: {
+            "shape": list(member.slot.shape),
+            "dtype": dtype_name(source_of(group).spec.dtype),
+            "trained": group.trainable,
+        }
         for group in runtime.groups
         for member in group.members
     }
@@ -190,7 +204,9 @@ def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> 
         stage=runtime.settings.stage,
         plan=plan,
         parameters=parameters,
-        buffers={name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers.items()},
+        buffers={
+            name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers.items()
+        },
         chunks=[Chunk(*values) for index in indexes for values in index["chunks"]],
         optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
         scalars=scalars,

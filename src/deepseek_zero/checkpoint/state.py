@@ -99,7 +99,7 @@ def _owned_moment(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[
 def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
     if cover.stop - cover.start != cover.slot.numel:
         raise CheckpointError(
-            f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over a part of the parameter.",
+            f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",
             "Only whole parameters can have a state of another shape.",
             'give the optimizer class the attribute granularity = "tensor".',
         )

@@ -1,7 +1,7 @@
-"""DeepSpeed's `deepspeed.comm`: the names of torch.distributed, which answer as a world of one where no group is joined.
+"""DeepSpeed's `deepspeed.comm`: torch.distributed's names, which answer as a world of one where no group is joined.
 
-The engine's own transport is collectives.py; nothing in the house calls this mirror.  It is `import deepseek_zero.comm as dist`
-for scripts.
+The engine's own transport is collectives.py; nothing in the house calls this mirror.  Scripts do, as
+`import deepseek_zero.comm as dist`.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ ALONE: dict[str, Callable[..., Any]] = {
 }
 # DeepSpeed's own collectives that torch does not have.
 LATER = frozenset(
-    "inference_all_reduce all_reduce_coalesced allgather_fn reduce_scatter_fn log_summary configure reset_log has_comm_data "
-    "mpi_discovery initialize_mesh_device all_gather_coalesced has_all_reduce_coalesced".split()
+    "inference_all_reduce all_reduce_coalesced allgather_fn reduce_scatter_fn log_summary configure reset_log "
+    "has_comm_data mpi_discovery initialize_mesh_device all_gather_coalesced has_all_reduce_coalesced".split()
 )
 
 
@@ -79,7 +79,8 @@ def __getattr__(name: str) -> Any:
         return _either(name)
     if name in LATER:
         raise UnknownNameError(
-            f"deepseek_zero.comm.{name} is not built.", fix="what is there: every name of torch.distributed, and init_distributed."
+            f"deepseek_zero.comm.{name} is not built.",
+            fix="what is there: every name of torch.distributed, and init_distributed.",
         )
     if name.startswith("_") or not hasattr(_dist, name):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -46,16 +46,24 @@ class Pending:
     def wait(self) -> None:
         if not self._done:
             self._done = True
-            self._wait()
-            if self._finish is not None:
-                self._finish()
+            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no buffer back that is viewed.
+            wait, self._wait = self._wait, _nothing
+            wait()
+            del wait
+            finish, self._finish = self._finish, None
+            if finish is not None:
+                finish()
 
     def then(self, finish: Finish) -> Pending:
         """This collective followed by local work, done by whoever waits."""
         return Pending(self.wait, finish)
 
 
-DONE = Pending(lambda: None)
+def _nothing() -> None:
+    return None
+
+
+DONE = Pending(_nothing)
 
 
 @dataclass
@@ -133,15 +141,21 @@ class _Completion:
 def _wait_for_ever(jobs: queue.SimpleQueue[tuple[list[dist.Work | None], _Completion]]) -> None:
     while True:
         works, completion = jobs.get()
-        error: Exception | None = None
-        for work in works:
-            try:
-                if work is not None:
-                    work.wait()
-            except RuntimeError as caught:
-                error = caught
-        completion.set(error)
+        completion.set(_outcome(works))
         del works, completion
+
+
+def _outcome(works: list[dist.Work | None]) -> Exception | None:
+    """Wait for each message and let go of it, since it holds its tensor, before anybody learns that all have arrived."""
+    error: Exception | None = None
+    while works:
+        work = works.pop(0)
+        try:
+            if work is not None:
+                work.wait()
+        except RuntimeError as caught:
+            error = caught
+    return error
 
 
 class Nccl:
@@ -208,10 +222,6 @@ class Alone:
 
     def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
         return _nothing
-
-
-def _nothing() -> None:
-    return None
 
 
 class Comm:

@@ -19,8 +19,8 @@ def set_train_batch_size(engine: Engine, samples: int) -> None:
     per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
     if samples < per_micro or samples % per_micro:
         raise UsageError(
-            f"Train batch size must be divisible by micro-batch data parallelism: {samples} is not a multiple of {per_micro} "
-            f"({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.size} ranks).",
+            f"Train batch size must be divisible by micro-batch data parallelism: {samples} is not a multiple of "
+            f"{per_micro} ({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.size} ranks).",
             "Only the number of micro-batches per step can change.",
             f"choose a multiple of {per_micro}.",
         )
@@ -39,7 +39,7 @@ def _resize(engine: Engine, micro: int, accumulation: int) -> None:
         raise UsageError(
             "the batch size was changed between two micro-batches of one step.",
             "Gradients already summed would be divided by the wrong number.",
-            "change it right after a step that updated the weights (is_gradient_accumulation_boundary tells the last one).",
+            "change it right after a step() that updated the weights.",
         )
     changes = {
         "train_micro_batch_size_per_gpu": micro,

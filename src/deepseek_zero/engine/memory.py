@@ -2,36 +2,80 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..optim.sharded import ShardedOptimizer
-from ..report.estimate import MOMENTS_PER_ELEMENT, facts_of, total_bytes
+from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, resident_bytes
+from ..report.lending import buffer_bytes, lent_buffers
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
+from ..report.volume import StepVolume, step_volume
 from ..sharding.runtime import Runtime
+
+
+def unit_facts(runtime: Runtime) -> list[UnitFacts]:
+    """Plans and layouts of an engine's units: what predictions are made of."""
+    return [
+        UnitFacts(unit.name, tuple(GroupFacts.of(group.plan, group.layout) for group in unit.groups))
+        for unit in runtime.units
+    ]
+
+
+def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
+    """An engine's optimizer as the estimator sees it.  Where gradients may be clipped or unscaled, it counts on it."""
+    cut = {id(piece.param): piece.stop - piece.start for piece in optimizer.pieces()}
+    groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
+    scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
+    needs_scratch = scales or any(grad_is_cast(group.plan) for group in optimizer.runtime.trained_groups)
+    return StepFacts(type(optimizer.inner).__name__, groups, optimizer.settings.tile_numel, needs_scratch)
+
+
+def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
+    """Bytes of this rank between training steps, by state, from plans, layouts and schedule alone.
+
+    buffers: what the pool keeps, and the optimizer's scratch.  module_buffers: the model's own, whole on each rank.
+    """
+    units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
+    predicted = resident_bytes(units, step)
+    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.device.type)
+    predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes if step is not None else 0)
+    if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
+        predicted["module_buffers"] = registered
+    return predicted
+
+
+def predicted_volume(runtime: Runtime) -> StepVolume:
+    """Bytes this rank will send per optimizer step."""
+    return step_volume(unit_facts(runtime), runtime.gatherer.schedule, runtime.settings)
 
 
 def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> MemoryReport:
     """Bytes on this rank by state.  Local."""
-    facts = [facts_of(group.plan, group.layout) for group in runtime.groups]
-    per_element = MOMENTS_PER_ELEMENT.get(type(optimizer.inner).__name__, 2) if optimizer is not None else 0
-    predicted = total_bytes(facts, per_element)
-    pool = runtime.root.groups[0].route.pool if runtime.root.groups else runtime.units[-1].groups[0].route.pool
-    predicted["buffers"] = pool.allocated_bytes
     seen: set[int] = set()
-    groups = runtime.groups
     measured = {
-        "weight": bytes_of([group.weight.storage for group in groups], seen),
-        "grad": bytes_of(
-            [group.gradient.buffer.storage for group in groups if group.gradient.buffer is not None], seen
-        ),
-        "master": bytes_of([group.master.storage for group in groups if group.master is not None], seen),
-        "moments": bytes_of(_moments(optimizer), seen),
-        "buffers": bytes_of([tensor for idle in pool._idle.values() for tensor in idle], seen),
+        state: bytes_of([tensor for tensor in tensors if tensor is not None], seen)
+        for state, tensors in _held(runtime, optimizer).items()
     }
     everything = live_storages(runtime.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
-    return MemoryReport(predicted, measured)
+    return MemoryReport(predicted_bytes(runtime, optimizer), measured)
 
 
-def _moments(optimizer: ShardedOptimizer | None) -> list[Tensor]:
-    return [] if optimizer is None else moments_of(optimizer.state)
+def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:
+    """Every tensor this engine holds, by state; a storage that stands under two states is counted under the first."""
+    groups = runtime.groups
+    gradients = [group.gradient.buffer for group in groups]
+    masters = [group.master for group in groups]
+    pools = {id(group.route.pool): group.route.pool for group in groups}.values()
+    lent: list[Tensor | None] = [tensor for pool in pools for idle in pool._idle.values() for tensor in idle]
+    return {
+        "weight": [tensor for group in groups for tensor in (group.weight.storage, group.placeholder)],
+        "grad": [buffer.storage for buffer in gradients if buffer is not None],
+        "master": [buffer.storage for buffer in masters if buffer is not None],
+        "moments": [*moments_of(optimizer.state)] if optimizer is not None else [],
+        "buffers": [*lent, optimizer._scratch if optimizer is not None else None],
+        "module_buffers": _registered(runtime.model),
+    }
+
+
+def _registered(model: nn.Module) -> list[Tensor | None]:
+    return list(model.buffers())

@@ -59,8 +59,8 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
     chosen = tags[0]
     if not chosen:
         log_once(
-            f"Unable to find latest file at {folder / 'latest'}, if trying to load latest checkpoint please ensure this file "
-            "exists or pass an explicit checkpoint tag when loading a checkpoint."
+            f"Unable to find latest file at {folder / 'latest'}, if trying to load latest checkpoint please ensure "
+            "this file exists or pass an explicit checkpoint tag when loading a checkpoint."
         )
         return None, None
     moments = restore.moments and not restore.module_only

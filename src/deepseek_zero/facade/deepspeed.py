@@ -126,7 +126,9 @@ class DeepSpeedEngine(Engine):
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's whole state dict, on every rank.  Collective."""
         state = dict(self.module.state_dict())
-        frozen = {name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad}
+        frozen = {
+            name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
+        }
         return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def load_module_state_dict(
@@ -177,7 +179,7 @@ class DeepSpeedEngine(Engine):
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:
-        """Put every unit to rest and free the buffers that are kept for the next gather; between steps, on every rank."""
+        """Put every unit to rest and free the buffers kept for the next gather; between steps, on every rank."""
         with torch.no_grad():
             self.runtime.gatherer.release_all()
         for group in self.runtime.groups:

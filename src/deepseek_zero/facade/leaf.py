@@ -1,7 +1,7 @@
 """DeepSpeed's leaf modules: blocks that travel as one piece (mixtures of experts), marked before wrapping.
 
-The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test; sharding/wrap.py reads it when units
-are chosen.  Re-exported by `deepseek_zero.utils`.
+The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test; sharding/wrap.py reads it
+when units are chosen.  Re-exported by `deepseek_zero.utils`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,26 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark every module of these classes (types, class names, or full class names); returns them."""
-    return _mark(model, lambda name, module: _is_one_of(module, leaf_module_classes), True, raise_if_not_found, leaf_module_classes)
+    return _mark(
+        model,
+        lambda name, module: _is_one_of(module, leaf_module_classes),
+        True,
+        raise_if_not_found,
+        leaf_module_classes,
+    )
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take the mark off every module of these classes; returns them."""
-    return _mark(model, lambda name, module: _is_one_of(module, leaf_module_classes), False, raise_if_not_found, leaf_module_classes)
+    return _mark(
+        model,
+        lambda name, module: _is_one_of(module, leaf_module_classes),
+        False,
+        raise_if_not_found,
+        leaf_module_classes,
+    )
 
 
 def set_z3_leaf_modules_by_name(

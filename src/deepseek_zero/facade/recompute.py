@@ -14,7 +14,12 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from ..base.errors import NotBuiltError, UsageError
 
 PLACES = ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile")
-WITHOUT_EFFECT = ("mpu_", "deepspeed_config", "num_checkpoints", "synchronize")  # sizes and hints for what PLACES would do
+WITHOUT_EFFECT = (
+    "mpu_",
+    "deepspeed_config",
+    "num_checkpoints",
+    "synchronize",
+)  # sizes and hints for what PLACES would do
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -30,7 +35,8 @@ def configure(mpu_: Any = None, **places: Any) -> None:
     unknown = [name for name in places if name not in (*PLACES, *WITHOUT_EFFECT)]
     if unknown:
         raise UsageError(
-            f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join((*PLACES, *WITHOUT_EFFECT))}."
+            f"checkpointing.configure has no argument {', '.join(unknown)}.",
+            fix=f"use {', '.join((*PLACES, *WITHOUT_EFFECT))}.",
         )
     wanted = [name for name in PLACES if places.get(name)]
     if wanted:

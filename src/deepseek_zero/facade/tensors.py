@@ -66,7 +66,7 @@ def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) ->
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace this rank's part of master and weight, flat.  Collective: weights that others hold are brought up to date."""
+    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies follow."""
     access.set_local_master(param, value)
 
 

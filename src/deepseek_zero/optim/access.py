@@ -55,7 +55,7 @@ def held(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
     """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
     if buffer.spec.placement is R:
         return 0, slot.numel, buffer.storage[slot.start : slot.stop]
-    start, stop = buffer.layout.owned(slot, rank)
+    start, _ = buffer.layout.owned(slot, rank)
     view = buffer.owned(slot, rank)
     return start - slot.start, start - slot.start + view.numel(), view
 
@@ -92,14 +92,18 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
 
 
 def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
-    """Write a whole element-wise optimizer state; every rank passes the same value and keeps its part."""
+    """Write a whole element-wise optimizer state.  Collective: every rank passes the same value and keeps its part."""
     owner = _owner(param)
     flat = _flat(value, _slot(owner, param))
     optimizer = optimizer_of(param)
     if optimizer is None:
         raise _no_optimizer(owner, param)
-    for cover in _covers(optimizer, owner, param):
-        _state_of(optimizer, cover, key).copy_(flat[cover.start : cover.stop])
+    found = list(_state_views(param, key))
+    lacks = torch.tensor([len(list(_covers(optimizer, owner, param))) - len(found)])
+    if int(owner.route.comm.rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
+        raise _no_state(optimizer, owner.name_of(param), key)
+    for cover, view in found:
+        view.copy_(flat[cover.start : cover.stop])
 
 
 def local_state(param: nn.Parameter, key: str) -> Tensor | None:
@@ -114,13 +118,14 @@ def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
     optimizer = optimizer_of(param)
     if optimizer is None:
         raise _no_optimizer(owner, param)
-    covers = list(_covers(optimizer, owner, param))
-    flat = _part(value, sum(cover.stop - cover.start for cover in covers), owner.name_of(param))
+    found = list(_state_views(param, key))
+    if not found and any(_covers(optimizer, owner, param)):
+        raise _no_state(optimizer, owner.name_of(param), key)
+    flat = _part(value, sum(view.numel() for _, view in found), owner.name_of(param))
     used = 0
-    for cover in covers:
-        length = cover.stop - cover.start
-        _state_of(optimizer, cover, key).copy_(flat[used : used + length])
-        used += length
+    for _, view in found:
+        view.copy_(flat[used : used + view.numel()])
+        used += view.numel()
 
 
 def _covers(optimizer: ShardedOptimizer, owner: FlatGroup, param: nn.Parameter) -> Iterator[Cover]:
@@ -140,16 +145,13 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[Cover, Tensor]
             yield cover, cover.of(state)
 
 
-def _state_of(optimizer: ShardedOptimizer, cover: Cover, key: str) -> Tensor:
-    state = optimizer.state.get(cover.piece.param, {}).get(key)
-    if not isinstance(state, Tensor) or state.shape != cover.piece.param.shape:
-        known = sorted(optimizer.state.get(cover.piece.param, {}))
-        raise UsageError(
-            f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for '{cover.slot.name}'.",
-            "An optimizer makes its state in its first step." if not known else f"It has {', '.join(known)}.",
-            "take a step first." if not known else "name one of these.",
-        )
-    return cover.of(state)
+def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
+    known = sorted({key for state in optimizer.state.values() for key in state})
+    return UsageError(
+        f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for '{name}'.",
+        f"It has {', '.join(known)}." if known else "An optimizer makes its state in its first step.",
+        "name one of these." if known else "take a step first.",
+    )
 
 
 # -- masters and gradients

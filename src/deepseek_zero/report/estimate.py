@@ -1,33 +1,109 @@
 """What a plan will hold, in bytes, from the plan alone; report/measure.py finds what is held.
 
-    bytes = sum over groups and states of numel(placement) x itemsize, plus the buffers the schedule lends
+    bytes = sum over groups and states of numel(placement) x itemsize, plus what lending.py says the schedule lends
 
-Nothing is allocated.  Called by the engine's memory report, the examples and the truth contract.
+`resident_bytes` counts small tensors too: one element per group for the placeholder that parameters at rest expand (in
+"weight"), and the optimizer's step counters (in "moments").  Nothing is allocated: a model on the meta device will do.
+Called by the engine's memory report, the examples and the truth contract.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from ..sharding.layout import FlatLayout
-from ..sharding.plan import ShardPlan, Spec
+import torch
+from torch import nn
+
+from ..sharding.layout import LAYOUTS, FlatLayout, Slot
+from ..sharding.placement import R, S
+from ..sharding.plan import PlanSettings, ShardPlan, Spec, plan_for
+from ..sharding.wrap import choose_units, full_precision_names, group_params, persistent_names
 
 STATES = ("weight", "grad", "master", "moments")
-
-# Bytes of optimizer state per element of master, by class name; one fp32 step counter per slice comes on top.
-MOMENTS_PER_ELEMENT: dict[str, int] = {
-    "Adam": 2, "AdamW": 2, "NAdam": 2, "RAdam": 2, "Adamax": 2, "SGD": 0, "Adagrad": 1, "RMSprop": 1, "Lion": 1, "Lamb": 2,
-}  # fmt: skip
+COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 
 @dataclass(frozen=True)
 class GroupFacts:
-    """One group as the estimator sees it."""
+    """One group as the estimator sees it.  slots: where its parameters lie; may be left out where only sizes matter."""
 
     plan: ShardPlan
     padded_numel: int
     ranks: int
+    slots: tuple[Slot, ...] = ()
+
+    @classmethod
+    def of(cls, plan: ShardPlan, layout: FlatLayout) -> GroupFacts:
+        return cls(plan, layout.padded_numel, layout.ranks, layout.slots)
+
+    @property
+    def layout(self) -> FlatLayout:
+        return FlatLayout(self.slots, self.padded_numel // self.ranks, self.ranks)
+
+    def travel_dtype(self, settings: PlanSettings) -> torch.dtype:
+        """What gradients of this group are sent in."""
+        assert self.plan.grad is not None
+        own = self.plan.weight.dtype if self.plan.grad.placement is S else self.plan.grad.dtype
+        return settings.policy.reduce or own
+
+    def piece_sizes(self, rank: int, tile_numel: int) -> list[int]:
+        """Elements of each stretch of master that an optimizer of all its parameters works on: slots joined, in tiles."""
+        whole, layout = self.plan.master is not None and self.plan.master.placement is R, self.layout
+        runs = [(slot.start, slot.stop) if whole else layout.owned(slot, rank) for slot in self.slots]
+        low = min((start for start, stop in runs if start < stop), default=0)
+        high = max((stop for start, stop in runs if start < stop), default=0)
+        sizes = []
+        while low < high:
+            end = min(high, (low // layout.slice_numel + 1) * layout.slice_numel, low + tile_numel)
+            sizes.append(end - low)
+            low = end
+        return sizes
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """One unit as the estimator sees it."""
+
+    name: str
+    groups: tuple[GroupFacts, ...]
+
+    @property
+    def sharded(self) -> list[GroupFacts]:
+        return [group for group in self.groups if group.plan.weight.placement is S]
+
+    @property
+    def trained(self) -> list[GroupFacts]:
+        return [group for group in self.groups if group.plan.grad is not None]
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that a gather brings here; what the schedule is a function of."""
+        return sum(group.padded_numel for group in self.sharded)
+
+
+def units_of_model(
+    model: nn.Module, settings: PlanSettings, ranks: int, granularity: str = "element"
+) -> list[UnitFacts]:
+    """The units and layouts that wrapping this model on so many ranks would make, from names, shapes and dtypes."""
+    choices = choose_units(model, settings)
+    persistent = persistent_names(choices, settings)
+    full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
+    units = []
+    for choice in choices:
+        groups = []
+        for key, names in group_params(choice, persistent, full_precision).items():
+            mine = replace(settings, policy=settings.policy.lifted()) if key.full_precision else settings
+            plan = plan_for(mine, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=ranks)
+            cut = granularity if plan.master is not None and plan.master.placement is not R else "element"
+            shapes = [tuple(choice.params[name].shape) for name in names]
+            groups.append(GroupFacts.of(plan, LAYOUTS[cut](names, shapes, ranks)))
+        units.append(UnitFacts(choice.name or "root", tuple(groups)))
+    return units
+
+
+# -- states
 
 
 def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
@@ -38,17 +114,16 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
 def group_bytes(facts: GroupFacts, moments_per_element: int) -> dict[str, int]:
     """Bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as weight."""
     plan, numel, ranks = facts.plan, facts.padded_numel, facts.ranks
-    master = 0 if plan.master_is_weight else spec_bytes(plan.master, numel, ranks)
     return {
         "weight": spec_bytes(plan.weight, numel, ranks),
         "grad": spec_bytes(plan.grad, numel, ranks),
-        "master": master,
+        "master": 0 if plan.master_is_weight else spec_bytes(plan.master, numel, ranks),
         "moments": spec_bytes(plan.moments, numel, ranks) * moments_per_element,
     }
 
 
 def total_bytes(groups: Sequence[GroupFacts], moments_per_element: int = 2) -> dict[str, int]:
-    """Bytes one rank holds of all groups, by state."""
+    """Bytes one rank holds of all groups, by state: the plan multiplied out, small tensors left aside."""
     total = dict.fromkeys(STATES, 0)
     for facts in groups:
         for state, count in group_bytes(facts, moments_per_element).items():
@@ -56,18 +131,114 @@ def total_bytes(groups: Sequence[GroupFacts], moments_per_element: int = 2) -> d
     return total
 
 
+@dataclass(frozen=True)
+class Moments:
+    """What an optimizer keeps for a piece of n elements: per_element * n fp32 values and some scalars.
+
+    options: hyper-parameters that add values per element where they are set.
+    """
+
+    per_element: int
+    counters: int = 0
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def bytes_of(self, numel: int, group: Mapping[str, Any]) -> int:
+        """Bytes for one piece under one parameter group's hyper-parameters."""
+        per_element = self.per_element + sum(count for option, count in self.options.items() if group.get(option))
+        return numel * per_element * torch.float32.itemsize + self.counters * COUNTER_BYTES
+
+
+_ADAM = Moments(2, 1, {"amsgrad": 1})
+MOMENTS: dict[str, Moments] = {
+    "Adam": _ADAM,
+    "AdamW": _ADAM,
+    "NAdam": Moments(2, 2),  # step and the product of its momentum schedule
+    "RAdam": Moments(2, 1),
+    "Adamax": Moments(2, 1),
+    "Adadelta": Moments(2, 1),
+    "Adagrad": Moments(1, 1),
+    "RMSprop": Moments(1, 1, {"momentum": 1, "centered": 1}),
+    "Rprop": Moments(2, 1),
+    "ASGD": Moments(1, 3),
+    "SGD": Moments(0, 0, {"momentum": 1}),
+    "Lion": Moments(1),
+    "Lamb": Moments(2, 1),
+}
+MUON = {True: Moments(1), False: Moments(2, 1)}  # by its groups' `use_muon`
+
+
+def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
+    """The row of an optimizer class; a class we do not know is taken for an Adam."""
+    return MUON[bool(group.get("use_muon"))] if optimizer == "Muon" else MOMENTS.get(optimizer, _ADAM)
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """An optimizer as the estimator sees it: for each parameter group its hyper-parameters and the sizes of its pieces.
+
+    needs_scratch: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
+    """
+
+    optimizer: str
+    groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
+    tile_numel: int
+    needs_scratch: bool
+
+    @property
+    def moments_bytes(self) -> int:
+        return sum(
+            moments_for(self.optimizer, options).bytes_of(numel, options)
+            for options, sizes in self.groups
+            for numel in sizes
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """The fullest tile, where a tile is as many pieces as fit, at least one."""
+        if not self.needs_scratch:
+            return 0
+        fullest = filled = 0
+        for numel in (numel for _, sizes in self.groups for numel in sizes):
+            filled = numel if filled + numel > self.tile_numel else filled + numel
+            fullest = max(fullest, filled)
+        return fullest * torch.float32.itemsize
+
+
+def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_numel: int, **options: Any) -> StepFacts:
+    """An optimizer with one group of all trainable parameters, at granularity "element"."""
+    trained = [group for unit in units for group in unit.trained]
+    sizes = [numel for group in trained for numel in group.piece_sizes(rank, tile_numel)]
+    return StepFacts(optimizer, [(options, sizes)], tile_numel, any(grad_is_cast(group.plan) for group in trained))
+
+
+def grad_is_cast(plan: ShardPlan) -> bool:
+    """Whether a gradient must be cast before the optimizer can read it."""
+    return plan.grad is not None and plan.master is not None and plan.grad.dtype != plan.master.dtype
+
+
+def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) -> dict[str, int]:
+    """Bytes one rank holds between steps, by state, to the byte; what the schedule lends is lending.py's.
+
+    An optimizer works on parameters, not on the padding between them, and keeps counters: its moments are summed by piece.
+    """
+    groups = [group for unit in units for group in unit.groups]
+    total = total_bytes(groups, moments_per_element=0)
+    total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)  # the placeholders
+    total["moments"] = step.moments_bytes if step is not None else 0
+    return total
+
+
+# -- the seeds' arithmetic
+
+# Bytes per parameter that stay whole on every rank, of 16: weight 2, gradient 2, master and two moments 12.
+WHOLE_BYTES = {0: 16, 1: 4, 2: 2, 3: 0}
+
+
 def mixed_precision_adam_bytes(params: int, ranks: int = 1, stage: int = 0) -> int:
-    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) per parameter, sharded by
-    stage.
+    """The seeds' arithmetic: 2 B weight + 2 B gradient + 12 B (fp32 master, two moments) a parameter, sharded by stage.
 
     7e9 parameters on one rank: 112 GB.  At 64 ranks stages 1, 2, 3 divide that by 3.82, 7.21 and 64; 4 and 8 are the
     limits for infinitely many ranks, where what stays whole (4 or 2 of 16 bytes) is all that is left.
     """
-    whole = {0: 16, 1: 4, 2: 2, 3: 0}[stage]
+    whole = WHOLE_BYTES[stage]
     return whole * params + (16 - whole) * params // ranks
-
-
-def facts_of(plan: ShardPlan, layout: FlatLayout) -> GroupFacts:
-    return GroupFacts(plan, layout.padded_numel, layout.ranks)
-
-

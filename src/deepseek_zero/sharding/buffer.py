@@ -95,6 +95,11 @@ class Route:
     divisor: float = 1.0
 
 
+def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
+    """Elements of one reduction message: a slice, or as much of it as a bucket over all ranks allows."""
+    return min(max(BLOCK, bucket_numel // layout.ranks // BLOCK * BLOCK), layout.slice_numel)
+
+
 def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add: bool = False) -> Pending:
     """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
 
@@ -134,9 +139,9 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     comm, layout = route.comm, source.layout
     if comm.size == 1 and own.data_ptr() == source.storage.data_ptr():
         return DONE
-    step = max(BLOCK, route.bucket_numel // comm.size // BLOCK * BLOCK)
+    step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    inbox = route.pool.take(min(step, layout.slice_numel) * (comm.size - 1), source.storage.dtype)
+    inbox = route.pool.take(step * (comm.size - 1), source.storage.dtype)
 
     def start(low: int, high: int) -> Pending:
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]

@@ -18,6 +18,7 @@ from ..comm.collectives import Comm
 from .buffer import Pool, Route
 from .group import FlatGroup, Member
 from .handle import owner_of
+from .init import materialise
 from .layout import Slot
 from .plan import PlanSettings, plan_for, predivide_of
 from .runtime import Runtime
@@ -36,6 +37,8 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
                 "A parameter lives in one engine at a time.",
                 "call engine.destroy() on the first one, or build the second from its own copy of the model.",
             )
+    if any(param.is_meta for param in model.parameters()):
+        materialise(model, comm, device)
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
     pool = Pool(device)

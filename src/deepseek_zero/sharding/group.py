@@ -139,7 +139,10 @@ class FlatGroup:
         for member in self.members:
             values, member.kind = take_values(member.param)
             flat[member.slot.start : member.slot.stop].copy_(values)
+            del values
+            # The original goes as soon as it is copied, so that a unit never stands here twice.
             member.param.__class__ = member.kind
+            member.param.data = self.placeholder.expand(member.slot.shape)
         return flat
 
     def _build_states(self, full: FlatBuffer) -> None:

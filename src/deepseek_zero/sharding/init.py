@@ -47,7 +47,7 @@ class InitShard:
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
-        return padded[: self.numel]
+        return padded.resize_(self.numel)  # not a view, which would keep the padded tensor as a second user
 
     # -- what handles ask (handle.py, Owner)
 
@@ -172,6 +172,39 @@ class Init:
             shard.full = None
             put_to_rest(param, torch.full((), float("nan"), dtype=full.dtype, device=full.device))
         self.awake = busy
+
+
+def materialise(model: nn.Module, comm: Comm, device: torch.device) -> None:
+    """Give a model built on the meta device its values, module by module, keeping only this rank's slices.  Collective.
+
+    Each module's own `reset_parameters` draws them, in the order modules were registered: the values of a plain
+    construction with the same seed wherever that is all its construction draws.
+    """
+    session = Init()
+    session._comm, session._device = comm, device
+    for name, module in model.named_modules():
+        own = {key: value for key, value in module.named_parameters(recurse=False) if value.is_meta}
+        stray = [key for key, value in module.named_buffers(recurse=False) if value.is_meta]
+        if not own and not stray:
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise UsageError(
+                f"'{name or type(model).__name__}' ({type(module).__name__}) is on the meta device and has no "
+                "reset_parameters(), so its values cannot be drawn.",
+                "A model on the meta device has shapes and no values.",
+                "give the class a reset_parameters() method, or build the model under `with deepseek_zero.zero.Init():`.",
+            )
+        for param in own.values():
+            real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+            torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
+        for key in stray:
+            setattr(module, key, torch.empty_like(getattr(module, key), device=device))
+        reset()
+        with torch.no_grad():
+            for param in own.values():
+                if owner_of(param) is None:
+                    session._cut(param)
 
 
 ACCEPTED = frozenset(

@@ -16,6 +16,7 @@ import deepseek_zero
 from deepseek_zero import checkpointing, comm, utils
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UnknownNameError, UsageError
 from deepseek_zero.facade.names import ATTRIBUTES, GETTERS, LATER, METHODS
+from tests.unit.config.test_seeds import SEED_001, SEED_002
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
@@ -162,7 +163,9 @@ def test_backward_returns_the_loss_over_the_accumulation_steps() -> None:
     engine = engine_with()
     loss = engine(torch.ones(2, 3)).float().sum()
     assert engine.backward(loss).item() == pytest.approx(loss.item() / 3)
-    assert engine.backward(engine(torch.ones(2, 3)).float().sum(), scale_wrt_gas=False).item() == pytest.approx(loss.item())
+    assert engine.backward(engine(torch.ones(2, 3)).float().sum(), scale_wrt_gas=False).item() == pytest.approx(
+        loss.item()
+    )
 
 
 def test_init_distributed_takes_deepspeeds_arguments_and_refuses_others() -> None:
@@ -170,7 +173,7 @@ def test_init_distributed_takes_deepspeeds_arguments_and_refuses_others() -> Non
     comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)
     with pytest.raises(UsageError, match="has no argument bakend"):
         deepseek_zero.init_distributed(bakend="gloo")
-    with pytest.raises(NotBuiltError, match="file:///tmp/x"):
+    with pytest.raises(NotBuiltError, match=r"file:///tmp/x"):
         deepseek_zero.init_distributed(init_method="file:///tmp/x")
 
 
@@ -182,7 +185,7 @@ def test_comm_answers_as_a_world_of_one_without_a_group() -> None:
     assert (comm.get_rank(), comm.get_world_size(), comm.get_local_rank()) == (0, 1, 0)
     assert torch.equal(parts[0], value) and comm.is_initialized() is False
     assert comm.ReduceOp is torch.distributed.ReduceOp
-    with pytest.raises(UnknownNameError, match="comm.log_summary is not built"):
+    with pytest.raises(UnknownNameError, match=r"comm.log_summary is not built"):
         _ = comm.log_summary
     with pytest.raises(AttributeError):
         _ = comm.no_such_collective
@@ -218,13 +221,18 @@ def test_log_dist_speaks_on_the_named_ranks(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_leaf_modules_travel_as_one_piece() -> None:
-    class Expert(nn.Sequential):
-        pass
+    class Expert(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.line(x)
 
     class Mixture(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.ModuleList([Expert(nn.Linear(2, 2)) for _ in range(3)])
+            self.experts = nn.ModuleList([Expert() for _ in range(3)])
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.experts[0](x)
@@ -238,7 +246,9 @@ def test_leaf_modules_travel_as_one_piece() -> None:
             return self.mixture(x)
 
     def units(model: nn.Module) -> list[str]:
-        engine = deepseek_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}, "train_batch_size": 1})[0]
+        engine = deepseek_zero.initialize(
+            model=model, config={"zero_optimization": {"stage": 3}, "train_batch_size": 1}
+        )[0]
         return [unit.name for unit in engine.runtime.units[1:]]
 
     assert units(Model()) == ["mixture.experts.0", "mixture.experts.1", "mixture.experts.2"]
@@ -254,14 +264,14 @@ def test_leaf_modules_travel_as_one_piece() -> None:
     assert utils.set_z3_leaf_modules_by_suffix(other, [".1"]) == [other.mixture.experts[1]]
 
 
-def test_the_seeds_configurations_pass_through_the_door_as_far_as_they_are_built() -> None:
-    from tests.unit.config.test_seeds import SEED_001, SEED_002
-
-    with pytest.raises(NotBuiltError, match="offload_optimizer"):
-        engine_with(json.loads(SEED_001))
-    seed = json.loads(SEED_001)
-    for key in ("offload_optimizer", "offload_param"):
-        del seed["zero_optimization"][key]
-    engine = engine_with(seed)
-    assert engine.zero_optimization_stage() == 3 and engine.fp16_enabled() and engine.gradient_clipping() == 1.0
-    assert SEED_002.count("auto") == 3
+@pytest.mark.parametrize("number", ["001", "002"])
+def test_a_seeds_configuration_goes_through_the_door_as_it_is(number: str, tmp_path: Path) -> None:
+    path = tmp_path / "deepspeed_config.json"
+    path.write_text({"001": SEED_001, "002": SEED_002}[number], encoding="utf-8")
+    engine = engine_with(str(path))
+    assert engine.zero_optimization_stage() == 3 and engine.fp16_enabled() and engine.dynamic_loss_scale()
+    assert engine.zero_gather_16bit_weights_on_model_save() is True
+    loss = engine(torch.ones(2, 3)).float().sum()  # fp32 inputs into an fp16 engine
+    engine.backward(loss)
+    engine.step()
+    assert engine.global_steps == 1

@@ -1,0 +1,129 @@
+"""What the pool will have allocated after a training step: the schedule played through with a ledger instead of memory.
+
+The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so what it holds is, for
+each size, the largest number lent at once.  That depends on the sizes of units, the window and the ranks, never on how
+many units there are: ZeRO-R's constant buffers.  Called by the engine's memory report and the truth contract.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from ..comm.collectives import TILE_NUMEL
+from ..sharding.buffer import message_numel
+from ..sharding.placement import S
+from ..sharding.plan import PlanSettings
+from ..sharding.schedule import Kind, Schedule, plan_schedule
+from .estimate import GroupFacts, UnitFacts
+
+Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
+
+
+@dataclass
+class Ledger:
+    """How many buffers of each size are out, and the most that ever were."""
+
+    lent: Counter[Size] = field(default_factory=Counter)
+    most: Counter[Size] = field(default_factory=Counter)
+
+    def take(self, sizes: Iterable[Size]) -> None:
+        for size in sizes:
+            self.lent[size] += 1
+            self.most[size] = max(self.most[size], self.lent[size])
+
+    def give(self, sizes: Iterable[Size]) -> None:
+        self.lent.subtract(sizes)
+
+
+@dataclass
+class _Player:
+    """One micro-batch that ends a step, played through."""
+
+    units: Sequence[UnitFacts]
+    settings: PlanSettings
+    scratch: Size  # where partial sums are formed
+    ledger: Ledger = field(default_factory=Ledger)
+    in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
+
+    def play(self, schedule: Schedule) -> None:
+        for action in schedule.actions():
+            unit = self.units[action.unit]
+            match action.kind:
+                case Kind.GATHER:
+                    self.ledger.take(map(gathered_size, unit.sharded))
+                case Kind.RELEASE:
+                    self.ledger.give(map(gathered_size, unit.sharded))
+                case Kind.BACKWARD:
+                    self.ledger.take(self._partials(unit))
+                case Kind.REDUCE:
+                    self._reduce(unit)
+        self._wait()
+
+    def _partials(self, unit: UnitFacts) -> list[Size]:
+        """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
+        return [self._travel(group) for group in unit.trained if _is_cut(group)]
+
+    def _travel(self, group: GroupFacts) -> Size:
+        return group.travel_dtype(self.settings), group.padded_numel
+
+    def _reduce(self, unit: UnitFacts) -> None:
+        self._wait()
+        for group in unit.trained:
+            held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
+            taken = [self._travel(group)] if self._is_copied(group) else []
+            taken.append(self._inbox(group))
+            self.ledger.take(taken)
+            self.in_flight += held + taken
+        if not self.settings.overlap:
+            self._wait()
+
+    def _is_copied(self, group: GroupFacts) -> bool:
+        """Whether a whole gradient travels in another dtype than it is kept in."""
+        return not _is_cut(group) and group.plan.grad is not None and self._travel(group)[0] != group.plan.grad.dtype
+
+    def _inbox(self, group: GroupFacts) -> Size:
+        """One message from every other rank."""
+        message = message_numel(group.layout, self.settings.bucket_numel)
+        return self._travel(group)[0], message * (group.ranks - 1)
+
+    def _wait(self) -> None:
+        if self.in_flight:
+            self.ledger.take([self.scratch])
+            self.ledger.give([self.scratch])
+        self.ledger.give(self.in_flight)
+        self.in_flight = []
+
+
+def gathered_size(group: GroupFacts) -> Size:
+    return group.plan.weight.dtype, group.padded_numel
+
+
+def _is_cut(group: GroupFacts) -> bool:
+    return group.plan.grad is not None and group.plan.grad.placement is S
+
+
+def lent_buffers(
+    units: Sequence[UnitFacts], settings: PlanSettings, agreed: Schedule | None = None, device_type: str = "cpu"
+) -> Counter[Size]:
+    """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as agreed.
+
+    agreed: the schedule in force, None where nothing has been recorded yet.  In a world of one nothing is lent.
+    """
+    if next((group.ranks for unit in units for group in unit.groups), 1) == 1:
+        return Counter()
+    declared = plan_schedule([unit.gathered_numel for unit in units], range(len(units)), settings)
+    most: Counter[Size] = Counter()
+    for schedule in (declared, agreed or declared):
+        player = _Player(units, settings, (torch.float32, TILE_NUMEL[device_type]))
+        player.play(schedule)
+        most |= player.ledger.most
+    return most
+
+
+def buffer_bytes(buffers: Counter[Size]) -> int:
+    """Bytes of so many buffers."""
+    return sum(count * dtype.itemsize * numel for (dtype, numel), count in buffers.items())

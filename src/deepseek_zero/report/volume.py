@@ -1,0 +1,82 @@
+"""What a step will send, in bytes, from plan and schedule alone; comm/meter.py counts what is sent.
+
+    gathers  = micro-batches x (gathers the schedule lists) x slice x (N-1), in the weight's dtype
+    reduces  = micro-batches (sharded gradients) or 1 (whole ones) x slice x (N-1), in the dtype that travels
+    refresh  = slice x (N-1), where the optimizer works on slices of a weight that is whole
+
+A slice is padded numel / N elements, so each term is (N-1)/N of the padded size.  With persistence 0, window 0 and G
+micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.  Nothing is allocated and nothing is sent.
+Called by the truth contract and by programs that plan a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..sharding.placement import R, S
+from ..sharding.plan import PlanSettings
+from ..sharding.schedule import Kind, Schedule
+from .estimate import GroupFacts, UnitFacts
+
+
+@dataclass(frozen=True)
+class StepVolume:
+    """Bytes that one rank sends in one optimizer step, by what they are for.
+
+    rows: control messages that carry no state: the table of norms and the mask of late gradients; first_step_rows: once,
+    the order of units.
+    """
+
+    gathers: int
+    reduces: int
+    refresh: int
+    rows: int
+    first_step_rows: int
+
+    @property
+    def state_bytes(self) -> int:
+        """Everything that moves weights and gradients."""
+        return self.gathers + self.reduces + self.refresh
+
+
+def step_volume(units: Sequence[UnitFacts], schedule: Schedule, settings: PlanSettings) -> StepVolume:
+    """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each."""
+    ranks = next((group.ranks for unit in units for group in unit.groups), 1)
+    if ranks == 1:
+        return StepVolume(0, 0, 0, 0, 0)
+    trained = [group for unit in units for group in unit.trained]
+    once = sum(gather_bytes(units[action.unit]) for action in schedule.actions() if action.kind is Kind.GATHER)
+    return StepVolume(
+        gathers=once * settings.accumulation,
+        reduces=sum(_reduce_bytes(group, settings) for group in trained),
+        refresh=sum(_refresh_bytes(group) for group in trained),
+        rows=(8 * ranks * len(trained) + len(units)) * (ranks - 1),
+        first_step_rows=8 * len(units) * (ranks - 1),
+    )
+
+
+def gather_bytes(unit: UnitFacts) -> int:
+    """What a rank sends when a unit is gathered: its slice to every other rank."""
+    return sum(_to_others(group, group.plan.weight.dtype) for group in unit.sharded)
+
+
+def _reduce_bytes(group: GroupFacts, settings: PlanSettings) -> int:
+    plan = group.plan
+    assert plan.grad is not None and plan.master is not None
+    if plan.grad.placement is S:
+        return _to_others(group, group.travel_dtype(settings)) * settings.accumulation
+    back = _to_others(group, plan.grad.dtype) if plan.master.placement is R else 0  # stage 0: every rank wants the sum
+    return _to_others(group, group.travel_dtype(settings)) + back
+
+
+def _refresh_bytes(group: GroupFacts) -> int:
+    plan = group.plan
+    is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
+    return _to_others(group, plan.weight.dtype) if is_cut else 0
+
+
+def _to_others(group: GroupFacts, dtype: torch.dtype) -> int:
+    return group.padded_numel // group.ranks * (group.ranks - 1) * dtype.itemsize

@@ -1,0 +1,167 @@
+"""zero.Init and meta-device construction: the values of the plainly built model, and never the whole of it on a rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import deepseek_zero as dz
+from deepseek_zero.sharding.handle import AtRest
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 33, depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(19, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 19)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def reinitialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.normal_(module.weight, std=0.02)
+        module.bias.data.zero_()
+
+
+def config(**zero: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
+    }
+
+
+def full(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("later", [False, True])
+def test_a_model_built_under_init_is_the_plain_one_bit_for_bit(world: int, later: bool) -> None:
+    torch.manual_seed(5)
+    plain = Net()
+    if later:
+        plain.apply(reinitialise)
+    torch.manual_seed(5)
+    with dz.zero.Init():
+        model = Net()
+        if later:
+            model.apply(reinitialise)
+    assert all(type(param) is AtRest for param in model.parameters())
+    assert [tuple(a.shape) for a in model.parameters()] == [tuple(b.shape) for b in plain.parameters()]
+    engine, *_ = dz.initialize(model=model, config=config())
+    assert_same(full(engine.module), full(plain))
+    loss = engine(torch.arange(12).view(2, 6)).square().mean()
+    engine.backward(loss)
+    engine.step()
+    assert engine.get_global_grad_norm() > 0
+
+
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_meta_model_gets_the_values_of_a_plain_construction(world: int) -> None:
+    torch.manual_seed(7)
+    plain = Net()
+    with torch.device("meta"):
+        model = Net()
+    objects = [id(param) for param in model.parameters()]
+    torch.manual_seed(7)
+    engine, *_ = dz.initialize(model=model, config=config())
+    assert [id(param) for param in model.parameters()] == objects
+    assert_same(full(engine.module), full(plain))
+
+
+@pytest.mark.ranks(1)
+def test_a_meta_module_without_reset_parameters_is_named() -> None:
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3))
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 3), Odd())
+    with pytest.raises(dz.DeepSeekZeroError, match=r"'1' \(Odd\).*reset_parameters"):
+        dz.initialize(model=model, config=config())
+
+
+@pytest.mark.ranks(2)
+def test_rank_zero_wins_under_init_when_seeds_differ() -> None:
+    torch.manual_seed(torch.distributed.get_rank())
+    with dz.zero.Init():
+        model = Net()
+    engine, *_ = dz.initialize(model=model, config=config())
+    torch.manual_seed(0)
+    assert_same(full(engine.module), full(Net()))
+
+
+class Tall(nn.Module):
+    """Twelve equal blocks: the whole is much larger than a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(256) for _ in range(12))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Peak(TorchDispatchMode):
+    """Largest number of bytes in storages made under it and still alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        self.alive = {key: entry for key, entry in self.alive.items() if not entry[0].expired()}
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, torch.Tensor) and not value.is_meta:
+                storage = value.untyped_storage()
+                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, sum(count for _, count in self.alive.values()))
+        return result
+
+
+@pytest.mark.ranks(2, timeout=120, fresh=True)
+def test_construction_and_initialize_stay_under_share_plus_a_unit() -> None:
+    torch.manual_seed(0)
+    with Peak() as peak:
+        with dz.zero.Init():
+            model = Tall()
+        dz.initialize(model=model, config={**config(), "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    whole = sum(param.numel() for param in model.parameters()) * 4
+    unit = whole // 12
+    bound = whole // 2 + unit
+    assert unit < peak.peak <= bound * 1.1, peak.peak / bound
