@@ -11,7 +11,7 @@ random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on four 
 import os
 
 import torch
-from deepseek_zero import DeepSeekZeRO3
+from deepseek_zero import DeepSeekZeRO3, comm
 from deepseek_zero.optimizer import ZeroOptimizer
 
 class SimpleTransformer(torch.nn.Module):
@@ -82,8 +82,8 @@ for epoch in range(num_epochs):
 # Every rank calls state_dict(): under ZeRO-3 it gathers full tensors from all of them.  One rank writes, because two
 # writers of one file spoil it; the barrier keeps the others from going on (to load it, or to exit) before it is whole.
 state = model.state_dict()
-if int(os.environ.get('RANK', 0)) == 0: torch.save(state, 'model.pth')
-if torch.distributed.is_initialized(): torch.distributed.barrier()
+if comm.get_rank() == 0: torch.save(state, 'model.pth')
+comm.barrier()
 
 # 加载模型
 # model.load_state_dict(torch.load('model.pth'))

@@ -12,13 +12,12 @@ from __future__ import annotations
 import argparse
 
 import torch
-import torch.distributed as dist
 from digits import dataset
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler
 
-from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer, init_distributed
+from deepseek_zero import DeepSeekZeRO3, ZeroOptimizer, comm
 
 LEAST_FALL = 0.5
 
@@ -53,8 +52,8 @@ def parse() -> argparse.Namespace:
 
 def main() -> None:
     options = parse()
-    init_distributed()
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    comm.init_distributed()
+    rank, num_ranks = comm.get_rank(), comm.get_world_size()
     torch.manual_seed(0)
     model = VisionTransformer()
     DeepSeekZeRO3(model, stage=3, zero_optimization={"stage3_param_persistence_threshold": 0})

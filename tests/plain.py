@@ -1,7 +1,7 @@
-"""The unsharded reference: one plain copy of the model per rank, all in this process, stepped by the mean of their gradients.
+"""The unsharded reference: one plain copy of the model per rank, all in this process, stepped by their mean gradient.
 
-Each copy sees one rank's data, so its buffers (running statistics) are that rank's too.  Used by tests/ranks, whose worlds
-compare an engine with it, parameter by parameter.
+Each copy sees one rank's data, so its buffers (running statistics) are that rank's too.  Used by tests/ranks, whose
+worlds compare an engine with it, parameter by parameter.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import deepseek_zero
 
 LEARNING_RATE = 0.1
 BACKWARD = Callable[..., Any]
-# body(model, rank, step, backward): the forwards and backwards of one step on one rank's data; returns tensors to compare.
+# body(model, rank, step, backward): one step's forwards and backwards on one rank's data; returns tensors to compare.
 Body = Callable[[nn.Module, int, int, BACKWARD], Any]
 
 
@@ -122,7 +122,9 @@ def assert_same_state(model: nn.Module, plain: nn.Module) -> None:
     assert list(found) == list(expected)
     for name, value in expected.items():
         assert found[name].dtype == value.dtype and found[name].shape == value.shape, name
-        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-5, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}"
+        )
 
 
 def assert_same_outputs(found: Any, expected: Any) -> None:
@@ -135,7 +137,9 @@ def assert_same_outputs(found: Any, expected: Any) -> None:
         assert found == expected
 
 
-def assert_trains_like_plain(build: Callable[[], nn.Module], body: Body, setting: Setting, steps: int = 3, **top: Any) -> Any:
+def assert_trains_like_plain(
+    build: Callable[[], nn.Module], body: Body, setting: Setting, steps: int = 3, **top: Any
+) -> Any:
     """Train an engine and the plain copies; losses, outputs and every parameter and buffer agree.  Returns the engine.
 
     Odd steps go through engine.backward, even ones through loss.backward alone.

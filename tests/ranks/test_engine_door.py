@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 
 import deepseek_zero
 from deepseek_zero import utils
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from tests.plain import here
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
@@ -267,3 +267,37 @@ def test_an_engine_without_optimizer_serves_inference_and_says_so_at_step() -> N
     assert engine.get_lr() == [] and engine.param_groups == []
     with pytest.raises(UsageError, match="the engine has no optimizer"):
         engine.step()
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(20, 20)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.line(x).tanh()
+
+
+def tower() -> nn.Module:
+    torch.manual_seed(11)
+    return nn.Sequential(nn.Linear(6, 20), nn.Sequential(*[Block() for _ in range(3)]), nn.Linear(20, 3))
+
+
+@pytest.mark.ranks(2, timeout=120)
+@pytest.mark.filterwarnings("ignore")  # torch's compiler warns about itself
+@pytest.mark.parametrize("stage", [2, 3])
+def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> None:
+    from torch._dynamo.utils import counters
+
+    top = {"optimizer": SGD}
+    plain, compiled = (door(stage, model=tower(), top=top)[0] for _ in range(2))
+    counters.clear()
+    torch.compiler.reset()
+    compiled.compile(backend="aot_eager")
+    assert compiled.is_compiled and not plain.is_compiled
+    assert_close(train(plain, 3, plain=False), train(compiled, 3, plain=False))
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    compiled.destroy()
+    assert "forward" not in compiled.module[1][0].__dict__
+    with pytest.raises(NotBuiltError, match="DeepCompile"):
+        plain.compile(schedule=[])

@@ -64,7 +64,7 @@ def loss_of(model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
     return model(draw(rank + 100 * part, step, 4, WIDTH)).square().mean()
 
 
-# -- forwards and backwards ---------------------------------------------------------------------------------------------------
+# -- forwards and backwards --------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -178,7 +178,7 @@ def test_autograd_grad_of_the_input_leaves_the_step_alone(setting: Setting) -> N
     assert_trains_like_plain(Model, body, setting)
 
 
-# -- without gradients --------------------------------------------------------------------------------------------------------
+# -- without gradients -------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -307,7 +307,7 @@ def test_generate_that_calls_a_part_of_the_model_by_itself(setting: Setting) -> 
     assert_trains_like_plain(EncoderDecoder, body, setting)
 
 
-# -- recomputation ------------------------------------------------------------------------------------------------------------
+# -- recomputation -----------------------------------------------------------------------------------------------------
 
 
 class Checkpointed(Model):
@@ -361,7 +361,9 @@ def test_recomputed_blocks_train(how: str, reentrant: bool, setting: Setting) ->
 
 @on_stages_1_and_3
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "plain"])
-def test_recomputed_blocks_train_when_several_forwards_come_before_the_backwards(reentrant: bool, setting: Setting) -> None:
+def test_recomputed_blocks_train_when_several_forwards_come_before_the_backwards(
+    reentrant: bool, setting: Setting
+) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         losses = [loss_of(model, rank, step, part) for part in range(2)]
         backward(losses[0])
@@ -392,7 +394,7 @@ def test_saved_tensors_on_the_host_train(setting: Setting) -> None:
     assert_trains_like_plain(Model, body, setting)
 
 
-# -- accumulation -------------------------------------------------------------------------------------------------------------
+# -- accumulation ------------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -442,7 +444,7 @@ def test_no_sync_says_that_sharded_gradients_cannot_wait(stage: int) -> None:
         pass
 
 
-# -- exceptions on all ranks --------------------------------------------------------------------------------------------------
+# -- exceptions on all ranks -------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -519,7 +521,7 @@ def test_a_forward_inside_an_except_clause_is_an_ordinary_forward(setting: Setti
     assert_trains_like_plain(Model, body, setting)
 
 
-# -- several engines ----------------------------------------------------------------------------------------------------------
+# -- several engines ---------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -570,7 +572,9 @@ def test_a_sharded_teacher_serves_a_sharded_student(setting: Setting) -> None:
     frozen = deepseek_zero.initialize(model=teacher.requires_grad_(False), config=setting.config(optimizer={}))[0]
     engine = engine_for(student, setting)
     for step in range(2):
-        plain.run(lambda m, r, s, b: b(F.mse_loss(m(draw(r, s, 4, WIDTH)), target(draw(r, s, 4, WIDTH)).detach())), step)
+        plain.run(
+            lambda m, r, s, b: b(F.mse_loss(m(draw(r, s, 4, WIDTH)), target(draw(r, s, 4, WIDTH)).detach())), step
+        )
         plain.update()
         x = draw(here(), step, 4, WIDTH)
         engine.backward(F.mse_loss(engine(x), frozen(x).detach()))
@@ -583,11 +587,7 @@ def live_bytes() -> int:
     gc.collect()
     storages = {}
     for thing in gc.get_objects():
-        try:
-            tensor = isinstance(thing, Tensor)
-        except ReferenceError:  # a dead weak proxy
-            continue
-        if tensor and not thing.is_meta:
+        if issubclass(type(thing), Tensor) and not thing.is_meta:  # isinstance would ask every object for its class
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
             storages[storage.data_ptr()] = storage.nbytes()
@@ -651,7 +651,7 @@ def test_a_model_belongs_to_one_engine_and_after_destroy_to_the_next(setting: Se
     assert_same_state(model, plain.mine)
 
 
-# -- torch.compile ------------------------------------------------------------------------------------------------------------
+# -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_and_3
@@ -685,7 +685,7 @@ def test_blocks_compiled_before_or_after_wrapping_train(how: str, when: str, set
         torch.testing.assert_close(values[name], value, rtol=1e-5, atol=1e-6)
 
 
-# -- seed 000's door ----------------------------------------------------------------------------------------------------------
+# -- seed 000's door ---------------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3

@@ -1,7 +1,7 @@
 """Nothing hangs: what a rank may skip trains on, and each misuse ends in a named error on every living rank.
 
-The error comes within seconds of the evidence (a death, an exception, another collective), never of patience: a rank that is
-late trains on, however late.  Each wait is bounded by the test's limit of 30 seconds.
+The error comes within seconds of the evidence (a death, an exception, another collective), never of patience: a rank
+that is late trains on, however late.  Each wait is bounded by the test's limit of 30 seconds.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def train(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Tensor:
     return loss
 
 
-# -- what one rank may skip ---------------------------------------------------------------------------------------------------
+# -- what one rank may skip --------------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -107,7 +107,9 @@ def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int,
 @EVERY_SETTING
 @pytest.mark.parametrize("skipper", [0, 1])
 @pytest.mark.parametrize("order", [(0, 2, 3), (1, 2, 3), (0, 1, 2), (2,), ()], ids=str)
-def test_units_that_one_rank_does_not_use_get_zeros_from_it(order: tuple[int, ...], skipper: int, setting: Setting) -> None:
+def test_units_that_one_rank_does_not_use_get_zeros_from_it(
+    order: tuple[int, ...], skipper: int, setting: Setting
+) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         inner(model).order = order if rank == skipper and step != 1 else (0, 1, 2, 3)
         return train(model, rank, step, backward)
@@ -162,7 +164,7 @@ def test_a_rank_whose_loss_has_no_gradient_trains_on(setting: Setting) -> None:
     every_unit_skipped(setting, no_grad)
 
 
-# -- a rank that raises -------------------------------------------------------------------------------------------------------
+# -- a rank that raises ------------------------------------------------------------------------------------------------
 
 
 class Boom(Exception):
@@ -210,7 +212,7 @@ def test_a_rank_that_raises_is_named_on_the_other(at: str, by_engine: bool, sett
             another()
     else:
         began = time.monotonic()
-        with pytest.raises(PeerError, match="rank 1 raised an error.*Boom: rank 1 has a bad day"):
+        with pytest.raises(PeerError, match=r"rank 1 raised an error.*Boom: rank 1 has a bad day"):
             another()
         assert time.monotonic() - began < 15
     dist.barrier()
@@ -252,7 +254,7 @@ def test_a_rank_that_catches_its_error_and_takes_the_next_batch_is_named_or_serv
     dist.barrier()
 
 
-# -- a rank that ends ---------------------------------------------------------------------------------------------------------
+# -- a rank that ends --------------------------------------------------------------------------------------------------
 
 
 def finish_this_program() -> None:
@@ -322,13 +324,15 @@ def test_unequal_numbers_of_batches_name_the_rank_that_ran_out() -> None:
         finish_this_program()
 
 
-# -- ranks that do different things -------------------------------------------------------------------------------------------
+# -- ranks that do different things ------------------------------------------------------------------------------------
 
 
 @on_two_ranks
 @on_stages_1_to_3
 @pytest.mark.parametrize("late_action", ["state_dict", "evaluate and state_dict"])
-def test_unequal_numbers_of_batches_before_a_common_end_are_an_error_on_both(late_action: str, setting: Setting) -> None:
+def test_unequal_numbers_of_batches_before_a_common_end_are_an_error_on_both(
+    late_action: str, setting: Setting
+) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)
     one_good_step(engine)
@@ -447,7 +451,7 @@ def test_what_belongs_to_one_rank_may_differ_in_the_configuration(tmp_path: Path
     one_good_step(engine)
 
 
-# -- a rank that is late ------------------------------------------------------------------------------------------------------
+# -- a rank that is late -----------------------------------------------------------------------------------------------
 
 
 @on_two_ranks
@@ -488,7 +492,9 @@ def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
         engine = engine_for(model, STAGE_3_BARE)
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: time.sleep(0.03 * here()))
-            block.register_forward_hook(lambda _m, _a, out: out.register_hook(lambda _g: time.sleep(0.03 * (1 - here()))) and None)
+            block.register_forward_hook(
+                lambda _m, _a, out: out.register_hook(lambda _g: time.sleep(0.03 * (1 - here()))) and None
+            )
         for step in range(3):
             plain.run(train, step)
             plain.update()

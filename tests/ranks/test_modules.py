@@ -65,7 +65,7 @@ def square(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
     return output
 
 
-# -- kinds of parameters ------------------------------------------------------------------------------------------------------
+# -- kinds of parameters -----------------------------------------------------------------------------------------------
 
 
 @on_stages_1_to_3
@@ -396,7 +396,7 @@ def test_mixed_dtypes_train(setting: Setting) -> None:
     assert_trains_like_plain(MixedWithoutHalf, square, setting)
 
 
-# -- buffers ------------------------------------------------------------------------------------------------------------------
+# -- buffers -----------------------------------------------------------------------------------------------------------
 
 
 class Buffers(nn.Module):
@@ -440,7 +440,7 @@ def test_buffers_follow_each_ranks_own_data(setting: Setting) -> None:
     assert int(engine.module.norm.num_batches_tracked) == 3
 
 
-# -- modules that read their children's parameters ----------------------------------------------------------------------------
+# -- modules that read their children's parameters ---------------------------------------------------------------------
 
 
 class Attention(nn.Module):
@@ -578,7 +578,7 @@ def test_sparse_embedding_gradients_train(setting: Setting) -> None:
     assert_trains_like_plain(SparseEmbedding, next_token, setting)
 
 
-# -- outputs ------------------------------------------------------------------------------------------------------------------
+# -- outputs -----------------------------------------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "hidden extra")
 

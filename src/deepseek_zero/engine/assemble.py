@@ -134,11 +134,11 @@ def scaler_of(config: Config) -> LossScaler | None:
     )
 
 
-def step_settings_of(config: Config, granularity: str, device: torch.device) -> StepSettings:
+def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
     return StepSettings(
         max_norm=config.gradient_clipping,
         tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL[device.type]),
-        granularity="tensor" if granularity == "tensor" else "element",
+        granularity=granularity,
         check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
         lift=config.precision == "auto",
     )
@@ -201,17 +201,22 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 def _optimizer_parts(
     config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None
-) -> tuple[list[dict[str, Any]], Make | None, str]:
+) -> tuple[list[dict[str, Any]], Make | None, tuple[str, ...]]:
     """Parameter groups, how to build the optimizer over their slices, and how finely its state may be cut."""
     if callable(client) and not isinstance(client, Optimizer):
         client = client(_groups(model, params))
     if isinstance(client, Optimizer):
-        return list(client.param_groups), adopting(client), granularity_of(client)
+        return list(client.param_groups), adopting(client), granularities(client, client.param_groups)
     if config.optimizer.type is None:
-        return [], None, "element"
+        return [], None, ()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
     groups = _groups(model, params) if params is not None else spec.parameter_groups(model)
-    return groups, spec.build, spec.granularity
+    return groups, spec.build, granularities(spec.cls, groups)
+
+
+def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """How finely each group's state may be cut."""
+    return tuple(granularity_of(optimizer, group) for group in groups)
 
 
 def adopting(client: Optimizer) -> Make:
@@ -233,7 +238,9 @@ def adopting(client: Optimizer) -> Make:
 
 def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
     """Parameters or groups, as groups."""
-    found: list[Any] = list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+    found: list[Any] = (
+        list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+    )
     if found and isinstance(found[0], dict):
         return [{**dict(group), "params": list(group["params"])} for group in found]
     return [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]

@@ -16,10 +16,10 @@ from ..base.device import default_device
 from ..base.mesh import current_mesh
 from ..config.load import load
 from ..base.errors import UsageError
-from ..engine.assemble import Parts, adopting, assemble
+from ..engine.assemble import Parts, adopting, assemble, granularities
 from ..engine.start import Request, facts_of
 from ..config import resolve
-from ..optim.registry import granularity_of, resolve_optimizer
+from ..optim.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
@@ -105,7 +105,9 @@ class ZeroOptimizer(Optimizer):
             if runtime is None:
                 return self.client
             parts = _parts_of(runtime)
-            settings = replace(parts.step_settings, keep_grads=True, granularity=_granularity(self.client))
+            settings = replace(
+                parts.step_settings, keep_grads=True, granularity=granularities(self.client, self.client.param_groups)
+            )
             groups = list(self.client.param_groups)
             self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, parts.scaler)
         return self.sharded
@@ -136,7 +138,3 @@ def _parts_of(runtime: Runtime) -> Parts:
         "Two optimizers would update the same slices.",
         "use engine.step(), or wrap the model with DeepSeekZeRO3.",
     )
-
-
-def _granularity(client: Optimizer) -> str:
-    return "tensor" if granularity_of(client) == "tensor" else "element"

@@ -22,6 +22,7 @@ from ..comm.start import init_distributed
 from ..config import choose_source
 from ..config.load import load
 from ..engine import accumulate, saving
+from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.start import Request, start
@@ -35,7 +36,6 @@ class DeepSpeedEngine(Engine):
 
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
-    is_compiled = False
 
     # -- the optimizer's words, which Lightning looks for on the engine
 
@@ -184,6 +184,35 @@ class DeepSpeedEngine(Engine):
             self.runtime.gatherer.release_all()
         for group in self.runtime.groups:
             group.route.pool.clear()
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the graphs."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuiltError(
+                "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
+                "Those are DeepCompile's passes; units are compiled one by one here.",
+                "leave both out.",
+            )
+        if not self.is_compiled:
+            self.__dict__["_compiled_units"] = compile_units(
+                self.runtime, {"backend": backend, **(compile_kwargs or {})}
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compile() was called."""
+        return bool(self.__dict__.get("_compiled_units"))
+
+    def destroy(self) -> None:
+        """Unhook the model, undo compile() and close the records; calling it twice is harmless."""
+        restore(self.__dict__.pop("_compiled_units", []))
+        super().destroy()
 
     def __getattr__(self, name: str) -> Any:
         if name in GETTERS:

@@ -54,7 +54,7 @@ class StepSettings:
 
     max_norm: float = 0.0
     tile_numel: int = TILE_NUMEL["cpu"]
-    granularity: str = "element"
+    granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
     lift: bool = False  # precision "auto"
@@ -84,9 +84,12 @@ class ShardedOptimizer(Optimizer):
         self.overflow = False
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
-        if settings.granularity == "tensor":
-            recut(runtime, groups)
-        self._pieces = [self._cut(group["params"]) for group in groups]
+        whole = [
+            number < len(settings.granularity) and settings.granularity[number] != "element"
+            for number in range(len(groups))
+        ]
+        recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
+        self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.inner = make_inner(
             [
                 {**group, "params": [piece.param for piece in pieces]}
@@ -127,7 +130,7 @@ class ShardedOptimizer(Optimizer):
 
     # -- cutting
 
-    def _cut(self, params: Iterable[nn.Parameter]) -> list[Piece]:
+    def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[Piece]:
         """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
         needs them.
         """
@@ -145,7 +148,7 @@ class ShardedOptimizer(Optimizer):
         pieces: list[Piece] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
-                pieces += _pieces_of(group, sorted(wanted[id(group)][1]), self.settings)
+                pieces += _pieces_of(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut)
         return pieces
 
     # -- stepping
@@ -249,7 +252,7 @@ class ShardedOptimizer(Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> list[Piece]:
+def _pieces_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Piece]:
     master, rank = group.master, group.route.comm.rank
     assert master is not None
     whole = master.spec.placement is R
@@ -260,7 +263,7 @@ def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> 
         start, stop = (slot.start, slot.stop) if whole else group.layout.owned(slot, rank)
         if start >= stop:
             continue
-        if settings.granularity == "tensor":
+        if uncut:
             spans.append((start - low, stop - low, (slot.name,), torch.Size(slot.shape)))
         elif spans and spans[-1][1] == start - low:
             spans[-1] = (spans[-1][0], stop - low, (*spans[-1][2], slot.name), None)
@@ -268,9 +271,7 @@ def _pieces_of(group: FlatGroup, numbers: list[int], settings: StepSettings) -> 
             spans.append((start - low, stop - low, (slot.name,), None))
     pieces = []
     for start, stop, names, shape in spans:
-        for cut, end in (
-            _cuts(start, stop, group.layout.slice_numel, settings.tile_numel) if shape is None else [(start, stop)]
-        ):
+        for cut, end in _cuts(start, stop, group.layout.slice_numel, tile_numel) if shape is None else [(start, stop)]:
             data = master.storage[cut:end]
             pieces.append(Piece(group, cut, end, nn.Parameter(data.view(shape) if shape is not None else data), names))
     return pieces
@@ -292,10 +293,14 @@ def _cuts(start: int, stop: int, slice_numel: int, tile_numel: int) -> list[tupl
 
 
 def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
-    """Lay every trained group out again so that no tensor is cut.  Collective; weights and masters keep their bits."""
+    """Lay out again, so that no tensor is cut, what holds parameters of these optimizer groups.
+
+    Collective; weights and masters keep their bits.
+    """
+    owners = {id(owner_of(param)) for group in groups for param in group["params"]}
     for unit in runtime.units:
         for group in unit.trained:
-            if group.plan.master is not None and group.plan.master.placement is not R:
+            if id(group) in owners and group.plan.master is not None and group.plan.master.placement is not R:
                 group.relay("tensor", unit.name)
 
 

@@ -3,13 +3,15 @@
 Most operators save a view of the weight (`weight.t()`), which would keep the gathered buffer alive until backward.
 While a unit that is to be released runs its forward, these hooks save such views as (group, offset, size, stride) and
 restore them from the buffer gathered for backward.  They save memory only: without them a saved view keeps its old
-buffer and reads the same values.  Other tensors go to the hooks that were in force before (checkpoint, save_on_cpu)
-or are kept as autograd would.  Called by runtime.py.
+buffer and reads the same values.  Other tensors are kept as autograd would.  Where hooks of others are in force
+(checkpoint, save_on_cpu) everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight
+taken out of its sight would make the recomputation seem to differ.  Called by runtime.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +23,15 @@ from ..base.errors import UsageError
 from .group import FlatGroup
 from .unit import Unit
 
+Fetch = Callable[[FlatGroup], object]
+
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, by place."""
+    """A view of a gathered buffer, by place.  fetch(group) gathers the group's unit if backward finds it at rest."""
 
     group: FlatGroup
+    fetch: Fetch
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -38,43 +43,49 @@ class SavedTensor:
 
     tensor: Tensor
     version: int
+    unit: str
 
 
-def weight_hooks(unit: Unit, fetch: Callable[[FlatGroup], object]) -> torch.autograd.graph.saved_tensors_hooks:
-    """The hooks for one forward of a gathered unit. fetch(group) gathers the group's unit again if backward finds it
-    at rest.
-    """
-    places = {
-        group.full.storage.untyped_storage().data_ptr(): group for group in unit.sharded if group.full is not None
-    }
-    outer = outer_saved_tensor_hooks()
+class WeightHooks:
+    """The hooks for one forward of a gathered unit.  outer: those of the unit around it."""
 
-    def pack(tensor: Tensor) -> Any:
-        group = places.get(tensor.untyped_storage().data_ptr())
+    def __init__(self, unit: Unit, fetch: Fetch, outer: WeightHooks | None) -> None:
+        self.unit, self.fetch, self.outer = unit.name, fetch, outer
+        self.places = {
+            group.full.storage.untyped_storage().data_ptr(): group for group in unit.sharded if group.full is not None
+        }
+
+    def pack(self, tensor: Tensor) -> SavedWeight | SavedTensor:
+        group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
-            return SavedWeight(group, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-        if outer is not None:
-            return outer[0](tensor)
+            return SavedWeight(group, self.fetch, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if self.outer is not None:
+            return self.outer.pack(tensor)
         kept = tensor.detach()
-        return SavedTensor(kept, kept._version)
+        return SavedTensor(kept, kept._version, self.unit)
 
-    def unpack(saved: Any) -> Tensor:
+    def unpack(self, saved: SavedWeight | SavedTensor) -> Tensor:
         if isinstance(saved, SavedWeight):
             if saved.group.full is None:
-                fetch(saved.group)
+                saved.fetch(saved.group)
             assert saved.group.full is not None
             return saved.group.full.storage.as_strided(saved.size, saved.stride, saved.offset)
-        if outer is not None:
-            return outer[1](saved)
         if saved.tensor._version != saved.version:
             raise UsageError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"tensor of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, "
                 f"expected {saved.version}.",
-                f"It was saved for backward in unit '{unit.name}'.",
+                f"It was saved for backward in unit '{saved.unit}'.",
                 "replace the in-place operation (x += ..., relu_(x)) by its out-of-place form.",
             )
-        kept: Tensor = saved.tensor
-        return kept
+        return saved.tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
+    """The context for one forward of a gathered unit; does nothing inside the hooks of others."""
+    top = outer_saved_tensor_hooks()
+    outer = getattr(top[0], "__self__", None) if top is not None else None
+    if top is not None and not isinstance(outer, WeightHooks):
+        return nullcontext()
+    hooks = WeightHooks(unit, fetch, outer)
+    return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)

@@ -1,0 +1,146 @@
+"""The truth contract, bytes: what a step sends is what ZeRO says, counted twice and predicted once.
+
+Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.  Psi is the padded number
+of elements.  Control rows (norms, late gradients, once the order of units) carry no state and are stated apart.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deepseek_zero.engine.memory import predicted_volume
+from tests.models import seeded
+from tests.pairwise import cases
+from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
+
+
+class SendCounter(TorchDispatchMode):
+    """Adds up the bytes of every tensor given to c10d.send, whoever calls it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.name().startswith("c10d::"):
+            assert function.name() in ("c10d::send", "c10d::recv_"), f"{function.name()} is not counted"
+            if function.name() == "c10d::send":
+                self.sent_bytes += sum(tensor.nbytes for tensor in args[0])
+        return function(*args, **(kwargs or {}))
+
+
+def count_step(engine: Any, run: Run, step: int) -> tuple[int, int]:
+    """Bytes this rank sends in one step: (states, rows).  Meter and dispatch mode must agree."""
+    meter = engine.runtime.comm.meter
+    meter.reset()
+    with SendCounter() as counter:
+        train_step(engine, run, step)
+    rows = meter.sent_bytes["rows"]
+    assert counter.sent_bytes == meter.total_bytes()
+    return meter.total_bytes() - rows, rows
+
+
+# How often a micro-batch count G moves the whole model, times (N-1)/N.
+TIMES = {
+    0: lambda micro_batches: 2,  # gradients: reduce-scatter and all-gather
+    1: lambda micro_batches: 2,  # gradients: reduce-scatter; weights: all-gather
+    2: lambda micro_batches: micro_batches + 1,  # the same, gradients once per micro-batch
+    3: lambda micro_batches: 3 * micro_batches,  # weights: forward and backward; gradients
+}
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2, 3])
+def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_times_the_model(
+    ranks: int, stage: int, accumulation: int
+) -> None:
+    run = Run(stage, accumulation=accumulation, window=0, persistence=0)
+    engine = start_engine(run, seeded())
+    groups = engine.runtime.groups
+    padded = sum(group.layout.padded_numel for group in groups)
+    parameters = sum(parameter.numel() for parameter in engine.module.parameters())
+    assert parameters < padded < parameters + 1024 * ranks * len(groups), "padding: under 1,024 elements per slice"
+    rows = 8 * ranks * len(groups) * (ranks - 1)  # a table of norms: one float64 per group and slice
+    rows += len(engine.runtime.units) * (ranks - 1)  # which units have late gradients: one byte each
+    order = 8 * len(engine.runtime.units) * (ranks - 1)  # after the first step, rank 0's order of units: an int64 each
+    expected = TIMES[stage](accumulation) * 4 * padded // ranks * (ranks - 1)
+    assert count_step(engine, run, 0) == (expected, rows + order)
+    assert count_step(engine, run, 1) == (expected, rows)
+    if stage == 3:
+        assert_is_sharded(engine)
+
+
+AXES = {
+    "stage": (0, 1, 2, 3),
+    "dtype": ("fp32", "bf16"),
+    "accumulation": (1, 2),
+    "ranks": (2, 3),
+    "window": (0, 9000, ALL),  # elements: nothing, some units, every unit stays from forward to backward
+    "persistence": (0, 300),  # elements: norms, biases and one matrix stay whole
+    "bucket": (2048, ALL),  # elements: several messages per reduction, one
+    "overlap": (True, False),
+}
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize(*cases(AXES))
+def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
+    stage: int, dtype: str, accumulation: int, ranks: int, window: int, persistence: int, bucket: int, overlap: bool
+) -> None:
+    run = Run(
+        stage, dtype, accumulation, window, optimizer="adamw", persistence=persistence, bucket=bucket, overlap=overlap
+    )
+    engine = start_engine(run, seeded())
+    volume = predicted_volume(engine.runtime)
+    assert count_step(engine, run, 0) == (volume.state_bytes, volume.rows + volume.first_step_rows)
+    assert predicted_volume(engine.runtime) == volume, "units are used in the order they are declared"
+    assert count_step(engine, run, 1) == (volume.state_bytes, volume.rows)
+
+
+@pytest.mark.ranks(2)
+def test_a_wider_window_saves_gathers_and_persistence_trades_them_for_refreshes() -> None:
+    def gathered(window: int, persistence: int) -> int:
+        engine = start_engine(Run(3, window=window, persistence=persistence), seeded())
+        return predicted_volume(engine.runtime).gathers
+
+    none, some, every = gathered(0, 0), gathered(9000, 0), gathered(ALL, 0)
+    assert none == 2 * every and every < some < none
+    assert gathered(0, 300) < none
+
+
+@pytest.mark.ranks(2)
+def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
+    model = seeded()
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(False)
+    engine = start_engine(Run(3), model)
+    frozen = sum(group.layout.padded_numel for group in engine.runtime.groups if not group.trainable)
+    padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
+    volume = predicted_volume(engine.runtime)
+    assert (volume.gathers, volume.reduces) == (2 * 4 * padded // 2, 4 * (padded - frozen) // 2)
+    assert count_step(engine, Run(3), 0)[0] == volume.state_bytes
+
+
+@pytest.mark.ranks(1)
+def test_a_world_of_one_sends_nothing() -> None:
+    for stage in range(4):
+        engine = start_engine(Run(stage), seeded())
+        assert count_step(engine, Run(stage), 0) == (0, 0)
+        assert predicted_volume(engine.runtime).state_bytes == 0
+
+
+def test_the_dispatch_mode_refuses_collectives_it_cannot_count() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(AssertionError, match="is not counted"), SendCounter():
+            dist.all_reduce(torch.ones(1))
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,144 @@
+"""The truth contract, memory: what is predicted from the plan is what live storages hold, found without our registry.
+
+Counted is every storage that a Python tensor refers to, less those that were there before the engine was built.  Besides
+weights, gradients, masters and moments that is: lent buffers the pool keeps, one placeholder element per group, the
+optimizer's step counters of 4 bytes per piece, and its scratch where gradients are cast or clipped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepseek_zero.engine.memory import predicted_bytes
+from deepseek_zero.optim.sharded import TILE_NUMEL
+from deepseek_zero.report.estimate import resident_bytes, step_of_units, units_of_model
+from deepseek_zero.report.lending import buffer_bytes, lent_buffers
+from deepseek_zero.report.measure import live_storages
+from tests.models import Gpt, seeded
+from tests.pairwise import cases
+from tests.reference import MakeOptimizer
+from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
+
+STEPS = 3
+
+
+def added_bytes(before: dict[int, int]) -> int:
+    """Bytes of storages that are alive now and were not then."""
+    return sum(size for address, size in live_storages().items() if before.get(address) != size)
+
+
+def assert_prediction_holds(run: Run, make: MakeOptimizer | None = None) -> Any:
+    """Train a little; the prediction made before the first step is what is found afterwards, state by state and in all."""
+    before = live_storages()
+    engine = start_engine(run, seeded(), make)
+    predicted = predicted_bytes(engine.runtime, engine.optimizer)
+    for step in range(STEPS):
+        train_step(engine, run, step)
+    found = added_bytes(before)
+    report = engine.memory_report()
+    assert dict(report.predicted) == predicted
+    wrong = {state: (size, report.measured[state]) for state, size in predicted.items() if report.measured[state] != size}
+    assert not wrong, f"(predicted, measured) by state: {wrong}"
+    assert report.predicted_total == found
+    return engine
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_the_plans_prediction_is_the_sum_over_all_live_storages(ranks: int, stage: int, dtype: str) -> None:
+    engine = assert_prediction_holds(Run(stage, dtype, optimizer="adamw"))
+    if stage == 3:
+        assert_is_sharded(engine)
+
+
+AXES = {
+    "stage": (0, 1, 2, 3),
+    "dtype": ("fp32", "bf16"),
+    "accumulation": (1, 2),
+    "window": (0, 9000, ALL),
+    "ahead": (0, ALL),
+    "clipping": (0.0, 0.3),
+    "persistence": (0, 300),
+    "bucket": (2048, ALL),
+    "overlap": (True, False),
+}
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize(*cases(AXES))
+def test_the_prediction_holds_whatever_the_settings(
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    window: int,
+    ahead: int,
+    clipping: float,
+    persistence: int,
+    bucket: int,
+    overlap: bool,
+) -> None:
+    run = Run(stage, dtype, accumulation, window, clipping, "adamw", persistence, ahead, ALL, bucket, overlap)
+    assert_prediction_holds(run)
+
+
+MAKERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda params: torch.optim.SGD(params, lr=0.01),
+    "momentum": lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9),
+    "adam, amsgrad": lambda params: torch.optim.Adam(params, lr=0.01, amsgrad=True),
+    "adagrad": lambda params: torch.optim.Adagrad(params, lr=0.01),
+    "rmsprop, centered": lambda params: torch.optim.RMSprop(params, lr=0.01, momentum=0.9, centered=True),
+    "nadam": lambda params: torch.optim.NAdam(params, lr=0.01),
+    "adadelta": lambda params: torch.optim.Adadelta(params, lr=0.01),
+    "asgd": lambda params: torch.optim.ASGD(params, lr=0.01),
+    "two groups": lambda params: torch.optim.AdamW([{"params": params[:5], "lr": 0.1}, {"params": params[5:]}], lr=0.01),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", MAKERS)
+def test_the_prediction_knows_each_optimizers_state(name: str) -> None:
+    assert_prediction_holds(Run(2), MAKERS[name])
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: int) -> None:
+    engine = start_engine(Run(stage, optimizer="adamw"), seeded())
+    with torch.device("meta"):
+        model = Gpt()
+    settings = engine.runtime.settings
+    units = units_of_model(model, settings, ranks)
+    expected = resident_bytes(units, step_of_units(units, dist.get_rank(), "AdamW", TILE_NUMEL["cpu"]))
+    expected["buffers"] = buffer_bytes(lent_buffers(units, settings))
+    assert predicted_bytes(engine.runtime, engine.optimizer) == expected
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_lent_buffers_do_not_grow_with_depth(stage: int) -> None:
+    def buffers(blocks: int) -> int:
+        run = Run(stage)
+        engine = start_engine(run, seeded(Gpt, blocks=blocks))
+        for step in range(2):
+            train_step(engine, run, step)
+        return engine.memory_report().measured["buffers"]
+
+    assert buffers(blocks=3) == buffers(blocks=9) > 0
+
+
+@pytest.mark.ranks(2)
+def test_the_stages_fall_as_the_table_says() -> None:
+    totals = []
+    for stage in range(4):
+        engine = start_engine(Run(stage, "bf16", optimizer="adamw"), seeded())
+        predicted = predicted_bytes(engine.runtime, engine.optimizer)
+        totals.append({state: predicted[state] for state in ("weight", "grad", "master", "moments")})
+    halved = [{state for state in totals[0] if totals[stage][state] < 0.6 * totals[0][state]} for stage in range(4)]
+    assert halved == [set(), {"master", "moments"}, {"grad", "master", "moments"}, {"weight", "grad", "master", "moments"}]

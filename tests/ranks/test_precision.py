@@ -1,0 +1,152 @@
+"""Loss scaling agreed by all ranks, and precision "auto", which lifts what 16 bits cannot hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepseek_zero as dz
+
+
+class Block(nn.Module):
+    """Squares `gain` times its input on the way: beyond a gain of 255 or so, fp16 overflows."""
+
+    def __init__(self, width: int, gain: float) -> None:
+        super().__init__()
+        self.up, self.down, self.gain = nn.Linear(width, 2 * width), nn.Linear(2 * width, width), gain
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return x + self.down(torch.sqrt((hidden * self.gain) ** 2 + 1) / self.gain)
+
+
+class Net(nn.Module):
+    def __init__(self, gains: tuple[float, ...] = (1.0, 1.0)) -> None:
+        super().__init__()
+        self.embed = nn.Linear(8, 32)
+        self.blocks = nn.ModuleList(Block(32, gain) for gain in gains)
+        self.head = nn.Linear(32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def build(stage: int, gains: tuple[float, ...] = (1.0, 1.0), **more: Any) -> Any:
+    torch.manual_seed(0)
+    engine, *_ = dz.initialize(
+        model=Net(gains),
+        config={
+            "train_micro_batch_size_per_gpu": 4,
+            "steps_per_print": None,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            **more,
+        },
+    )
+    return engine
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(16, 8, generator=generator)
+    return x, x.sum(1, keepdim=True)
+
+
+def loss_of(engine: Any, poison: float = 1.0) -> torch.Tensor:
+    x, y = data()
+    return ((engine(x).float() * poison - y) ** 2).mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_nothing(stage: int) -> None:
+    engine = build(stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    engine.backward(loss_of(engine))
+    engine.step()
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    moments = [value.clone() for state in engine.optimizer.state.values() for value in state.values()]
+    engine.backward(loss_of(engine, poison=float("inf") if dist.get_rank() == 1 else 1.0))
+    engine.step()
+    assert engine.skipped_steps == 1
+    assert not engine.was_step_applied()
+    assert engine.parts.scaler.scale == 2.0**7
+    for name, value in engine.module.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    after = [value for state in engine.optimizer.state.values() for value in state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(after, moments, strict=True))
+    engine.backward(loss_of(engine))
+    engine.step()
+    assert engine.was_step_applied()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: int) -> None:
+    found = []
+    for plain in (False, True):
+        engine = build(
+            stage, fp16={"enabled": True, "initial_scale_power": 6}, gradient_accumulation_steps=accumulation
+        )
+        for _ in range(2 * accumulation):
+            loss = loss_of(engine)
+            loss.backward() if plain else engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 2
+        assert engine.skipped_steps == 0
+        found.append(engine.module.state_dict())
+    for name, value in found[0].items():
+        torch.testing.assert_close(found[1][name], value, atol=2e-3, rtol=2e-2)
+
+
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, stage: int) -> None:
+    engine = build(
+        stage, gains=(1.0, 1e3, 1.0), precision="auto", fp16={"enabled": True, "initial_scale_power": 4}
+    )
+    losses = []
+    for _ in range(10):
+        loss = loss_of(engine)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert engine.optimizer.lifter.lifted == ["blocks.1"]
+    dtypes = {name: param.dtype for name, param in engine.module.named_parameters()}
+    assert dtypes["blocks.1.up.weight"] == torch.float32
+    assert dtypes["blocks.0.up.weight"] == torch.float16
+    assert engine.was_step_applied()
+    assert all(torch.isfinite(torch.tensor(losses[4:])))
+
+
+@pytest.mark.ranks(2)
+def test_bf16_masters_come_from_the_fp32_originals() -> None:
+    torch.manual_seed(0)
+    original = {name: param.detach().clone() for name, param in Net().named_parameters()}
+    engine = build(3, bf16={"enabled": True})
+    for name, param in engine.module.named_parameters():
+        master = dz.utils.safe_get_full_fp32_param(param)
+        assert torch.equal(master, original[name]), name
+        assert param.dtype == torch.bfloat16
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_autocast_keeps_fp32_weights_and_trains(stage: int) -> None:
+    engine = build(stage, torch_autocast={"enabled": True, "dtype": "bf16"})
+    losses = []
+    for _ in range(8):
+        loss = loss_of(engine)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    assert all(param.dtype == torch.float32 for param in engine.module.parameters())
+    assert losses[-1] < 0.75 * losses[0]
