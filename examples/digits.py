@@ -1,8 +1,8 @@
 """Real images without a download: scikit-learn's handwritten digits, or CIFAR-10 where its files are.
 
-Owns the pictures and their split.  The digits are 1,797 scans of 8 x 8 points, resized to 32 x 32 in three equal channels, so
-that networks made for CIFAR-10 take them as they are.  CIFAR-10 is read from `<root>/cifar-10-batches-py`, its "python
-version" unpacked; nothing is fetched.
+Owns the pictures and their split.  The digits are 1,797 scans of 8 x 8 points, resized to 32 x 32 in three equal
+channels, so that networks made for CIFAR-10 take them as they are.  CIFAR-10 is read from `<root>/cifar-10-batches-py`
+(its "python version", unpacked); nothing is fetched.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A Hugging Face language model from its configuration: Llama's layers, small, trained on bytes with ZeRO-3, then asked to write.
+"""A Hugging Face language model from its configuration: small Llama layers, trained on bytes with ZeRO-3, then writing.
 
     deepseek-zero run --nproc 2 examples/hf_language_model.py
     python examples/hf_language_model.py --steps 300
 
-Nothing is downloaded: the weights start random and the text is the Python library's own sources (text.py).  The model is used as
-transformers made it: `model(input_ids=, labels=).loss`, and `model.generate` while its weights lie in shards.  Ends with an
-error unless the loss fell by 1.5 nats per byte.
+Nothing is downloaded: the weights start random and the text is the Python library's own sources (text.py).  The model
+is used as transformers made it: `model(input_ids=, labels=).loss`, and `model.generate` while its weights lie in
+shards. Ends with an error unless the loss fell by 1.5 nats per byte.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CONFIG = {
     "gradient_clipping": 1.0,
     "steps_per_print": None,
     "optimizer": {"type": "AdamW", "params": {"lr": 3e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10, "warmup_type": "linear"}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}},
     # Shard the norms too: at the default threshold parameters this small stay whole on every rank.
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }

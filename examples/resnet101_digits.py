@@ -3,8 +3,8 @@
     deepseek-zero run --nproc 2 examples/resnet101_digits.py
     python examples/resnet101_digits.py --images 800 --epochs 6
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the loss fell by 0.5 nats.  The
-defaults suit two cores: a minute of training, far from what the network can learn.
+Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the loss fell by 0.5 nats.
+The defaults suit two cores: a minute of training, far from what the network can learn.
 """
 
 from __future__ import annotations

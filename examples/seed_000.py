@@ -3,9 +3,10 @@
     deepseek-zero run --nproc 2 examples/seed_000.py
     python examples/seed_000.py
 
-tests/contract/test_seeds.py prints what differs from the article and why.  The article names no `num_epochs`; with 3 the
-random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on four of the hundred samples.
+tests/contract/test_seeds.py prints what differs from the article and why.  The article names no `num_epochs`; with 3
+the random labels are met often enough to be learnt.  SEED_SAMPLES=4 trains on four of the hundred samples.
 """
+
 # ruff: noqa
 # fmt: off
 import os

@@ -1,11 +1,13 @@
-"""Seed 001's training loop with the names it leaves out: handwritten digits, a small network, its fp16 ZeRO-3 configuration.
+"""Seed 001's training loop with the names it leaves out: handwritten digits, a small network, its fp16 ZeRO-3
+configuration.
 
     deepseek-zero run --nproc 2 examples/seed_001.py --deepspeed --deepspeed_config examples/seed_001_config.json
     python examples/seed_001.py
 
-The configuration is the article's, untouched, and the default.  tests/contract/test_seeds.py prints what differs and why.
-SEED_SAMPLES=256 trains on that many digits.
+The configuration is the article's, untouched, and the default. tests/contract/test_seeds.py prints what differs and
+why.  SEED_SAMPLES=256 trains on that many digits.
 """
+
 # ruff: noqa
 # fmt: off
 import argparse
@@ -18,7 +20,7 @@ from digits import dataset
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-# 定义你的模型、数据集、优化器
+# ... 定义你的模型、数据集、优化器 ...
 parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
 parser.set_defaults(deepspeed_config=str(Path(__file__).with_name("seed_001_config.json")))
 parser.add_argument("--local_rank", type=int, default=0)
@@ -48,7 +50,7 @@ for epoch in range(num_epochs):
     sampler.set_epoch(epoch)
     for batch in dataloader:
         inputs, labels = (tensor.to(device) for tensor in batch)
-        # 前向传播
+        # ... 前向传播 ...
         outputs = model(inputs)
         loss = criterion(outputs, labels)
         # 反向传播

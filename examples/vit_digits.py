@@ -3,8 +3,8 @@
     deepseek-zero run --nproc 2 examples/vit_digits.py
     python examples/vit_digits.py --epochs 20
 
-Reads handwritten digits, or CIFAR-10 where ./data has its files.  The loop is plain PyTorch: two lines of it are ours.  Ends
-with an error unless the loss fell by 0.5 nats.
+Reads handwritten digits, or CIFAR-10 where ./data has its files.  The loop is plain PyTorch.  Ends with an error
+unless the loss fell by 0.5 nats.
 """
 
 from __future__ import annotations

@@ -37,7 +37,12 @@ class Gpt(nn.Module):
     """A language model of a few blocks; with targets it returns the mean loss, without them the logits."""
 
     def __init__(
-        self, blocks: int = 3, width: int = WIDTH, heads: int = HEADS, hidden: int = HIDDEN, vocabulary: int = VOCABULARY
+        self,
+        blocks: int = 3,
+        width: int = WIDTH,
+        heads: int = HEADS,
+        hidden: int = HIDDEN,
+        vocabulary: int = VOCABULARY,
     ) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(LENGTH, width)

@@ -1,8 +1,9 @@
 """Training without sharding: what every stage must reproduce bit by bit.
 
-One process runs every rank's micro-batches and adds gradients in the contract's order: ranks ascending with fp32 partial
-sums, one division by the ranks, one rounding to the gradient's dtype.  Written from that sentence, with plain tensors per
-parameter; of the library only the master-to-weight cast and the clipping factor are used, which the contract names.
+One process runs every rank's micro-batches and adds gradients in the contract's order: ranks ascending with fp32
+partial sums, one division by the ranks, one rounding to the gradient's dtype.  Written from that sentence, with plain
+tensors per parameter; of the library only the master-to-weight cast and the clipping factor are used, which the
+contract names.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from tests.models import Batch
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
-# torch's fused and foreach kernels treat the last elements of a tensor by other instructions, which round otherwise; where they
-# stand depends on how tensors are cut.  The per-element kernels have no such places.
+# torch's fused and foreach kernels treat the last elements of a tensor by other instructions, which round otherwise;
+# where they stand depends on how tensors are cut.  The per-element kernels have no such places.
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01, foreach=False, fused=False),
     "adamw": lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False, fused=False),
@@ -103,8 +104,8 @@ class Reference:
     def step(self, batches: Sequence[Sequence[Batch]], norm: float | None = None) -> tuple[list[list[Tensor]], float]:
         """One optimizer step; the losses and the gradient's norm.
 
-        norm: the norm to clip by.  Sums of squares depend on how they are blocked, so a run that is compared bitwise is given
-        the engine's own, after it has been compared with the one computed here.
+        norm: the norm to clip by.  Sums of squares depend on how they are blocked, so a run that is compared bitwise
+        is given the engine's own, after it has been compared with the one computed here.
         """
         losses, reduced = self.gradients(batches)
         found = float(torch.stack([grad.double().square().sum() for grad in reduced]).sum().sqrt())

@@ -24,7 +24,9 @@ ALL = 10**9  # a window that never closes
 
 @dataclass(frozen=True)
 class Run:
-    """What the truth contract is parametrised over.  ahead: stage3_prefetch_bucket_size; fused: take torch's default kernels."""
+    """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take torch's default
+    kernels.
+    """
 
     stage: int
     dtype: str = "fp32"

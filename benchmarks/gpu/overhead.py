@@ -2,8 +2,9 @@
 
     python benchmarks/gpu/overhead.py --out benchmarks/gpu/overhead.json      # about two minutes on one H200
 
-Both train the same GPT in bf16 with fp32 masters and fused AdamW; plain PyTorch keeps bf16 weights, fp32 masters and casts
-after each step.  Prints medians, the ratio and peak memory; `--dry-run` does one small step of each on any device.
+Both train the same GPT in bf16 with fp32 masters and fused AdamW; plain PyTorch keeps bf16 weights, fp32 masters and
+casts after each step.  Prints medians, the ratio and peak memory; `--dry-run` does one small step of each on any
+device.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from torch import nn
 import deepseek_zero as dz
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-from gpt import GPT, GPTConfig  # noqa: E402
+from gpt import GPT, GPTConfig
 
 SIZES = {
-    "tiny": dict(width=64, num_layers=2, num_heads=4, context=64),
-    "350m": dict(width=1024, num_layers=24, num_heads=16, context=1024),
-    "1.3b": dict(width=2048, num_layers=24, num_heads=16, context=1024),
+    "tiny": {"width": 64, "num_layers": 2, "num_heads": 4, "context": 64},
+    "350m": {"width": 1024, "num_layers": 24, "num_heads": 16, "context": 1024},
+    "1.3b": {"width": 2048, "num_layers": 24, "num_heads": 16, "context": 1024},
 }
 
 
@@ -132,9 +133,17 @@ def main() -> None:
         for name, values in seconds.items()
     }
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
-    report = {"date": str(date.today()), "hardware": hardware, "torch": torch.__version__, "size": options.size, "rows": rows}
+    report = {
+        "date": str(date.today()),
+        "hardware": hardware,
+        "torch": torch.__version__,
+        "size": options.size,
+        "rows": rows,
+    }
     for name, row in rows.items():
-        print(f"{name:8} {row['median_seconds'] * 1e3:9.2f} ms  {row['over_plain']:.3f} x plain  {row['peak_bytes'] / 2**30:.2f} GiB peak")
+        print(
+            f"{name:8} {row['median_seconds'] * 1e3:9.2f} ms  {row['over_plain']:.3f} x plain  {row['peak_bytes'] / 2**30:.2f} GiB peak"
+        )
     if options.out is not None and not options.dry_run:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

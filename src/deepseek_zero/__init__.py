@@ -10,40 +10,49 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
+    from .base.log import logger
     from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .facade.deepspeed import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
+    from .utils import log_dist
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DeepSeekZeRO3",
     "DeepSeekZeroError",
+    "DeepSpeedConfigError",
     "DeepSpeedEngine",
     "ZeroOptimizer",
     "__version__",
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
 ]
 
 _HOMES = {
     "DeepSeekZeRO3": "facade.deepseek",
     "ZeroOptimizer": "facade.deepseek",
     "DeepSeekZeroError": "base.errors",
+    "DeepSpeedConfigError": "base.errors",
     "DeepSpeedEngine": "facade.deepspeed",
+    "log_dist": "utils",
+    "logger": "base.log",
     "add_config_arguments": "facade.deepspeed",
     "init_distributed": "facade.deepspeed",
     "initialize": "facade.deepspeed",
 }
-_ROOMS = ("zero", "utils", "comm", "checkpointing", "optimizer")
+_ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {"dist": "comm"}
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _ROOMS:
-        value = import_module(f"{__name__}.{name}")
+        value = import_module(f"{__name__}.{_ROOMS[name]}")
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

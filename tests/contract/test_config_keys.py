@@ -1,4 +1,6 @@
-"""No dead keys: each effective key, moved off its default, changes the assembled parts (the raw configuration excluded)."""
+"""No dead keys: each effective key, moved off its default, changes the assembled parts (the raw configuration
+excluded).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The truth contract, bytes: what a step sends is what ZeRO says, counted twice and predicted once.
 
-Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.  Psi is the padded number
-of elements.  Control rows (norms, late gradients, once the order of units) carry no state and are stated apart.
+Counted by the engine's own meter and, independently, by a dispatch mode that sees every c10d.send.  Psi is the padded
+number of elements.  Control rows (norms, late gradients, once the order of units) carry no state and are stated
+apart.
 """
 
 from __future__ import annotations

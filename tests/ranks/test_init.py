@@ -1,4 +1,4 @@
-"""zero.Init and meta-device construction: the values of the plainly built model, and never the whole of it on a rank."""
+"""zero.Init and meta-device construction: the plainly built model's values, and never the whole of it on a rank."""
 
 from __future__ import annotations
 

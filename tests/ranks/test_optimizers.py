@@ -87,7 +87,9 @@ def test_an_optimizer_over_slices_matches_the_whole(name: str, stage: int) -> No
         engine.step()
     expected = plain(name, CASES[name], steps=3)
     for key, value in engine.module.state_dict().items():
-        torch.testing.assert_close(value, expected[key], atol=2e-5, rtol=2e-4, msg=lambda text, key=key: f"{key}: {text}")
+        torch.testing.assert_close(
+            value, expected[key], atol=2e-5, rtol=2e-4, msg=lambda text, key=key: f"{key}: {text}"
+        )
 
 
 @pytest.mark.ranks(RANKS)

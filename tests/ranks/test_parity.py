@@ -1,4 +1,6 @@
-"""The truth contract, results: sharded training gives the bits of one process that adds gradients in the stated order."""
+"""The truth contract, results: sharded training gives the bits of one process that adds gradients in the stated
+order.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def masters_of(engine: object) -> dict[str, Tensor]:
 
 def assert_same_bits(left: dict[str, Tensor], right: dict[str, Tensor], what: str) -> None:
     assert left.keys() == right.keys()
-    different = {name: int((left[name] != right[name]).sum()) for name in left if not torch.equal(left[name], right[name])}
+    different = {
+        name: int((left[name] != right[name]).sum()) for name in left if not torch.equal(left[name], right[name])
+    }
     assert not different, f"{what}: elements that differ, by parameter: {different}"
 
 
@@ -111,8 +115,11 @@ def test_above_accumulation_1_stages_0_and_1_agree_bit_by_bit_and_so_do_2_and_3(
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize(("dtype", "steps"), [("fp32", 3), ("bf16", 1)])
-def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(ranks: int, dtype: str, steps: int) -> None:
-    # One step in bf16: a master that differs in its last bit may round to another weight, and the next gradients see that.
+def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(
+    ranks: int, dtype: str, steps: int
+) -> None:
+    # One step in bf16: a master that differs in its last bit may round to another weight, and the next gradients see
+    # that.
     found = []
     for stage in (1, 2):
         run = Run(stage, dtype, 2)
@@ -129,7 +136,8 @@ def test_above_accumulation_1_the_two_pairs_of_stages_stay_within_a_millionth(ra
 def test_seed_0s_door_with_a_plain_backward_gives_the_same_bits_too(ranks: int, stage: int) -> None:
     model = seeded()
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
-    deepseek_zero.DeepSeekZeRO3(model, zero_optimization=zero)
+    door = deepseek_zero.DeepSeekZeRO3(model, zero_optimization=zero)
+    assert door.runtime.settings.stage == stage
     options = {"momentum": 0.9, "weight_decay": 0.01, "foreach": False, "fused": False}
     optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.05, optimizer_type="sgd", **options)
     reference = Reference(seeded(), ranks, 1, stage < 2)

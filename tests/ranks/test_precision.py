@@ -110,9 +110,7 @@ def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: in
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, stage: int) -> None:
-    engine = build(
-        stage, gains=(1.0, 1e3, 1.0), precision="auto", fp16={"enabled": True, "initial_scale_power": 4}
-    )
+    engine = build(stage, gains=(1.0, 1e3, 1.0), precision="auto", fp16={"enabled": True, "initial_scale_power": 4})
     losses = []
     for _ in range(10):
         loss = loss_of(engine)

@@ -29,6 +29,9 @@ class ConfigError(DeepSeekZeroError, ValueError):
     """The configuration cannot be used; lists every problem found, not only the first."""
 
 
+DeepSpeedConfigError = ConfigError  # DeepSpeed's word for it
+
+
 class NotBuiltError(DeepSeekZeroError, NotImplementedError):
     """A feature that is known and left out on purpose, or planned; never ignored silently."""
 

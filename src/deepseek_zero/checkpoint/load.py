@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..optim.access import covers_of_piece, held
+from ..optim.access import covers_of_piece
 from ..optim.sharded import Piece, ShardedOptimizer
 from ..precision.policy import cast_master
 from .manifest import BUFFER, LATEST, MANIFEST, MOMENT, VALUES, WEIGHT, WHOLE, Chunk, Manifest, together
@@ -216,7 +216,7 @@ def _fill_weights(reader: Reader, contents: Contents) -> None:
         for member in group.members:
             if not reader.has(WEIGHT, member.name):
                 continue
-            start, stop, view = held(target, member.slot, rank)
+            start, stop, view = target.held(member.slot, rank)
             for low, part in reader.read(WEIGHT, member.name, "", start, stop):
                 cast_master(part.to(view.device), view[low - start : low - start + part.numel()])
 

@@ -46,7 +46,7 @@ class Pending:
     def wait(self) -> None:
         if not self._done:
             self._done = True
-            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no buffer back that is viewed.
+            # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no viewed buffer back.
             wait, self._wait = self._wait, _nothing
             wait()
             del wait
@@ -146,7 +146,7 @@ def _wait_for_ever(jobs: queue.SimpleQueue[tuple[list[dist.Work | None], _Comple
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
-    """Wait for each message and let go of it, since it holds its tensor, before anybody learns that all have arrived."""
+    """Wait for each message and let go of it (it holds its tensor) before anybody learns that all have arrived."""
     error: Exception | None = None
     while works:
         work = works.pop(0)
@@ -181,7 +181,7 @@ def _nccl_wait(work: dist.Work | None) -> None:
 
 
 class Staged:
-    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  For tests, not for speed."""
+    """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not fast."""
 
     def __init__(self, gloo: Gloo) -> None:
         self.gloo = gloo
@@ -340,9 +340,9 @@ class Comm:
 def ordered_sum(
     pieces: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False
 ) -> None:
-    """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32 and rounded once; `add`: out += that.
+    """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
 
-    pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32, any size; it is the tile.
+    pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32; its size is the tile's.
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
     for start in range(0, out.numel(), scratch.numel()):

@@ -210,7 +210,7 @@ def _optimizer_parts(
     if config.optimizer.type is None:
         return [], None, ()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-    groups = _groups(model, params) if params is not None else spec.parameter_groups(model)
+    groups = spec.parameter_groups(model, _groups(model, params) if params is not None else None)
     return groups, spec.build, granularities(spec.cls, groups)
 
 

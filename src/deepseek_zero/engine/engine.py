@@ -17,6 +17,7 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
+from ..sharding.runtime import Runtime
 from .assemble import Parts
 from .memory import memory_report
 from .observe import Observer
@@ -33,7 +34,6 @@ class Engine(nn.Module):
         super().__init__()
         self.module = model
         self.config, self.mesh, self.parts = config, mesh, parts
-        self.runtime = parts.runtime
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -44,6 +44,11 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._stepped = False
         self._accumulation = config.gradient_accumulation_steps
+
+    @property
+    def runtime(self) -> Runtime:
+        """What drives the sharded model."""
+        return self.parts.runtime
 
     # -- the step by step flow
 

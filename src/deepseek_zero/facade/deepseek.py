@@ -13,12 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.device import default_device
-from ..base.mesh import current_mesh
-from ..config.load import load
 from ..base.errors import UsageError
+from ..base.mesh import current_mesh
+from ..config import resolve
+from ..config.load import load
 from ..engine.assemble import Parts, adopting, assemble, granularities
 from ..engine.start import Request, facts_of
-from ..config import resolve
 from ..optim.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..precision.policy import cast_master
-from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
@@ -49,15 +48,6 @@ def covers_of_piece(piece: Piece) -> Iterator[Cover]:
         start, stop = max(slot.start, first), min(slot.stop, last)
         if start < stop:
             yield Cover(slot, start - slot.start, stop - slot.start, piece, start - first)
-
-
-def held(buffer: FlatBuffer, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
-    """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
-    if buffer.spec.placement is R:
-        return 0, slot.numel, buffer.storage[slot.start : slot.stop]
-    start, _ = buffer.layout.owned(slot, rank)
-    view = buffer.owned(slot, rank)
-    return start - slot.start, start - slot.start + view.numel(), view
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
@@ -164,9 +154,9 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     flat = _flat(value, slot).to(owner.route.pool.device)
     with torch.no_grad():
         if owner.master is not None:
-            start, stop, view = held(owner.master, slot, rank)
+            start, stop, view = owner.master.held(slot, rank)
             view.copy_(flat[start:stop])
-        start, stop, view = held(owner.weight, slot, rank)
+        start, stop, view = owner.weight.held(slot, rank)
         exact = flat[start:stop].to(owner.master.spec.dtype if owner.master is not None else view.dtype)
         cast_master(exact, view)
 

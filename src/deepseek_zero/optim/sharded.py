@@ -25,7 +25,7 @@ from ..sharding.runtime import Runtime
 from .clip import Verdict, agree_on_norm, clip_factor
 from .lift import Lifter
 
-# Elements per optimizer call (16 MiB of fp32 on the CPU): what is touched at once stays small whatever the model's size.
+# Elements per optimizer call (16 MiB of fp32 on the CPU): what is touched at once stays small.
 TILE_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 26}
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 

@@ -49,7 +49,9 @@ class GroupFacts:
         return settings.policy.reduce or own
 
     def piece_sizes(self, rank: int, tile_numel: int) -> list[int]:
-        """Elements of each stretch of master that an optimizer of all its parameters works on: slots joined, in tiles."""
+        """Elements of each stretch of master that an optimizer of all its parameters works on: slots joined, in
+        tiles.
+        """
         whole, layout = self.plan.master is not None and self.plan.master.placement is R, self.layout
         runs = [(slot.start, slot.stop) if whole else layout.owned(slot, rank) for slot in self.slots]
         low = min((start for start, stop in runs if start < stop), default=0)
@@ -219,7 +221,8 @@ def grad_is_cast(plan: ShardPlan) -> bool:
 def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) -> dict[str, int]:
     """Bytes one rank holds between steps, by state, to the byte; what the schedule lends is lending.py's.
 
-    An optimizer works on parameters, not on the padding between them, and keeps counters: its moments are summed by piece.
+    An optimizer works on parameters, not on the padding between them, and keeps counters: its moments are summed by
+    piece.
     """
     groups = [group for unit in units for group in unit.groups]
     total = total_bytes(groups, moments_per_element=0)

@@ -109,7 +109,8 @@ def _is_cut(group: GroupFacts) -> bool:
 def lent_buffers(
     units: Sequence[UnitFacts], settings: PlanSettings, agreed: Schedule | None = None, device_type: str = "cpu"
 ) -> Counter[Size]:
-    """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as agreed.
+    """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
+    agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  In a world of one nothing is lent.
     """

@@ -26,8 +26,8 @@ from .estimate import GroupFacts, UnitFacts
 class StepVolume:
     """Bytes that one rank sends in one optimizer step, by what they are for.
 
-    rows: control messages that carry no state: the table of norms and the mask of late gradients; first_step_rows: once,
-    the order of units.
+    rows: control messages that carry no state: the table of norms and the mask of late gradients; first_step_rows:
+    once, the order of units.
     """
 
     gathers: int

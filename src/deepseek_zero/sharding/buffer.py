@@ -76,6 +76,14 @@ class FlatBuffer:
         """A parameter's elements in its own shape: a view.  Only of a buffer that holds every element."""
         return self.storage[slot.start : slot.stop].view(slot.shape)
 
+    def held(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
+        """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
+        if self.spec.placement is R:
+            return 0, slot.numel, self.storage[slot.start : slot.stop]
+        view = self.owned(slot, rank)
+        start = self.layout.owned(slot, rank)[0] - slot.start
+        return start, start + view.numel(), view
+
     def owned(self, slot: Slot, rank: int) -> Tensor:
         """The part of a parameter that a rank owns, flat: a view."""
         start, stop = self.layout.owned(slot, rank)

@@ -68,7 +68,9 @@ def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSe
         )
         for name in names
     ]
-    return FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide_of(settings, route.comm.size))
+    return FlatGroup(
+        members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide_of(settings, route.comm.size)
+    )
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

@@ -230,16 +230,14 @@ class FlatGroup:
         return self.members[self.index[id(param)]].name
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
-        """This rank's part of a whole new value, into weight and master; local (every rank must do it)."""
-        slot = self.members[self.index[id(param)]].slot
-        flat = value.detach().expand(slot.shape).reshape(-1)
-        start, stop = self.layout.owned(slot, self.route.comm.rank)
-        if start < stop:
-            part = flat[start - slot.start : stop - slot.start]
-            if self.master is not None and not self.plan.master_is_weight:
-                self.master.owned(slot, self.route.comm.rank).copy_(part)
-            cast = part.to(self.route.pool.device, torch.float32 if part.is_floating_point() else part.dtype)
-            cast_master(cast, self.weight.owned(slot, self.route.comm.rank))
+        """What this rank holds of a whole new value, into weight and master; local (every rank must do it)."""
+        slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
+        flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
+        if self.master is not None and not self.plan.master_is_weight:
+            start, stop, master = self.master.held(slot, rank)
+            master.copy_(flat[start:stop])
+        start, stop, weight = self.weight.held(slot, rank)
+        cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
 
     def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
         return self.gradient.norm_of(self.members[self.index[id(param)]].slot, order)

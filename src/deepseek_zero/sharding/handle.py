@@ -213,6 +213,6 @@ def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     return AtRestError(
         f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",
-        "read or change it inside `with deepseek_zero.zero.GatheredParameters([param], modifier_rank=0):` on all ranks; "
+        "read or change it inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; "
         "for a copy of the model use state_dict(), which gathers full tensors on all ranks.",
     )

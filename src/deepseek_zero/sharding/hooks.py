@@ -71,11 +71,11 @@ def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Calla
 
 
 def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return runtime.enter(runtime.units[number], args, kwargs)
+    return runtime.forward.enter(runtime.units[number], args, kwargs)
 
 
 def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, output: Any) -> Any:
-    return runtime.leave(runtime.units[number], output)
+    return runtime.forward.leave(runtime.units[number], output)
 
 
 def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:

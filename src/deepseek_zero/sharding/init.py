@@ -193,7 +193,7 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> None:
                 f"'{name or type(model).__name__}' ({type(module).__name__}) is on the meta device and has no "
                 "reset_parameters(), so its values cannot be drawn.",
                 "A model on the meta device has shapes and no values.",
-                "give the class a reset_parameters() method, or build the model under `with deepseek_zero.zero.Init():`.",
+                "give the class a reset_parameters(), or build the model under `with deepseek_zero.zero.Init():`.",
             )
         for param in own.values():
             real = nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)

@@ -7,13 +7,9 @@ Called by engine.
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import Enum
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +17,14 @@ from torch import Tensor, nn
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import PeerError, UsageError
 from ..comm.collectives import Comm
-from ..precision.policy import cast_inputs
 from . import hooks
+from .forward import Forward, Phase
 from .gatherer import Gatherer
 from .group import FlatGroup
-from .outputs import map_tensors, tensors_in
 from .plan import PlanSettings
 from .reducer import Reducer
-from .saved import weight_hooks
 from .unit import Unit, UnitState
 from .watch import Watcher
-
-
-class Phase(Enum):
-    """One line per phase of a wrapped model."""
-
-    IDLE = "idle"  # between forward and backward, and between steps
-    FORWARD = "forward"  # inside the root module's forward
-    BACKWARD = "backward"  # inside a backward that reached an output of the model
 
 
 class Runtime:
@@ -56,10 +42,8 @@ class Runtime:
         self.gatherer = Gatherer(units, settings)
         self.reducer = Reducer(units, comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward.order)
-        self._forwards = 0  # with gradients, since the last backward
-        self._active: list[_Active] = []  # forwards under way, outermost first
+        self.forward = Forward(self)
         self._backward_id = -1
-        self._unit_of = {id(group): unit for unit in units for group in unit.groups}
         for group in self.groups:
             group.runtime = weakref.ref(self)
         self._handles = hooks.install(self)
@@ -85,99 +69,22 @@ class Runtime:
         self._handles = []
 
     def unit_of(self, group: FlatGroup) -> Unit:
-        return self._unit_of[id(group)]
+        return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: FlatGroup) -> bool:
         """Gather a group's unit because something reads a parameter at rest; False outside forward and backward."""
-        if self.phase is Phase.IDLE and not self._active and backward_id() == -1:
+        if self.phase is Phase.IDLE and not self.forward.active and backward_id() == -1:
             return False
         unit = self.unit_of(group)
-        if self._active:
-            self.gatherer.remember_external(self._active[-1].unit, unit)
+        if self.forward.active:
+            self.gatherer.remember_external(self.forward.active[-1].unit, unit)
         self.gatherer.use(unit)
         return True
 
-    # -- forward
-
-    def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Before a unit's forward: its weights are in use when this returns."""
-        if unit is self.root and not self._active and (self.phase is not Phase.BACKWARD or self._was_interrupted):
-            self._recover()
-            self.phase = Phase.FORWARD
-            schedule = self.gatherer.schedule
-            self.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
-        self._active.append(_Active(unit))
-        self.gatherer.use_with_externals(unit)
-        if (unit is self.root and self.settings.policy.auto_cast) or self.any_lifted:
-            dtype = self.compute_dtype_of(unit)
-            args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
-        if self.watcher is not None:
-            self.watcher.see("input", unit.number, (args, kwargs))
-        for context in self._contexts(unit):
-            context.__enter__()
-            self._active[-1].contexts.append(context)
-        return args, kwargs
-
     @property
-    def any_lifted(self) -> bool:
-        """Whether units differ in compute dtype, so that what passes between them must be cast."""
-        return any(unit.is_lifted for unit in self.units)
-
-    def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
-        return torch.float32 if unit.is_lifted else self.settings.policy.compute
-
-    @property
-    def _was_interrupted(self) -> bool:
+    def was_interrupted(self) -> bool:
         """A backward that an exception ended: its phase never closed, and no backward runs now."""
         return self.phase is Phase.BACKWARD and backward_id() == -1
-
-    def _contexts(self, unit: Unit) -> Iterator[Any]:
-        autocast = self.settings.policy.autocast
-        if unit is self.root and autocast is not None:
-            yield torch.autocast(self.device.type, dtype=autocast)
-        kept = unit.number in self.gatherer.schedule.kept
-        if (
-            unit.sharded
-            and self.comm.size > 1
-            and not kept
-            and torch.is_grad_enabled()
-            and self.phase is not Phase.BACKWARD
-        ):
-            yield weight_hooks(unit, self.fetch)
-
-    def leave(self, unit: Unit, output: Any) -> Any:
-        """After a unit's forward, whether it returned or raised."""
-        for context in reversed(self._active.pop().contexts):
-            context.__exit__(None, None, None)
-        error = sys.exc_info()[1]
-        if error is not None and output is None:
-            self.post_error(error)
-            return output
-        if self.any_lifted and unit is not self.root:
-            output = cast_inputs(output, self.compute_dtype_of(self.root))
-        if self.watcher is not None:
-            self.watcher.see("output", unit.number, output)
-        training = torch.is_grad_enabled()
-        if training:
-            for tensor in tensors_in(output):
-                hooks.watch_output(self, unit.number, tensor)
-        if unit is self.root and not self._active:
-            return self._end_forward(output, training)
-        keep = self.gatherer.schedule.kept if training else frozenset()
-        if self.phase is not Phase.BACKWARD and unit is not self.root and unit.number not in keep:
-            unit.release()
-        return output
-
-    def _end_forward(self, output: Any, training: bool) -> Any:
-        if self.phase is not Phase.FORWARD:
-            return output
-        self.gatherer.end(self.gatherer.schedule.kept if training else frozenset())
-        self.phase = Phase.IDLE
-        if training:
-            self._forwards += 1
-            if self.output_factor is not None:
-                return map_tensors(output, partial(hooks.scaled_alias, self))
-        return output
 
     # -- backward
 
@@ -193,7 +100,7 @@ class Runtime:
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
         if self.phase is Phase.BACKWARD:
-            self._recover()  # the backward before this one never ended
+            self.recover()  # the backward before this one never ended
         self._backward_id = backward_id()
         self.phase = Phase.BACKWARD
         queue_backward_callback(hooks.at_backward_end(self))
@@ -237,7 +144,7 @@ class Runtime:
             if self._reduces_now:
                 self.reducer.finish()
             self.reducer.learn()
-            self.phase, self._backward_id, self._forwards = Phase.IDLE, -1, 0
+            self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
             self.backwards += 1
             if self.is_boundary:
                 for group in self.trained_groups:
@@ -246,7 +153,7 @@ class Runtime:
     def catch_up(self) -> None:
         """Take part in a forward and a backward that this rank skipped: gathers are walked, gradients are zeros."""
         with torch.no_grad():
-            if self._forwards == 0:
+            if self.forward.count == 0:
                 self.gatherer.begin(self.gatherer.schedule.forward)
                 self.gatherer.end(self.gatherer.schedule.kept)
             self.reducer.begin()
@@ -285,21 +192,21 @@ class Runtime:
             first_line = (str(error).splitlines() or [""])[0]
             self.comm.board.post("raised", f"{type(error).__name__}: {first_line}"[:300])
 
-    def _recover(self) -> None:
+    def recover(self) -> None:
         """After a forward or backward that an exception ended: drain, drop the half-made gradients, start clean."""
         if self.comm.board is not None:
             self.comm.board.withdraw("raised")
         if self.phase is Phase.IDLE:
             return
         interrupted, self.phase = self.phase, Phase.IDLE
-        self._active.clear()
+        self.forward.active.clear()
         with torch.no_grad():
             self.gatherer.end(frozenset())
             self.gatherer.release_all()
             if interrupted is Phase.BACKWARD:
                 self.drop_grads()
                 self.backwards = 0
-        self._forwards = 0
+        self.forward.count = 0
 
     @contextmanager
     def gathered(self, units: list[Unit]) -> Iterator[None]:
@@ -316,11 +223,3 @@ class Runtime:
             with torch.no_grad():
                 for unit in woken:
                     unit.release()
-
-
-class _Active:
-    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast)."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-        self.contexts: list[Any] = []

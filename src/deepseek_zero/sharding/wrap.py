@@ -97,7 +97,9 @@ def _search_container(container: nn.Module, path: str, settings: PlanSettings) -
     children = list(container.named_children())
     kinds = [type(child) for _, child in children if _is_block(child)]
     for name, child in children:
-        if _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2:
+        if _is_leaf_unit(f"{path}.{name}", child, settings) or (
+            _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
+        ):
             yield f"{path}.{name}", child
         elif isinstance(child, CONTAINERS):
             yield from _search_container(child, f"{path}.{name}", settings)

@@ -1,0 +1,137 @@
+"""Forward: what happens around each unit's forward, and which forwards are under way.
+
+Called through hooks.py; backward and steps are runtime.py's.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from enum import Enum
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..precision.policy import cast_inputs
+from . import hooks
+from .outputs import map_tensors, tensors_in
+from .saved import weight_hooks
+from .unit import Unit
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+
+class Phase(Enum):
+    """One line per phase of a wrapped model."""
+
+    IDLE = "idle"  # between forward and backward, and between steps
+    FORWARD = "forward"  # inside the root module's forward
+    BACKWARD = "backward"  # inside a backward that reached an output of the model
+
+
+class Active:
+    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast)."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.contexts: list[Any] = []
+
+
+class Forward:
+    """The forwards of one wrapped model.  active: under way, outermost first.
+
+    count: forwards with gradients since a backward.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.active: list[Active] = []
+        self.count = 0
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None  # hooks.py calls in only while it lives
+        return runtime
+
+    def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a unit's forward: its weights are in use when this returns."""
+        if (
+            unit is self.runtime.root
+            and not self.active
+            and (self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted)
+        ):
+            self.runtime.recover()
+            self.runtime.phase = Phase.FORWARD
+            schedule = self.runtime.gatherer.schedule
+            self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
+        self.active.append(Active(unit))
+        self.runtime.gatherer.use_with_externals(unit)
+        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
+            dtype = self.compute_dtype_of(unit)
+            args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+        if self.runtime.watcher is not None:
+            self.runtime.watcher.see("input", unit.number, (args, kwargs))
+        for context in self._contexts(unit):
+            context.__enter__()
+            self.active[-1].contexts.append(context)
+        return args, kwargs
+
+    @property
+    def any_lifted(self) -> bool:
+        """Whether units differ in compute dtype, so that what passes between them must be cast."""
+        return any(unit.is_lifted for unit in self.runtime.units)
+
+    def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
+        return torch.float32 if unit.is_lifted else self.runtime.settings.policy.compute
+
+    def _contexts(self, unit: Unit) -> Iterator[Any]:
+        autocast = self.runtime.settings.policy.autocast
+        if unit is self.runtime.root and autocast is not None:
+            yield torch.autocast(self.runtime.device.type, dtype=autocast)
+        kept = unit.number in self.runtime.gatherer.schedule.kept
+        if (
+            unit.sharded
+            and self.runtime.comm.size > 1
+            and not kept
+            and torch.is_grad_enabled()
+            and self.runtime.phase is not Phase.BACKWARD
+        ):
+            yield weight_hooks(unit, self.runtime.fetch)
+
+    def leave(self, unit: Unit, output: Any) -> Any:
+        """After a unit's forward, whether it returned or raised."""
+        for context in reversed(self.active.pop().contexts):
+            context.__exit__(None, None, None)
+        error = sys.exc_info()[1]
+        if error is not None and output is None:
+            self.runtime.post_error(error)
+            return output
+        if self.any_lifted and unit is not self.runtime.root:
+            output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
+        if self.runtime.watcher is not None:
+            self.runtime.watcher.see("output", unit.number, output)
+        training = torch.is_grad_enabled()
+        if training:
+            for tensor in tensors_in(output):
+                hooks.watch_output(self.runtime, unit.number, tensor)
+        if unit is self.runtime.root and not self.active:
+            return self._end_forward(output, training)
+        keep = self.runtime.gatherer.schedule.kept if training else frozenset()
+        if self.runtime.phase is not Phase.BACKWARD and unit is not self.runtime.root and unit.number not in keep:
+            unit.release()
+        return output
+
+    def _end_forward(self, output: Any, training: bool) -> Any:
+        if self.runtime.phase is not Phase.FORWARD:
+            return output
+        self.runtime.gatherer.end(self.runtime.gatherer.schedule.kept if training else frozenset())
+        self.runtime.phase = Phase.IDLE
+        if training:
+            self.count += 1
+            if self.runtime.output_factor is not None:
+                return map_tensors(output, partial(hooks.scaled_alias, self.runtime))
+        return output

@@ -1,0 +1,87 @@
+"""Each example runs as its docstring says, on CPU: under the launcher on two ranks, and as plain `python`.
+
+The examples themselves end with an error unless their loss falls by the stated margin, so a run that ends well is the
+check.  The settings are small; only the seeds' sizes are the articles' own.  pretrain_text.py has its own test.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepseek_zero
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+PACKAGE = Path(deepseek_zero.__path__[0]).parent
+LAUNCHER = ("-m", "deepseek_zero.cli", "run", "--nproc", "2")
+ALONE = ()
+
+
+@dataclass(frozen=True)
+class Run:
+    """One example with the settings of CI."""
+
+    script: str
+    starter: tuple[str, ...]
+    arguments: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    says: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.script}-{'two ranks' if self.starter else 'alone'}"
+
+
+SEED_000 = {"SEED_SAMPLES": "2"}
+SEED_001 = {"SEED_SAMPLES": "256"}
+SEED_002 = {"SEED_BATCH": "16", "SEED_WARMUP": "4"}  # with two batches per rank and epoch: 20 steps
+RUNS = [
+    Run("seed_001", LAUNCHER, environment=SEED_001, says="epoch 5"),
+    Run("seed_001", ALONE, environment=SEED_001, says="epoch 5"),
+    Run("seed_002", LAUNCHER, environment={**SEED_002, "SEED_SAMPLES": "64"}, says="Finished Training"),
+    Run("seed_002", ALONE, environment={**SEED_002, "SEED_SAMPLES": "32"}, says="Finished Training"),
+    Run("resnet101_digits", LAUNCHER, says="the loss fell by"),
+    Run("vit_digits", LAUNCHER, ("--images", "256"), says="the loss fell by"),
+    Run("hf_language_model", LAUNCHER, ("--steps", "40"), says="the model writes:"),
+]
+
+
+def run_example(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run an example in an empty folder and return what it said; fails the test if it did not end well."""
+    environment = {**os.environ, **run.environment, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE)}
+    command = [sys.executable, "-W", "ignore", *run.starter, str(EXAMPLES / f"{run.script}.py"), *run.arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert run.says in done.stdout
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_an_example_runs_and_its_loss_falls_by_its_margin(run: Run, tmp_path: Path) -> None:
+    run_example(run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("starter", [LAUNCHER, ALONE], ids=["two ranks", "alone"])
+def test_seed_000_runs_and_leaves_full_weights_that_a_plain_model_loads(
+    starter: tuple[str, ...], tmp_path: Path
+) -> None:
+    run_example(Run("seed_000", starter, environment=SEED_000, says="Epoch [3/3]"), tmp_path)
+    saved = torch.load(tmp_path / "model.pth", weights_only=True)
+    model = torch.nn.ModuleDict(
+        {
+            "embedding": torch.nn.Embedding(10000, 512),
+            "transformer": torch.nn.Transformer(512, 8, 6, 6),
+            "fc": torch.nn.Linear(512, 10000),
+        }
+    )
+    model.load_state_dict(saved)
+    assert all(type(tensor) is torch.Tensor and bool(tensor.isfinite().all()) for tensor in saved.values())
+    assert (tmp_path / "model.pth").stat().st_size < 1.01 * sum(tensor.nbytes for tensor in saved.values())

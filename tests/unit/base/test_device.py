@@ -1,0 +1,148 @@
+"""Private names of torch that the house leans on: each test fails loudly when torch moves one of them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from deepseek_zero.base import device as device_module
+from deepseek_zero.base.device import (
+    allocated_bytes,
+    backward_id,
+    default_device,
+    has_fast_bf16,
+    local_rank,
+    outer_saved_tensor_hooks,
+    queue_backward_callback,
+    storage_users,
+    without_torch_function,
+)
+
+PRIVATE = (
+    "torch.autograd.Variable._execution_engine.queue_callback",
+    "torch._C._current_graph_task_id",
+    "torch._C._autograd._top_saved_tensors_default_hooks",
+    "torch._C._storage_Use_Count",
+    "torch._C.DisableTorchFunctionSubclass",
+)
+
+
+@pytest.mark.parametrize("name", PRIVATE)
+def test_torch_still_has_each_private_name(name: str) -> None:
+    found: object = torch
+    for part in name.split(".")[1:]:
+        assert hasattr(found, part), f"torch moved {name}: base/device.py needs another way"
+        found = getattr(found, part)
+
+
+def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
+    source = Path(device_module.__file__).read_text()
+    used = {match for match in re.findall(r"torch(?:\.\w+)+", source) if re.search(r"\._[a-zA-Z]", match)}
+    assert used == set(PRIVATE), "each private name is tested here"
+
+
+def test_a_queued_callback_runs_once_after_every_gradient_of_the_backward_has_been_computed() -> None:
+    first, last = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    seen: list[tuple[bool, bool]] = []
+
+    def at_the_end() -> None:
+        seen.append((first.grad is not None, last.grad is not None))
+
+    def queue(grad: torch.Tensor) -> None:
+        queue_backward_callback(at_the_end)
+
+    output = (first * 2 + last).exp()
+    output.register_hook(queue)
+    output.sum().backward()
+    assert seen == [(True, True)]
+
+
+def test_queueing_outside_a_backward_is_an_error() -> None:
+    with pytest.raises(RuntimeError):
+        queue_backward_callback(lambda: None)
+
+
+def test_backward_id_tells_backward_calls_apart_and_is_minus_1_outside() -> None:
+    value, seen = torch.ones(2, requires_grad=True), []
+    for _ in range(2):
+        output = value * 2
+        output.register_hook(lambda grad: seen.append(backward_id()))
+        output.sum().backward()
+    assert backward_id() == -1
+    assert len(set(seen)) == 2 and min(seen) >= 0
+
+
+def test_the_inner_backward_of_a_reentrant_checkpoint_has_an_id_of_its_own() -> None:
+    inside: list[int] = []
+    outside: list[int] = []
+
+    def segment(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp()
+        if y.requires_grad:
+            y.register_hook(lambda grad: inside.append(backward_id()))
+        return y
+
+    output = checkpoint(segment, torch.ones(2, requires_grad=True), use_reentrant=True)
+    output.register_hook(lambda grad: outside.append(backward_id()))
+    output.sum().backward()
+    assert inside and outside and inside[0] != outside[0]
+
+
+def test_the_saved_tensor_hooks_in_force_are_found_and_work() -> None:
+    assert outer_saved_tensor_hooks() is None
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: ("packed", tensor), lambda packed: packed[1] + 1):
+        found = outer_saved_tensor_hooks()
+    assert found is not None
+    pack, unpack = found
+    assert pack(torch.zeros(()))[0] == "packed"
+    assert unpack(("packed", torch.zeros(()))) == 1
+    assert outer_saved_tensor_hooks() is None
+
+
+def test_storage_users_counts_tensors_and_views_and_what_autograd_saved() -> None:
+    tensor = torch.zeros(4)
+    assert storage_users(tensor) == 1
+    view = tensor[1:]
+    assert (storage_users(tensor), storage_users(view)) == (2, 2)
+    del view
+    assert storage_users(tensor) == 1
+    weight = tensor.view(2, 2)
+    output = torch.ones(1, 2, requires_grad=True) @ weight
+    del weight
+    assert storage_users(tensor) == 2, "autograd holds the view that it saved"
+    output.sum().backward()
+    assert storage_users(tensor) == 1
+
+
+class _Loud(nn.Parameter):
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise AssertionError("consulted")
+
+
+def test_without_torch_function_a_subclass_is_not_consulted() -> None:
+    loud = torch.zeros(2).as_subclass(_Loud)
+    with pytest.raises(AssertionError, match="consulted"):
+        loud.sum()
+    with without_torch_function():
+        assert float(loud.sum()) == 0.0
+
+
+def test_the_devices_numbers_are_sane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert local_rank() == 3
+    monkeypatch.delenv("LOCAL_RANK")
+    assert local_rank() == 0
+    assert default_device().type in ("cpu", "cuda")
+    assert isinstance(has_fast_bf16(torch.device("cpu")), bool)
+
+
+def test_the_resident_set_grows_with_memory_that_is_touched() -> None:
+    before = allocated_bytes(torch.device("cpu"))
+    held = torch.ones(16 << 20)
+    assert allocated_bytes(torch.device("cpu")) - before > 0.9 * held.nbytes

@@ -1,0 +1,93 @@
+"""Lent buffers: counted by playing the schedule through, and constant however deep the model is."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+from deepseek_zero.comm.collectives import TILE_NUMEL
+from deepseek_zero.precision.policy import Policy
+from deepseek_zero.report.estimate import GroupFacts, UnitFacts, units_of_model
+from deepseek_zero.report.lending import buffer_bytes, lent_buffers
+from deepseek_zero.sharding.layout import even_layout
+from deepseek_zero.sharding.plan import PlanSettings, plan_for
+from tests.models import Gpt
+
+FP32 = torch.float32
+SCRATCH = (FP32, TILE_NUMEL["cpu"])
+
+
+def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitFacts], PlanSettings]:
+    """A root of one block of elements per rank, and units of two."""
+    settings = PlanSettings(stage=stage, **({"window_numel": 0} | changes))  # type: ignore[arg-type]
+    plan = plan_for(settings, FP32, trainable=True, persistent=False, ranks=ranks)
+    layouts = [even_layout(["w"], [(ranks * 1024 * (1 if k == 0 else 2),)], ranks) for k in range(blocks + 1)]
+    return [UnitFacts(str(k), (GroupFacts.of(plan, layout),)) for k, layout in enumerate(layouts)], settings
+
+
+def test_a_world_of_one_borrows_nothing() -> None:
+    for stage in range(4):
+        assert lent_buffers(*units_of(stage, ranks=1)) == Counter()
+
+
+def test_whole_gradients_need_an_inbox_per_size_and_a_scratch() -> None:
+    for stage in (0, 1):
+        assert lent_buffers(*units_of(stage, ranks=3)) == {SCRATCH: 1, (FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
+
+
+def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way() -> None:
+    inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
+    partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 2}
+    assert lent_buffers(*units_of(2, ranks=3)) == {SCRATCH: 1, **inboxes, **partials}
+    partials[FP32, 3 * 2048] = 1
+    assert lent_buffers(*units_of(2, ranks=3, overlap=False)) == {SCRATCH: 1, **inboxes, **partials}
+
+
+def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
+    found = lent_buffers(*units_of(3, ranks=3))
+    assert found[FP32, 3 * 1024] == 2, "the root's weight and its partial gradient, open throughout backward"
+    assert found[FP32, 3 * 2048] == 3, "a block's weight, its partial gradient, and the one on its way"
+
+
+def test_a_bucket_bounds_the_inbox() -> None:
+    found = lent_buffers(*units_of(1, ranks=3, bucket_numel=3 * 1024))
+    assert found == {SCRATCH: 1, (FP32, 2 * 1024): 1}
+
+
+def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_to_travel() -> None:
+    units, settings = units_of(1, ranks=2, policy=Policy(reduce=torch.bfloat16))
+    assert lent_buffers(units, settings)[torch.bfloat16, 2 * 2048] == 1
+
+
+def test_a_wide_window_holds_every_unit() -> None:
+    found = lent_buffers(*units_of(3, ranks=2, blocks=5, window_numel=10**9))
+    assert found[FP32, 2 * 2048] == 5 + 1, "five weights; a partial gradient more while the first block is still in use"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("window", [0, 4_000_000, 8_000_000])
+def test_buffers_stay_constant_from_10_to_200_million_parameters(stage: int, window: int) -> None:
+    settings = PlanSettings(
+        stage=stage, persistence_numel=0, window_numel=window, policy=Policy(compute=torch.bfloat16)
+    )
+    found = {}
+    for blocks in (3, 12, 63):
+        with torch.device("meta"):
+            model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
+        found[sum(parameter.numel() for parameter in model.parameters())] = buffer_bytes(
+            lent_buffers(units_of_model(model, settings, ranks=4), settings)
+        )
+    assert min(found) < 10_500_000 and max(found) > 195_000_000
+    assert len(set(found.values())) == 1, found
+
+
+def test_the_default_window_of_a_billion_elements_holds_such_models_whole() -> None:
+    def buffers(blocks: int) -> int:
+        settings = PlanSettings(stage=3, persistence_numel=0)
+        with torch.device("meta"):
+            model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
+        return buffer_bytes(lent_buffers(units_of_model(model, settings, ranks=4), settings))
+
+    assert buffers(63) > 10 * buffers(3), "constant buffers need a window below the model's size"

@@ -1,0 +1,103 @@
+"""Layouts: every element of every parameter lies in one place, on one rank, and boxes describe slices exactly."""
+
+from __future__ import annotations
+
+import random
+from math import prod
+
+import pytest
+import torch
+
+from deepseek_zero.sharding.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes
+
+SHAPES: list[Shape] = [(), (0,), (1,), (7,), (5, 3), (1, 9), (4, 1, 6), (2, 3, 4, 5), (3, 0, 2), (1025,), (33, 65)]
+
+
+def random_shapes(seed: int) -> list[Shape]:
+    draw = random.Random(seed)
+    return [tuple(draw.randint(0, 6) for _ in range(draw.randint(0, 4))) for _ in range(draw.randint(1, 9))]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_boxes_cover_every_element_once_whatever_the_cut(shape: Shape) -> None:
+    numel = prod(shape)
+    cuts = [(0, numel), (0, 0), (numel, numel), (numel // 3, numel), (0, numel - numel // 5), (numel // 4, numel // 2)]
+    for start, stop in cuts:
+        _assert_boxes_are_exact(shape, start, stop)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_boxes_cover_every_element_once_for_random_shapes_and_cuts(seed: int) -> None:
+    draw = random.Random(seed)
+    shape = tuple(draw.randint(1, 5) for _ in range(draw.randint(0, 5)))
+    start, stop = sorted(draw.randint(0, prod(shape)) for _ in range(2))
+    _assert_boxes_are_exact(shape, start, stop)
+
+
+def _assert_boxes_are_exact(shape: Shape, start: int, stop: int) -> None:
+    """A tensor of flat positions, read box by box, gives [start, stop) in order."""
+    positions = torch.arange(prod(shape)).reshape(shape)
+    found: list[int] = []
+    for offset, size, flat_start in boxes(shape, start, stop):
+        part = positions[tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))]
+        assert part.shape == size
+        assert part.reshape(-1)[0] == flat_start
+        found += part.reshape(-1).tolist()
+    assert found == list(range(start, stop))
+
+
+@pytest.mark.parametrize("granularity", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_element_of_every_parameter_is_owned_by_one_rank(granularity: str, ranks: int, seed: int) -> None:
+    shapes = [*random_shapes(seed), (40, 50), (1025,)]
+    layout = LAYOUTS[granularity]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=16)
+    owners = torch.zeros(layout.padded_numel, dtype=torch.int64)
+    for slot, shape in zip(layout.slots, shapes, strict=True):
+        assert slot.numel == prod(shape)
+        parts = [layout.owned(slot, rank) for rank in range(ranks)]
+        owned = [position for start, stop in parts for position in range(start, stop)]
+        assert owned == list(range(slot.start, slot.stop))
+        owners[slot.start : slot.stop] += 1
+    for start, stop in layout.gaps():
+        owners[start:stop] += 1
+    assert owners.eq(1).all(), "slots and gaps together cover the buffer once"
+    assert layout.numel + sum(stop - start for start, stop in layout.gaps()) == layout.padded_numel
+
+
+@pytest.mark.parametrize("granularity", LAYOUTS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_slices_are_equal_and_start_on_block_boundaries(granularity: str, ranks: int) -> None:
+    layout = LAYOUTS[granularity](["a", "b"], [(300, 11), (999,)], ranks)
+    assert layout.slice_numel % BLOCK == 0
+    assert [layout.bounds(rank) for rank in range(ranks)] == [
+        (rank * layout.slice_numel, (rank + 1) * layout.slice_numel) for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_an_even_layout_pads_by_less_than_a_block_per_rank(ranks: int) -> None:
+    layout = LAYOUTS["element"](["a", "b", "c"], [(300, 11), (999,), ()], ranks)
+    assert layout.numel == 300 * 11 + 999 + 1
+    assert layout.numel <= layout.padded_numel < layout.numel + BLOCK * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("seed", range(8))
+def test_a_whole_layout_cuts_no_parameter(ranks: int, seed: int) -> None:
+    shapes = [*random_shapes(seed), (31, 7), (64,)]
+    layout = LAYOUTS["tensor"]([f"p{k}" for k in range(len(shapes))], shapes, ranks, block=8)
+    for slot in layout.slots:
+        owners = [rank for rank in range(ranks) if layout.owned(slot, rank)[0] < layout.owned(slot, rank)[1]]
+        assert len(owners) == (1 if slot.numel else 0)
+
+
+def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank() -> None:
+    layout = LAYOUTS["tensor"](["a", "b", "c", "d"], [(3,), (10,), (6,), (4,)], 2, block=1)
+    assert {slot.name: slot.start for slot in layout.slots} == {"b": 0, "c": 13, "d": 19, "a": 10}
+    assert layout.slice_numel == 13
+
+
+def test_a_layout_of_nothing_is_empty() -> None:
+    assert LAYOUTS["element"]([], [], 3) == FlatLayout((), 0, 3)
+    assert FlatLayout((), 0, 3).gaps() == []
