@@ -22,7 +22,7 @@ from ..optim.sharded import TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
-from ..sharding.build import wrap_model
+from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from .observe import ObserverSettings
@@ -173,6 +173,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     one). params: parameters or parameter groups to train; None = all that require gradients.
     """
     settings = plan_settings_of(config)
+    refuse_wrapped(model)
     comm = Comm(mesh.device, deterministic=settings.deterministic)
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     runtime = wrap_model(model, settings, comm, mesh.device)

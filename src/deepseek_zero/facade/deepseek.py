@@ -50,7 +50,9 @@ class DeepSeekZeRO3:
 
     def __init__(self, model: nn.Module, **zero_config: Any) -> None:
         mesh = current_mesh(default_device())
-        flat = {"stage": 3, **zero_config}
+        flat = dict(zero_config)
+        section = dict(flat.pop("zero_optimization", {}))
+        flat["zero_optimization"] = {"stage": flat.pop("stage", section.pop("stage", 3)), **section}
         optimizer = {key: flat.pop(key) for key in ("optimizer", "lr") if key in flat}
         self.optimizer_defaults = optimizer
         self.config = resolve(load(nested(flat)), facts_of(Request(model), mesh))

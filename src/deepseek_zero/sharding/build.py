@@ -27,16 +27,20 @@ from .unit import Unit
 from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, group_params, persistent_names
 
 
-def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: torch.device | None = None) -> Runtime:
-    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings."""
-    device = device or default_device()
+def refuse_wrapped(model: nn.Module) -> None:
+    """Raise if a parameter belongs to an engine already; local, before any collective."""
     for name, param in model.named_parameters():
         if isinstance(owner_of(param), FlatGroup):
             raise UsageError(
                 f"parameter '{name}' already belongs to an engine.",
                 "A parameter lives in one engine at a time.",
-                "call engine.destroy() on the first one, or build the second from its own copy of the model.",
+                "build the second engine from its own copy of the model (copy state_dict() of the first).",
             )
+
+
+def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: torch.device | None = None) -> Runtime:
+    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings."""
+    device = device or default_device()
     if any(param.is_meta for param in model.parameters()):
         materialise(model, comm, device)
     choices = choose_units(model, settings)

@@ -81,30 +81,28 @@ def _explicit(model: nn.Module, settings: PlanSettings) -> Iterator[tuple[str, n
 
 
 def _search(module: nn.Module, prefix: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, CONTAINERS):
+        yield from _search_container(module, prefix, settings)
+        return
     for name, child in module.named_children():
         path = f"{prefix}{name}"
-        if _is_leaf_unit(path, child, settings):
-            yield path, child
-        elif isinstance(child, CONTAINERS):
-            yield from _search_container(child, path, settings)
-        elif _is_block(child) and _numel(child) >= LARGE_NUMEL and not _repeats_inside(child):
+        whole = _is_block(child) and not isinstance(child, CONTAINERS) and not _repeats_inside(child)
+        if _is_leaf_unit(path, child, settings) or (whole and _numel(child) >= LARGE_NUMEL):
             yield path, child
         else:
             yield from _search(child, f"{path}.", settings)
 
 
-def _search_container(container: nn.Module, path: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
+def _search_container(container: nn.Module, prefix: str, settings: PlanSettings) -> Iterator[tuple[str, nn.Module]]:
     children = list(container.named_children())
     kinds = [type(child) for _, child in children if _is_block(child)]
     for name, child in children:
-        if _is_leaf_unit(f"{path}.{name}", child, settings) or (
-            _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
-        ):
-            yield f"{path}.{name}", child
-        elif isinstance(child, CONTAINERS):
-            yield from _search_container(child, f"{path}.{name}", settings)
+        path = f"{prefix}{name}"
+        repeated = _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
+        if repeated or _is_leaf_unit(path, child, settings):
+            yield path, child
         else:
-            yield from _search(child, f"{path}.{name}.", settings)
+            yield from _search(child, f"{path}.", settings)
 
 
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
