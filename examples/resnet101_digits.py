@@ -4,7 +4,8 @@
     python examples/resnet101_digits.py --images 800 --epochs 6
 
 Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the loss fell by 0.5 nats.
-The defaults suit two cores: a minute of training, far from what the network can learn.
+The
+defaults suit two cores: within a minute the network learns 64 images by heart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import argparse
 import torch
 from digits import dataset
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
 from vision import resnet101
 
 import deepseek_zero as dz
@@ -41,18 +41,6 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@torch.no_grad()
-def accuracy(engine: dz.DeepSpeedEngine, images: int) -> float:
-    """Share of held-out images named rightly.  Every rank computes all of them: a forward is collective."""
-    engine.eval()
-    right = total = 0
-    for inputs, labels in DataLoader(dataset(train=False, limit=images), batch_size=32):
-        right += int((engine(inputs.to(engine.device)).argmax(-1).cpu() == labels).sum())
-        total += len(labels)
-    engine.train()
-    return right / total
-
-
 def main() -> None:
     options = parse()
     torch.manual_seed(0)
@@ -71,10 +59,9 @@ def main() -> None:
         if engine.global_rank == 0:
             print(f"epoch {epoch}: loss {sum(losses[-len(loader) :]) / len(loader):.3f}", flush=True)
 
-    found = accuracy(engine, options.images)
     fall = sum(losses[: len(loader)]) / len(loader) - sum(losses[-len(loader) :]) / len(loader)
     if engine.global_rank == 0:
-        print(f"the loss fell by {fall:.2f} nats; {found:.0%} of {options.images} held-out images are named rightly")
+        print(f"the loss fell by {fall:.2f} nats")
     assert fall >= LEAST_FALL, f"the loss fell by {fall:.2f} nats; the margin is {LEAST_FALL}"
 
 

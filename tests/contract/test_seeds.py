@@ -37,8 +37,8 @@ REASONS = {
     r"|download=True, transform=transform\)",
     "torchvision does not import everywhere": r"import torchvision(\.transforms as transforms)?|import vision( as \w+)?"
     r"|model = [\w.]+\.resnet101\(pretrained=False\)",
-    "shorter in CI": r"import os|.*SEED_(SAMPLES|BATCH|WARMUP).*|trainloader = .*batch_size=128,"
-    r'|"warmup_num_steps": 500',
+    "shorter in CI": r"import os|.*SEED_(SAMPLES|BATCH|LR).*|trainloader = .*batch_size=128,"
+    r'|"warmup_max_lr": 0\.0001,',
     "repeatable": r"torch\.manual_seed\(0\)",
     "state_dict() on all ranks, one writes, a barrier": r"torch\.save\(model\.state_dict\(\), 'model\.pth'\)"
     r"|state = model\.state_dict\(\)|if comm\.get_rank\(\) == 0: torch\.save\(.*|comm\.barrier\(\)",
@@ -125,7 +125,7 @@ def test_the_configuration_of_seed_001_is_the_articles_to_the_last_character() -
 
 
 def test_the_configuration_of_seed_002_keeps_the_articles_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SEED_WARMUP", raising=False)
+    monkeypatch.delenv("SEED_LR", raising=False)
     article = (SEEDS / "002.txt").read_text(encoding="utf-8")
     text = article[article.index("config = {") + len("config = ") : article.index("# 初始化 DeepSpeed 引擎")]
     stated = json.loads(re.sub(r"//.*", "", text))

@@ -40,7 +40,7 @@ class Run:
 
 SEED_000 = {"SEED_SAMPLES": "2"}
 SEED_001 = {"SEED_SAMPLES": "256"}
-SEED_002 = {"SEED_BATCH": "16", "SEED_WARMUP": "4"}  # with two batches per rank and epoch: 20 steps
+SEED_002 = {"SEED_BATCH": "16", "SEED_LR": "1e-3"}  # with two batches per rank and epoch: 20 steps
 RUNS = [
     Run("seed_001", LAUNCHER, environment=SEED_001, says="epoch 5"),
     Run("seed_001", ALONE, environment=SEED_001, says="epoch 5"),

@@ -301,7 +301,7 @@ def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
     for unit in runtime.units:
         for group in unit.trained:
             if id(group) in owners and group.plan.master is not None and group.plan.master.placement is not R:
-                group.relay("tensor", unit.name)
+                group.relay("tensor")
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:

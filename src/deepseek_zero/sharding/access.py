@@ -28,8 +28,13 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[FlatGroup]:
     ordered: list[FlatGroup] = []
     for group in found.values():
         runtime = group.runtime()
-        if runtime is not None:
-            ordered += [each for each in runtime.groups if id(each) in found and each not in ordered]
+        if runtime is None:
+            raise UsageError(
+                f"parameters such as '{group.members[0].name}' belong to an engine that was deleted.",
+                "Each rank holds only its slice, and only the engine can gather them.",
+                "keep the engine as long as the model is used; take state_dict() before deleting it.",
+            )
+        ordered += [each for each in runtime.groups if id(each) in found and each not in ordered]
     return ordered
 
 
@@ -63,7 +68,7 @@ class GatheredParameters:
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.groups: list[FlatGroup] = []
         self._copies: list[Tensor] = []
-        self._versions: list[int] = []
+        self._marks: list[tuple[int, ...]] = []
 
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
@@ -76,7 +81,8 @@ class GatheredParameters:
                 buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
                 for member in group.members:
                     wake(member.param, member.kind, buffer.view(member.slot))
-        self._versions = [copy._version for copy in self._copies]
+        if self.modifier_rank is None:
+            self._marks = [_mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)]
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -96,8 +102,8 @@ class GatheredParameters:
             group.store(copy)
 
     def _refuse_changes(self) -> None:
-        held = zip(self.groups, self._copies, self._versions, strict=True)
-        changed = [member_names(group) for group, copy, version in held if copy._version != version]
+        held = zip(self.groups, self._copies, self._marks, strict=True)
+        changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
         if not self.groups:
             return
         row = torch.tensor([len(changed)])
@@ -118,7 +124,12 @@ class GatheredParameters:
                 else:
                     source = group.full if group.full is not None else group.weight
                     wake(member.param, member.kind, source.view(member.slot))
-        self.groups, self._copies, self._versions = [], [], []
+        self.groups, self._copies, self._marks = [], [], []
+
+
+def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:
+    """What tells a changed copy: in-place operations count in versions, those on `.data` show in the sum of the bits."""
+    return int(copy.view(torch.int64).sum()), *(member.param._version for member in group.members)
 
 
 def member_names(group: FlatGroup) -> str:

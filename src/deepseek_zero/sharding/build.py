@@ -22,7 +22,6 @@ from .init import materialise
 from .layout import Slot
 from .plan import PlanSettings, plan_for, predivide_of
 from .runtime import Runtime
-from .state_dict import shard_state_dicts
 from .unit import Unit
 from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, group_params, persistent_names
 
@@ -30,11 +29,13 @@ from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, grou
 def refuse_wrapped(model: nn.Module) -> None:
     """Raise if a parameter belongs to an engine already; local, before any collective."""
     for name, param in model.named_parameters():
-        if isinstance(owner_of(param), FlatGroup):
+        owner = owner_of(param)
+        runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
+        if runtime is not None and not runtime.is_destroyed:
             raise UsageError(
                 f"parameter '{name}' already belongs to an engine.",
                 "A parameter lives in one engine at a time.",
-                "build the second engine from its own copy of the model (copy state_dict() of the first).",
+                "call destroy() on the first engine, or build the second from its own copy of the model.",
             )
 
 
@@ -58,7 +59,6 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
             groups.append(group)
         units.append(Unit(choice.name or "root", choice.module, groups, number))
     _place_buffers(model, comm, device)
-    shard_state_dicts(units)
     return Runtime(model, units, comm, settings, device)
 
 

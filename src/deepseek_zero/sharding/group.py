@@ -19,7 +19,7 @@ from ..comm.collectives import DONE, Pending
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
-from .handle import put_to_rest, set_owner, wake
+from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
 from .init import take_values
 from .layout import LAYOUTS, FlatLayout, Slot
 from .placement import R, S
@@ -101,19 +101,28 @@ class FlatGroup:
             else:
                 wake(member.param, member.kind, self.weight.view(member.slot))
 
-    def relay(self, granularity: str, what: str) -> None:
+    def relay(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
         source = self.master if self.master is not None else self.weight
-        full = FlatBuffer(self.layout, replace(source.spec, placement=R), torch.empty(0))
-        full.storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.route.pool.device)
-        if source.spec.placement is S:
-            move(source, full, self.route, what).wait()
-        else:
-            full.storage.copy_(source.storage)
+        full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             wake(member.param, member.kind, full.view(member.slot))
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         self.build(granularity)
+
+    def give_back(self) -> None:
+        """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
+        source = self.master if self.master is not None else self.weight
+        full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
+        for member in self.members:
+            wake(member.param, member.kind, full.view(member.slot).clone())
+            clear_owner(member.param)
+
+    def _whole(self, source: FlatBuffer) -> Tensor:
+        storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.route.pool.device)
+        full = FlatBuffer(self.layout, replace(source.spec, placement=R), storage)
+        move(source, full, self.route, self.members[0].name).wait()
+        return storage
 
     def lift(self, what: str) -> None:
         """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
@@ -137,6 +146,9 @@ class FlatGroup:
         """
         flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.route.pool.device)
         for member in self.members:
+            held_by = owner_of(member.param)
+            if isinstance(held_by, FlatGroup) and held_by is not self:
+                held_by.give_back()
             values, member.kind = take_values(member.param)
             flat[member.slot.start : member.slot.stop].copy_(values)
             del values

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
-from ..base.errors import AtRestError
+from ..base.errors import AtRestError, UsageError
 
 
 class Owner(Protocol):
     """What a handle needs of the group that owns its parameter (sharding/group.py)."""
+
+    runtime: Callable[[], Any]  # None once the engine is gone
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather the parameter if a forward or backward is under way; False outside one."""
@@ -57,15 +60,53 @@ def function_name(function: Callable[..., Any]) -> str:
     return str(name)
 
 
+class OwnerReference:
+    """The one weak back-reference from a parameter to its group; a pickled parameter leaves it behind."""
+
+    def __init__(self, owner: Owner | None = None) -> None:
+        self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _nobody
+
+    def __reduce__(self) -> Any:
+        return OwnerReference, ()
+
+
+def _nobody() -> None:
+    return None
+
+
 def owner_of(param: Tensor) -> Owner | None:
     """The group a parameter belongs to, None for parameters nobody wrapped."""
-    reference: weakref.ref[Any] | None = param.__dict__.get("_zero_owner")
-    return reference() if reference is not None else None
+    reference: OwnerReference | None = param.__dict__.get("_zero_owner")
+    return reference.get() if reference is not None else None
 
 
 def set_owner(param: Tensor, owner: Owner) -> None:
-    """The one weak back-reference from a parameter to its group."""
-    param.__dict__["_zero_owner"] = weakref.ref(owner)
+    """Remember, weakly, which group a parameter belongs to."""
+    param.__dict__["_zero_owner"] = OwnerReference(owner)
+
+
+class Hook(partial[Any]):
+    """A hook on a wrapped module.  It stands for the engine, so a module that carries one is not copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise _not_copied("deepcopy")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _not_copied("pickle")
+
+
+def _not_copied(operation: str) -> UsageError:
+    return UsageError(
+        f"{operation} of a wrapped model is not possible.",
+        "Its modules carry the hooks of one engine, whose communication cannot be copied.",
+        "build a second model and give it `model.state_dict()`, which gathers full tensors on all ranks; or copy the "
+        "model before it is wrapped.",
+    )
+
+
+def clear_owner(param: Tensor) -> None:
+    """Undo `set_owner`."""
+    param.__dict__.pop("_zero_owner", None)
 
 
 class AtRest(nn.Parameter):
@@ -210,6 +251,13 @@ def _name(param: Tensor) -> str:
 
 
 def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
+    owner = owner_of(param)
+    if owner is None or owner.runtime() is None:
+        return AtRestError(
+            f"parameter '{_name(param)}' is sharded and its engine was deleted; '{operation}' cannot use it.",
+            "Each rank holds only its slice, and only the engine can gather them.",
+            "keep the engine as long as the model is used; take state_dict() before deleting it.",
+        )
     return AtRestError(
         f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from .handle import Hook
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -55,19 +56,20 @@ def at_backward_end(runtime: Runtime) -> Callable[[], None]:
 
 
 def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Callable[..., Any]:
-    reference = weakref.ref(runtime)
+    return Hook(_call, weakref.ref(runtime), function, first)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        alive = reference()
-        if alive is None:
-            raise UsageError(
-                "the model is used after its engine was deleted.",
-                "Its weights are slices that only the engine can gather.",
-                "keep the engine as long as the model is used; take state_dict() before deleting it.",
-            )
-        return function(alive, *first, *args, **kwargs)
 
-    return call
+def _call(
+    reference: weakref.ref[Runtime], function: Callable[..., Any], first: tuple[Any, ...], *args: Any, **kwargs: Any
+) -> Any:
+    runtime = reference()
+    if runtime is None:
+        raise UsageError(
+            "the model is used after its engine was deleted.",
+            "Its weights are slices that only the engine can gather.",
+            "keep the engine as long as the model is used; take state_dict() before deleting it.",
+        )
+    return function(runtime, *first, *args, **kwargs)
 
 
 def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:

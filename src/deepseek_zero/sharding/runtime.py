@@ -23,6 +23,7 @@ from .gatherer import Gatherer
 from .group import FlatGroup
 from .plan import PlanSettings
 from .reducer import Reducer
+from .state_dict import shard_state_dicts
 from .unit import Unit, UnitState
 from .watch import Watcher
 
@@ -46,7 +47,7 @@ class Runtime:
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
-        self._handles = hooks.install(self)
+        self._handles = [*hooks.install(self), *shard_state_dicts(units)]
 
     @property
     def root(self) -> Unit:
@@ -61,6 +62,11 @@ class Runtime:
     @property
     def trained_groups(self) -> list[FlatGroup]:
         return [group for group in self.groups if group.trainable]
+
+    @property
+    def is_destroyed(self) -> bool:
+        """Whether the model was let go; its slices stay until another engine takes them over."""
+        return not self._handles
 
     def remove_hooks(self) -> None:
         """Undo the hooks; the parameters stay as they are."""
