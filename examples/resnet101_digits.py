@@ -4,8 +4,7 @@
     python examples/resnet101_digits.py --images 800 --epochs 6
 
 Reads handwritten digits, or CIFAR-10 where ./data has its files.  Ends with an error unless the loss fell by 0.5 nats.
-The
-defaults suit two cores: within a minute the network learns 64 images by heart.
+The defaults suit two cores: within a minute the network learns 64 images by heart.
 """
 
 from __future__ import annotations

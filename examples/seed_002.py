@@ -40,14 +40,12 @@ trainset = torch.utils.data.Subset(trainset, range(int(os.environ.get('SEED_SAMP
 train_sampler = DistributedSampler(trainset, num_replicas=world_size, rank=local_rank)
 trainloader = torch.utils.data.DataLoader(trainset, batch_size=int(os.environ.get('SEED_BATCH', 128)),
                                           sampler=train_sampler)
-
 # 加载 ResNet101 模型
 torch.manual_seed(0)
 model = vision.resnet101(pretrained=False)
 num_ftrs = model.fc.in_features
 model.fc = nn.Linear(num_ftrs, 10)
 model = model.to(device)
-
 # 定义损失函数和优化器
 criterion = nn.CrossEntropyLoss()
 parameters = filter(lambda p: p.requires_grad, model.parameters())
@@ -115,7 +113,8 @@ for epoch in range(10):
         model.step()
         running_loss += loss.item()
     print(f'[Epoch {epoch + 1}] Loss: {running_loss / len(trainloader)}')
-    losses.append(running_loss / len(trainloader))
+    losses.append(torch.tensor(running_loss / len(trainloader) / world_size))
+    deepspeed.comm.all_reduce(losses[-1])
 print('Finished Training')
-first, last = sum(losses[:2]) / 2, sum(losses[-2:]) / 2
+first, last = sum(losses[:3]) / 3, sum(losses[-3:]) / 3
 assert first - last > 0.1, f'the loss fell by {first - last:.3f}, less than 0.1 nats'

@@ -33,7 +33,8 @@ def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     return chosen
 
 
-def cases(axes: Mapping[str, Sequence[Any]]) -> tuple[str, Iterable[Case]]:
-    """What `pytest.mark.parametrize` takes: `@parametrize(*cases(AXES))`."""
-    full = os.environ.get(FULL, "0") not in ("", "0")
-    return ",".join(axes), list(itertools.product(*axes.values())) if full else pairwise(axes)
+def cases(axes: Mapping[str, Sequence[Any]], always: Sequence[Case] = ()) -> tuple[str, Iterable[Case]]:
+    """What `@parametrize(*cases(AXES))` takes.  always: cases that run beside the pairwise ones."""
+    if os.environ.get(FULL, "0") not in ("", "0"):
+        return ",".join(axes), list(itertools.product(*axes.values()))
+    return ",".join(axes), list(dict.fromkeys([*pairwise(axes), *always]))

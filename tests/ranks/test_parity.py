@@ -28,6 +28,8 @@ AXES = {
     "clipping": (0.0, 0.3),  # the norm of these gradients is about 1, so 0.3 always cuts
     "optimizer": ("sgd", "adamw"),
 }
+# Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up exactly in fp32.
+SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw") for stage in AXES["stage"]]
 
 
 def masters_of(engine: object) -> dict[str, Tensor]:
@@ -51,7 +53,7 @@ def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize(*cases(AXES))
+@pytest.mark.parametrize(*cases(AXES, SHOWS_ORDER))
 def test_training_gives_the_bits_of_one_process_that_runs_every_ranks_micro_batches(
     stage: int, dtype: str, accumulation: int, ranks: int, window: int, clipping: float, optimizer: str
 ) -> None:

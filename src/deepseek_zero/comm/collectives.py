@@ -12,11 +12,12 @@ import itertools
 import queue
 import threading
 import time
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -80,16 +81,26 @@ class Lane:
         return self.issued - 1
 
 
+class Mark(NamedTuple):
+    """What sets one collective's messages apart.  tag: its number on the wire."""
+
+    lane: str
+    tag: int
+
+
 class Transport(Protocol):
     """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice)."""
 
-    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
         """Fill every slice of `full` with its owner's; this rank's own slice is already in place."""
         ...
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
         """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s].  Own entries are ignored."""
         ...
+
+
+Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion"] | None]
 
 
 class Gloo:
@@ -97,27 +108,35 @@ class Gloo:
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size, self.group = rank, size, group
-        # gloo's wait with a time limit closes the connection when the limit passes, so waits without one run here.
-        self._jobs: queue.SimpleQueue[tuple[list[dist.Work | None], _Completion]] = queue.SimpleQueue()
-        threading.Thread(target=_wait_for_ever, args=(self._jobs,), daemon=True, name="deepseek-zero-wait").start()
+        # gloo's wait with a time limit closes the connection when the limit passes, so waits without one run in threads:
+        # one per lane, since a message of one lane may have to arrive before another lane's can be sent.
+        self._jobs: dict[str, Jobs] = {}
 
-    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
         slices = full.chunk(self.size)
-        return self._start([(slices[self.rank], slices[peer]) for peer in range(self.size)], tag)
+        return self._start([(slices[self.rank], slices[peer]) for peer in range(self.size)], mark)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
-        return self._start([(pieces[peer], inbox[peer]) for peer in range(self.size)], tag)
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
+        return self._start([(pieces[peer], inbox[peer]) for peer in range(self.size)], mark)
 
-    def _start(self, messages: list[tuple[Tensor, Tensor]], tag: int) -> Callable[[], None]:
+    def _start(self, messages: list[tuple[Tensor, Tensor]], mark: Mark) -> Callable[[], None]:
         works: list[dist.Work | None] = []
         for peer, (outgoing, incoming) in enumerate(messages):
             if peer != self.rank and outgoing.numel():
-                works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=tag))
+                works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=mark.tag))
             if peer != self.rank and incoming.numel():
-                works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=tag))
+                works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=mark.tag))
         completion = _Completion()
-        self._jobs.put((works, completion))
+        self._jobs_of(mark.lane).put((works, completion))
         return completion.wait
+
+    def _jobs_of(self, lane: str) -> Jobs:
+        if lane not in self._jobs:
+            jobs = self._jobs[lane] = queue.SimpleQueue()
+            name = f"deepseek-zero-wait-{lane}"
+            threading.Thread(target=_wait_for_each, args=(jobs,), daemon=True, name=name).start()
+            weakref.finalize(self, jobs.put, None)
+        return self._jobs[lane]
 
 
 class _Completion:
@@ -138,11 +157,11 @@ class _Completion:
             raise self.error
 
 
-def _wait_for_ever(jobs: queue.SimpleQueue[tuple[list[dist.Work | None], _Completion]]) -> None:
-    while True:
-        works, completion = jobs.get()
+def _wait_for_each(jobs: Jobs) -> None:
+    while (job := jobs.get()) is not None:
+        works, completion = job
         completion.set(_outcome(works))
-        del works, completion
+        del job, works, completion
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
@@ -164,11 +183,11 @@ class Nccl:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size, self.group = rank, size, group
 
-    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
         work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=self.group, async_op=True)
         return lambda: _nccl_wait(work)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
         own = torch.empty_like(pieces[self.rank])
         into = [own if peer == self.rank else piece for peer, piece in enumerate(inbox)]
         work = dist.all_to_all(into, list(pieces), group=self.group, async_op=True)
@@ -186,17 +205,17 @@ class Staged:
     def __init__(self, gloo: Gloo) -> None:
         self.gloo = gloo
 
-    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
         host = torch.empty_like(full, device="cpu")
         own = full.chunk(self.gloo.size)[self.gloo.rank]
         host.chunk(self.gloo.size)[self.gloo.rank].copy_(own)
-        wait = self.gloo.all_gather(host, tag)
+        wait = self.gloo.all_gather(host, mark)
         return _then(wait, lambda: full.copy_(host))
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
         outgoing = [piece.cpu() for piece in pieces]
         incoming = [torch.empty_like(box, device="cpu") for box in inbox]
-        wait = self.gloo.exchange(outgoing, incoming, tag)
+        wait = self.gloo.exchange(outgoing, incoming, mark)
 
         def arrive() -> None:
             for rank, (box, host) in enumerate(zip(inbox, incoming, strict=True)):
@@ -217,10 +236,10 @@ def _then(wait: Callable[[], None], finish: Callable[[], object]) -> Callable[[]
 class Alone:
     """A world of one: every slice is already here."""
 
-    def all_gather(self, full: Tensor, tag: int) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
         return _nothing
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], tag: int) -> Callable[[], None]:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
         return _nothing
 
 
@@ -255,7 +274,7 @@ class Comm:
         Collective within its lane.  The buffer belongs to the transport until `wait()`.
         """
         self._count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
-        return self._issue(lane, f"gather {what}", lambda tag: self._transport.all_gather(full, tag))
+        return self._issue(lane, f"gather {what}", lambda mark: self._transport.all_gather(full, mark))
 
     def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], lane: str, what: str) -> Pending:
         """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are ignored.
@@ -264,7 +283,7 @@ class Comm:
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
         self._count("reduce_scatter", sent)
-        return self._issue(lane, f"reduce {what}", lambda tag: self._transport.exchange(pieces, inbox, tag))
+        return self._issue(lane, f"reduce {what}", lambda mark: self._transport.exchange(pieces, inbox, mark))
 
     def rows(self, row: Tensor, what: str) -> Tensor:
         """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
@@ -272,7 +291,7 @@ class Comm:
         table[self.rank] = row
         self._count("rows", row.numel() * row.element_size() * (self.size - 1))
         full = table.view(-1)
-        self._issue("rows", f"agree on {what}", lambda tag: self._host_transport.all_gather(full, tag)).wait()
+        self._issue("rows", f"agree on {what}", lambda mark: self._host_transport.all_gather(full, mark)).wait()
         return table
 
     def texts(self, text: str, what: str) -> list[str]:
@@ -287,12 +306,12 @@ class Comm:
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.meter.count(kind, sent_bytes)
 
-    def _issue(self, lane_name: str, what: str, start: Callable[[int], Callable[[], None]]) -> Pending:
+    def _issue(self, lane_name: str, what: str, start: Callable[[Mark], Callable[[], None]]) -> Pending:
         lane = self._lanes.setdefault(lane_name, Lane(lane_name))
         sequence = lane.next(what)
         tag = zlib.crc32(f"{self.name}/{lane_name}/{sequence}/{what}".encode()) & 0x7FFFFFFF
         try:
-            wait = start(tag)
+            wait = start(Mark(lane_name, tag))
         except RuntimeError as caught:
             raise self._lost(what, caught) from caught
         return Pending(lambda: self._wait(wait, lane_name, sequence, what))

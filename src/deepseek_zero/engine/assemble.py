@@ -224,12 +224,14 @@ def adopting(client: Optimizer) -> Make:
     """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it keep working."""
 
     def adopt(groups: list[dict[str, Any]]) -> Optimizer:
-        if client.state:
+        if any(float(entry.get("step", 1)) > 0 for entry in client.state.values()):
             raise UsageError(
                 "the optimizer has already taken a step, so it holds state for whole parameters.",
                 "Its state would have to be cut into slices.",
                 "pass a fresh optimizer and load its state from a checkpoint afterwards.",
             )
+        if client.state:  # made at construction (Adagrad): made again over the slices
+            client.state = type(client)(groups).state
         for mine, sliced in zip(client.param_groups, groups, strict=True):
             mine["params"] = sliced["params"]
         return client

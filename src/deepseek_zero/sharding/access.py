@@ -128,7 +128,7 @@ class GatheredParameters:
 
 
 def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:
-    """What tells a changed copy: in-place operations count in versions, those on `.data` show in the sum of the bits."""
+    """What tells a changed copy: in-place operations raise versions, those on `.data` show in the sum of the bits."""
     return int(copy.view(torch.int64).sum()), *(member.param._version for member in group.members)
 
 

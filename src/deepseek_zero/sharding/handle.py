@@ -23,8 +23,6 @@ from ..base.errors import AtRestError, UsageError
 class Owner(Protocol):
     """What a handle needs of the group that owns its parameter (sharding/group.py)."""
 
-    runtime: Callable[[], Any]  # None once the engine is gone
-
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather the parameter if a forward or backward is under way; False outside one."""
         ...
@@ -252,7 +250,8 @@ def _name(param: Tensor) -> str:
 
 def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     owner = owner_of(param)
-    if owner is None or owner.runtime() is None:
+    engine = getattr(owner, "runtime", None)  # a parameter of zero.Init has an owner and no engine yet
+    if owner is None or (engine is not None and engine() is None):
         return AtRestError(
             f"parameter '{_name(param)}' is sharded and its engine was deleted; '{operation}' cannot use it.",
             "Each rank holds only its slice, and only the engine can gather them.",

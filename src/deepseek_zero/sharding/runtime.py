@@ -8,8 +8,7 @@ Called by engine.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +23,7 @@ from .group import FlatGroup
 from .plan import PlanSettings
 from .reducer import Reducer
 from .state_dict import shard_state_dicts
-from .unit import Unit, UnitState
+from .unit import Unit
 from .watch import Watcher
 
 
@@ -213,19 +212,3 @@ class Runtime:
                 self.drop_grads()
                 self.backwards = 0
         self.forward.count = 0
-
-    @contextmanager
-    def gathered(self, units: list[Unit]) -> Iterator[None]:
-        """Hold units in use outside forward and backward.  Collective."""
-        woken = [unit for unit in units if unit.state is UnitState.AT_REST]
-        with torch.inference_mode(False), torch.no_grad():
-            for unit in woken:
-                unit.start_gather()
-            for unit in woken:
-                unit.finish_gather()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for unit in woken:
-                    unit.release()

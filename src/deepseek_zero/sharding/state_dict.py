@@ -19,16 +19,24 @@ from .handle import Hook, put_to_rest, wake
 from .unit import Unit, UnitState
 
 
-def shard_state_dicts(units: Sequence[Unit]) -> None:
-    """Hook every module that holds parameters, so that the state dict of a part of a unit works too."""
+def shard_state_dicts(units: Sequence[Unit]) -> list[Any]:
+    """Hook every module that holds parameters, so that the state dict of a part of a unit works too; returns torch's
+    handles.
+    """
+    handles: list[Any] = []
     for unit in units:
-        loader = _Loader(unit)
+        saver, loader = _Saver(unit), _Loader(unit)
         mine = {id(member.param) for member in unit.members()}
         for module in unit.module.modules():
-            holds = any(id(param) in mine for param in module.parameters(recurse=False))
-            if module is unit.module or holds:
-                _Saver(unit, module).install()
-                loader.install(module)
+            if module is unit.module or any(id(param) in mine for param in module.parameters(recurse=False)):
+                # torch marks the hooks it is given, and a bound method cannot be marked.
+                handles += [
+                    module.register_state_dict_pre_hook(Hook(saver.before)),
+                    module.register_state_dict_post_hook(Hook(saver.after)),
+                    module.register_load_state_dict_pre_hook(Hook(loader.before)),
+                    module.register_load_state_dict_post_hook(Hook(loader.after)),
+                ]
+    return handles
 
 
 def own_names(unit: Unit, module: nn.Module) -> list[str]:
@@ -40,45 +48,39 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
 class _Saver:
     """Gathers a unit while torch reads its parameters, then replaces the views by copies."""
 
-    def __init__(self, unit: Unit, module: nn.Module) -> None:
-        self.unit, self.module, self.woken = unit, module, False
-
-    def install(self) -> None:
-        # torch marks the hooks it is given, and a bound method cannot be marked.
-        self.module.register_state_dict_pre_hook(Hook(self.before))
-        self.module.register_state_dict_post_hook(Hook(self.after))
+    def __init__(self, unit: Unit) -> None:
+        self.unit, self.woken = unit, False
+        self.outermost: nn.Module | None = None  # whose state dict is being made; the modules inside it have no part
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        self.woken = self.unit.state is UnitState.AT_REST and bool(self.unit.sharded)
-        with torch.inference_mode(False), torch.no_grad():
-            self.unit.start_gather()
-            self.unit.finish_gather()
+        if self.outermost in (None, module):
+            self.woken = self.unit.state is UnitState.AT_REST
+            with torch.inference_mode(False), torch.no_grad():
+                self.unit.start_gather()
+                self.unit.finish_gather()
+            self.outermost = module
 
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        if self.woken or module is self.unit.module:
-            self._copy(state, prefix)
-        if self.woken:
-            with torch.no_grad():
-                self.unit.release()
-
-    def _copy(self, state: dict[str, Any], prefix: str) -> None:
+        if self.outermost is not module:
+            return
+        self.outermost = None
         copies: dict[int, Tensor] = {}
-        for name in own_names(self.unit, self.module):
+        for name in own_names(self.unit, module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 key = value.data_ptr() if value.numel() else id(value)
                 state[prefix + name] = copies.setdefault(key, value.detach().to("cpu", copy=True)).view(value.shape)
+        if self.woken:
+            with torch.no_grad():
+                self.unit.release()
 
 
 class _Loader:
     """Puts a unit to rest while torch copies values in, so that each copy reaches slice and master (handle.py)."""
 
     def __init__(self, unit: Unit) -> None:
-        self.unit, self.depth = unit, 0
-
-    def install(self, module: nn.Module) -> None:
-        module.register_load_state_dict_pre_hook(Hook(self.before))
-        module.register_load_state_dict_post_hook(Hook(self.after))
+        self.unit = unit
+        self.outermost: nn.Module | None = None
 
     def before(self, module: nn.Module, state: Any, prefix: str, metadata: dict[str, Any], *details: Any) -> None:
         if metadata.get("assign_to_params_buffers"):
@@ -87,8 +89,8 @@ class _Loader:
                 "It would put other tensors in the place of parameters whose slices the engine holds.",
                 "leave assign out: the values are copied into the slices.",
             )
-        self.depth += 1
-        if self.depth == 1:
+        if self.outermost in (None, module):
+            self.outermost = module
             for group in self.unit.groups:
                 if not group.is_sharded:
                     for member in group.members:
@@ -96,9 +98,10 @@ class _Loader:
                             put_to_rest(member.param, group.placeholder)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0:
-            for group in self.unit.groups:
-                if not group.is_sharded:
-                    for member in group.members:
-                        wake(member.param, member.kind, group.weight.view(member.slot))
+        if self.outermost is not module:
+            return
+        self.outermost = None
+        for group in self.unit.groups:
+            if not group.is_sharded:
+                for member in group.members:
+                    wake(member.param, member.kind, group.weight.view(member.slot))
