@@ -108,7 +108,7 @@ class Gloo:
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self.rank, self.size, self.group = rank, size, group
-        # gloo's wait with a time limit closes the connection when the limit passes, so waits without one run in threads:
+        # gloo's wait with a time limit closes the connection when it passes, so waits without one run in threads:
         # one per lane, since a message of one lane may have to arrive before another lane's can be sent.
         self._jobs: dict[str, Jobs] = {}
 

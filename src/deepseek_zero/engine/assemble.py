@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -231,7 +231,7 @@ def adopting(client: Optimizer) -> Make:
                 "pass a fresh optimizer and load its state from a checkpoint afterwards.",
             )
         if client.state:  # made at construction (Adagrad): made again over the slices
-            client.state = type(client)(groups).state
+            client.state = cast("Any", type(client))(groups).state
         for mine, sliced in zip(client.param_groups, groups, strict=True):
             mine["params"] = sliced["params"]
         return client
