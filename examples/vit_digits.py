@@ -57,7 +57,7 @@ def main() -> None:
     torch.manual_seed(0)
     model = VisionTransformer()
     DeepSeekZeRO3(model, stage=3, zero_optimization={"stage3_param_persistence_threshold": 0})
-    optimizer = ZeroOptimizer(model.parameters(), lr=2e-3, optimizer_type="adamw")
+    optimizer = ZeroOptimizer(model.parameters(), lr=1e-3, optimizer_type="adamw")
     device = model.head.weight.device
 
     digits = dataset(limit=options.images)

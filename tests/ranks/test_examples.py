@@ -40,21 +40,22 @@ class Run:
 
 SEED_000 = {"SEED_SAMPLES": "2"}
 SEED_001 = {"SEED_SAMPLES": "256"}
-SEED_002 = {"SEED_SAMPLES": "64", "SEED_BATCH": "16", "SEED_LR": "1e-3"}
+SEED_002 = {"SEED_SAMPLES": "64", "SEED_BATCH": "16", "SEED_LR": "3e-3"}
 RUNS = [
     Run("seed_001", LAUNCHER, environment=SEED_001, says="epoch 5"),
     Run("seed_001", ALONE, environment=SEED_001, says="epoch 5"),
     Run("seed_002", LAUNCHER, environment=SEED_002, says="Finished Training"),
     Run("seed_002", ALONE, environment=SEED_002, says="Finished Training"),
     Run("resnet101_digits", LAUNCHER, says="the loss fell by"),
-    Run("vit_digits", LAUNCHER, ("--images", "256"), says="the loss fell by"),
+    Run("vit_digits", LAUNCHER, says="the loss fell by"),
     Run("hf_language_model", LAUNCHER, ("--steps", "40"), says="the model writes:"),
 ]
 
 
 def run_example(run: Run, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run an example in an empty folder and return what it said; fails the test if it did not end well."""
-    environment = {**os.environ, **run.environment, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(PACKAGE)}
+    environment = {**os.environ, **run.environment, "PYTHONPATH": str(PACKAGE)}
+    environment["OMP_NUM_THREADS"] = "1"  # threads that wait for each other on busy cores cost four times the work
     command = [sys.executable, "-W", "ignore", *run.starter, str(EXAMPLES / f"{run.script}.py"), *run.arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -69,6 +70,7 @@ def test_an_example_runs_and_its_loss_falls_by_its_margin(run: Run, tmp_path: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor")  # torch's word on the article's Transformer
 @pytest.mark.parametrize("starter", [LAUNCHER, ALONE], ids=["two ranks", "alone"])
 def test_seed_000_runs_and_leaves_full_weights_that_a_plain_model_loads(
     starter: tuple[str, ...], tmp_path: Path

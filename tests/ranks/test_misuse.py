@@ -94,19 +94,22 @@ def train(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Tensor:
 
 @on_two_ranks
 @EVERY_SETTING
+@pytest.mark.parametrize("block", [0, 3])
 @pytest.mark.parametrize("skipper", [0, 1])
-def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int, setting: Setting) -> None:
+def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int, block: int, setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
-        inner(model).blocks[1].skip_shift = rank == skipper and step % 2 == 1
+        inner(model).blocks[block].skip_shift = rank == skipper and step % 2 == 1
         return train(model, rank, step, backward)
 
-    assert_trains_like_plain(Model, body, setting, steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "POLL_SECONDS", 0.1)
+        assert_trains_like_plain(Model, body, setting, steps=4)
 
 
 @on_two_ranks
 @EVERY_SETTING
 @pytest.mark.parametrize("skipper", [0, 1])
-@pytest.mark.parametrize("order", [(0, 2, 3), (1, 2, 3), (0, 1, 2), (2,), ()], ids=str)
+@pytest.mark.parametrize("order", [(0, 2, 3), (2,), ()], ids=str)
 def test_units_that_one_rank_does_not_use_get_zeros_from_it(
     order: tuple[int, ...], skipper: int, setting: Setting
 ) -> None:
@@ -114,7 +117,9 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         inner(model).order = order if rank == skipper and step != 1 else (0, 1, 2, 3)
         return train(model, rank, step, backward)
 
-    assert_trains_like_plain(Model, body, setting, steps=4)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
+        assert_trains_like_plain(Model, body, setting, steps=4)
 
 
 def every_unit_skipped(setting: Setting, skips: Callable[[Any, int], None], steps: int = 4) -> None:
@@ -154,14 +159,23 @@ def test_a_rank_without_a_batch_that_only_steps_trains_on(setting: Setting) -> N
     every_unit_skipped(setting, lambda engine, step: None)
 
 
-@on_two_ranks
-@EVERY_SETTING
-def test_a_rank_whose_loss_has_no_gradient_trains_on(setting: Setting) -> None:
-    def no_grad(engine: Any, step: int) -> None:
-        with torch.no_grad():
-            engine.backward(loss_of(engine, here(), step))
+def evaluate_instead(engine: Any, step: int) -> None:
+    with torch.no_grad():
+        engine.backward(loss_of(engine, here(), step))
 
-    every_unit_skipped(setting, no_grad)
+
+@on_two_ranks
+@pytest.mark.parametrize("setting", [STAGE_1, STAGE_2], ids=str)
+def test_a_rank_that_runs_without_gradients_where_the_other_trains_gives_zeros(setting: Setting) -> None:
+    every_unit_skipped(setting, evaluate_instead)
+
+
+@on_two_ranks
+@on_stage_3
+def test_with_sharded_weights_an_evaluation_on_one_rank_only_is_an_error_on_both(setting: Setting) -> None:
+    with pytest.raises(PeerError, match=r"different collectives"):
+        every_unit_skipped(setting, evaluate_instead)
+    dist.barrier()
 
 
 # -- a rank that raises ------------------------------------------------------------------------------------------------
@@ -212,7 +226,9 @@ def test_a_rank_that_raises_is_named_on_the_other(at: str, by_engine: bool, sett
             another()
     else:
         began = time.monotonic()
-        with pytest.raises(PeerError, match=r"rank 1 raised an error.*Boom: rank 1 has a bad day"):
+        # A plain loss.backward() is torch's own: that it ended early is seen, and its error is not.
+        told = ".*Boom: rank 1 has a bad day" if by_engine or at != "in backward" else ""
+        with pytest.raises(PeerError, match="rank 1 raised an error" + told):
             another()
         assert time.monotonic() - began < 15
     dist.barrier()
@@ -328,7 +344,7 @@ def test_unequal_numbers_of_batches_name_the_rank_that_ran_out() -> None:
 
 
 @on_two_ranks
-@on_stages_1_to_3
+@on_stage_3
 @pytest.mark.parametrize("late_action", ["state_dict", "evaluate and state_dict"])
 def test_unequal_numbers_of_batches_before_a_common_end_are_an_error_on_both(
     late_action: str, setting: Setting

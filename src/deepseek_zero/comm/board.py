@@ -12,6 +12,7 @@ import atexit
 import json
 import os
 import socket
+import sys
 import weakref
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -19,6 +20,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..base.errors import PeerError
+
+# Looks that must see the same suspicion: a rank that can end it (Comm.relieve) has had its own look by then.
+CONFIRMED = 3
 
 
 @dataclass
@@ -54,7 +58,8 @@ class Board:
         if rank != 0 and address[0] is not None:
             self._store = dist.TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._said: dict[str, str] = {}
-        self._suspicion: tuple[str, ...] = ()
+        self._suspicion: tuple[tuple[int, str, int], ...] = ()
+        self._looks = 0  # running, that saw this suspicion
         _say_goodbye_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
@@ -79,11 +84,13 @@ class Board:
         except RuntimeError:
             return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
 
-    def evidence(self, mine: Position) -> PeerError | None:
-        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when seen twice running."""
-        self.post("waiting", json.dumps(asdict(mine)))
-        waits = f"rank {self.rank} waits for it in '{mine.name()}'"
-        positions = {self.rank: mine}
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether at the last look ranks waited for each other, so that somebody must do more than wait."""
+        return self._looks > 0
+
+    def bad_news(self, waits: str) -> PeerError | None:
+        """The first rank that raised or ended, as an error.  waits: what this rank was doing meanwhile."""
         for rank in range(self.size):
             if rank == self.rank:
                 continue
@@ -96,18 +103,30 @@ class Board:
             if text := self.read("ended", rank):
                 return PeerError(
                     f"rank {rank} has ended ({text}) while {waits}.",
-                    "Ranks made different numbers of calls: unequal batches, or a collective on some ranks only.",
+                    "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some only.",
                     "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
                 )
-            if line := self.read("waiting", rank):
+        return None
+
+    def evidence(self, mine: Position) -> PeerError | None:
+        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when it stays."""
+        self.post("waiting", json.dumps(asdict(mine)))
+        waits = f"rank {self.rank} waits for it in '{mine.name()}'"
+        positions = {self.rank: mine}
+        if error := self.bad_news(waits):
+            return error
+        for rank in range(self.size):
+            if rank != self.rank and (line := self.read("waiting", rank)):
                 positions[rank] = Position(**json.loads(line))
-        suspects = _astray(positions, self.rank)
-        names = tuple(f"rank {rank} is in '{positions[rank].name()}'" for rank in suspects)
-        confirmed, self._suspicion = bool(names) and names == self._suspicion, names
-        if not confirmed:
+        suspects = {rank: positions[rank] for rank in _astray(positions, self.rank)}
+        places = tuple((rank, place.lane, place.sequence) for rank, place in suspects.items())
+        self._looks = self._looks + 1 if places and places == self._suspicion else int(bool(places))
+        self._suspicion = places
+        if self._looks < CONFIRMED:
             return None
+        names = ", ".join(f"rank {rank} is in '{place.name()}'" for rank, place in suspects.items())
         return PeerError(
-            "ranks called different collectives: " + ", ".join(names) + ".",
+            f"ranks called different collectives: {names}.",
             "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
             "look for a branch that depends on the rank: state_dict() on one rank, unequal batches, another model.",
         )
@@ -140,7 +159,12 @@ def _say_goodbye_at_exit(board: Board) -> None:
 
     def say_goodbye() -> None:
         alive = reference()
-        if alive is not None and not alive._said.get("raised"):
+        if alive is None or alive._said.get("raised"):
+            return
+        uncaught = getattr(sys, "last_value", None)  # Python keeps the exception that ended the program
+        if uncaught is not None:
+            alive.post("raised", f"{type(uncaught).__name__}: {uncaught}"[:300])
+        else:
             alive.post("ended", "its program finished")
 
     atexit.register(say_goodbye)

@@ -254,6 +254,9 @@ class Comm:
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.board: Board | None = None
+        # Ranks may wait for each other across lanes where one of them skipped a unit: one for a gather, another for a
+        # reduction.  What can be issued ahead to end that is the runtime's to say.
+        self.relieve: Callable[[], None] = _nothing
         self._lanes: dict[str, Lane] = {}
         self._transport: Transport = Alone()
         self._host_transport: Transport = self._transport
@@ -327,6 +330,8 @@ class Comm:
                 posted = True
                 if self.board and (error := self.board.evidence(self._position(lane, sequence))):
                     raise error from None
+                if self.board and self.board.is_suspicious:
+                    self.relieve()
             except RuntimeError as caught:
                 raise self._lost(what, caught) from caught
         self.meter.waited(lane, time.perf_counter() - began)
@@ -344,11 +349,8 @@ class Comm:
 
     def _lost(self, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
-        for rank in range(self.size):
-            if self.board and rank != self.rank:
-                for topic in ("raised", "ended"):
-                    if text := self.board.read(topic, rank):
-                        return PeerError(f"rank {rank} is gone ({text}) while rank {self.rank} was in '{what}'.")
+        if self.board and (error := self.board.bad_news(f"rank {self.rank} was in '{what}'")):
+            return error
         return PeerError(
             f"rank {self.rank} lost its connection to another rank in '{what}': {str(caught).splitlines()[0][:200]}",
             "A rank was killed, ran out of memory or lost its network.",

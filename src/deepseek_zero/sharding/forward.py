@@ -13,12 +13,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from ..precision.policy import cast_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
 from .saved import weight_hooks
-from .unit import Unit
+from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -50,6 +51,7 @@ class Forward:
         self._runtime = weakref.ref(runtime)
         self.active: list[Active] = []
         self.count = 0
+        self._alone: nn.Module | None = None  # a part of the root that runs outside any forward
 
     @property
     def runtime(self) -> Runtime:
@@ -135,3 +137,15 @@ class Forward:
             if self.runtime.output_factor is not None:
                 return map_tensors(output, partial(hooks.scaled_alias, self.runtime))
         return output
+
+    def enter_part(self, module: nn.Module) -> None:
+        """Before a part of the root that is called by itself, outside any forward: gather the root.  Collective."""
+        runtime = self.runtime
+        if runtime.phase is Phase.IDLE and not self.active and runtime.root.state is UnitState.AT_REST:
+            self._alone = module
+            runtime.gatherer.use(runtime.root)
+
+    def leave_part(self, module: nn.Module) -> None:
+        if self._alone is module:
+            self._alone = None
+            self.runtime.root.release()

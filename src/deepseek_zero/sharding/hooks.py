@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
@@ -29,7 +30,20 @@ def install(runtime: Runtime) -> list[Any]:
             for member in group.members:
                 hook = _bound(_on_grad, runtime, unit.number)
                 handles.append(member.param.register_post_accumulate_grad_hook(hook))
+    for part in _parts_of_root(runtime):
+        handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), prepend=True))
+        handles.append(part.register_forward_hook(_bound(_after_part, runtime), always_call=True))
     return handles
+
+
+def _parts_of_root(runtime: Runtime) -> list[nn.Module]:
+    """Modules inside the root that own its parameters: a custom generate() may call an embedding by itself."""
+    mine = {id(member.param) for group in runtime.root.sharded for member in group.members}
+    return [
+        module
+        for module in runtime.root.module.modules()
+        if module is not runtime.root.module and any(id(param) in mine for param in module.parameters(recurse=False))
+    ]
 
 
 def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
@@ -63,12 +77,17 @@ def _call(
     reference: weakref.ref[Runtime], function: Callable[..., Any], first: tuple[Any, ...], *args: Any, **kwargs: Any
 ) -> Any:
     runtime = reference()
+    if runtime is None and function in (_after_forward, _after_part):
+        return None  # the hook before this forward has raised already
     if runtime is None:
         raise UsageError(
             "the model is used after its engine was deleted.",
             "Its weights are slices that only the engine can gather.",
             "keep the engine as long as the model is used; take state_dict() before deleting it.",
         )
+    if torch.compiler.is_compiling():
+        # A compiled block runs our hooks and traces none.  Only here, because importing the compiler takes a second.
+        return torch.compiler.disable(function, recursive=True)(runtime, *first, *args, **kwargs)
     return function(runtime, *first, *args, **kwargs)
 
 
@@ -78,6 +97,14 @@ def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any,
 
 def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, output: Any) -> Any:
     return runtime.forward.leave(runtime.units[number], output)
+
+
+def _before_part(runtime: Runtime, module: nn.Module, args: Any) -> None:
+    runtime.forward.enter_part(module)
+
+
+def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
+    runtime.forward.leave_part(module)
 
 
 def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
