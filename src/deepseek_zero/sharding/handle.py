@@ -45,9 +45,20 @@ SAFE = frozenset(
     grad_fn names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu
     _grad _grad_fn _base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed
     requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
-    is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
+    is_same_size is_inference is_neg is_conj is_shared _is_view _has_compatible_shallow_copy_type has_names is_pinned storage_offset __len__ type
     """.split()
 )
+
+
+# What model.to(), .float(), .cpu() call on every parameter, and the dtype or device that the name alone asks for.
+CONVERSIONS: dict[str, torch.dtype | str | None] = {
+    "to": None,
+    "float": torch.float32,
+    "double": torch.float64,
+    "half": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "cpu": "cpu",
+}
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -126,10 +137,10 @@ class AtRest(nn.Parameter):
         resting = [value for value in _tensors((*args, *kwargs.values())) if type(value) is AtRest]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
             return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
-        if name == "data" and len(args) == 2 and _is_placeholder(args[1]):
+        if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
-        if name == "to" and _changes_nothing(args, kwargs):
+        if name in CONVERSIONS and _changes_nothing(args, kwargs, CONVERSIONS[name]):
             return args[0]
         for param in resting:
             owner = owner_of(param)
@@ -230,12 +241,13 @@ def _is_placeholder(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() != 1 and not any(value.stride())
 
 
-def _changes_nothing(args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None) -> bool:
     param = args[0]
     wanted = [
         value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))
     ]
     wanted = [value for value in wanted if not isinstance(value, bool)]
+    wanted += [implied] if implied is not None else []
     with without_torch_function():
         return all(
             value == param.dtype if isinstance(value, torch.dtype) else torch.device(value) == param.device
