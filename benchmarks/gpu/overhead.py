@@ -141,10 +141,8 @@ def main() -> None:
         "rows": rows,
     }
     for name, row in rows.items():
-        print(
-            shown = f"{row['median_seconds'] * 1e3:9.2f} ms  {row['over_plain']:.3f} x plain"
-            print(f"{name:8} {shown}  {row['peak_bytes'] / 2**30:.2f} GiB peak")
-        )
+        shown = f"{row['median_seconds'] * 1e3:9.2f} ms  {row['over_plain']:.3f} x plain"
+        print(f"{name:8} {shown}  {row['peak_bytes'] / 2**30:.2f} GiB peak")
     if options.out is not None and not options.dry_run:
         options.out.write_text(json.dumps(report, indent=1) + "\n")
 

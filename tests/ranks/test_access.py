@@ -444,12 +444,12 @@ def test_gathered_parameters_are_whole_inside_the_block_and_at_rest_after(given:
 def test_the_modifier_ranks_changes_are_everybodys(rank: int, setting: Setting) -> None:
     plain, model = Plain(Model), seeded(Model)
     engine = engine_for(model, setting)
-    with Gathered([model.blocks[0].up.weight, model.blocks[1].up.weight, model.blocks[2].scale], modifier_rank=rank):
-        with torch.no_grad():
-            if here() == rank:
-                nn.init.constant_(model.blocks[0].up.weight, 0.25)
-                model.blocks[1].up.weight.data.mul_(2.0)  # frozen
-                model.blocks[2].scale.fill_(0.5)
+    changed = [model.blocks[0].up.weight, model.blocks[1].up.weight, model.blocks[2].scale]
+    with Gathered(changed, modifier_rank=rank), torch.no_grad():
+        if here() == rank:
+            nn.init.constant_(model.blocks[0].up.weight, 0.25)
+            model.blocks[1].up.weight.data.mul_(2.0)  # frozen
+            model.blocks[2].scale.fill_(0.5)
     for each in plain.copies:
         with torch.no_grad():
             nn.init.constant_(each.blocks[0].up.weight, 0.25)

@@ -45,7 +45,8 @@ SAFE = frozenset(
     grad_fn names _backward_hooks _post_accumulate_grad_hooks _version itemsize output_nr retains_grad is_mps is_xpu
     _grad _grad_fn _base nbytes numel size dim ndimension nelement element_size is_floating_point is_complex is_signed
     requires_grad_ get_device register_hook register_post_accumulate_grad_hook __hash__ stride is_contiguous
-    is_same_size is_inference is_neg is_conj is_shared _is_view _has_compatible_shallow_copy_type has_names is_pinned storage_offset __len__ type
+    is_same_size is_inference is_neg is_conj is_shared _is_view has_names is_pinned storage_offset __len__ type
+    _has_compatible_shallow_copy_type
     """.split()
 )
 
