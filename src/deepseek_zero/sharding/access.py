@@ -73,9 +73,10 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
             return self
-        self.groups = groups_of(self.params)
+        self.groups = [group for group in groups_of(self.params) if not group.is_held]
         with torch.inference_mode(False), torch.no_grad():
             for group in self.groups:
+                group.is_held = True
                 copy = whole(group.weight, group, group.members[0].name)
                 self._copies.append(copy)
                 buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
@@ -117,6 +118,7 @@ class GatheredParameters:
 
     def _back_to_rest(self) -> None:
         for group in self.groups:
+            group.is_held = False
             for member in group.members:
                 if group.is_sharded and group.full is None:
                     with without_torch_function():

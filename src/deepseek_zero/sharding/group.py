@@ -59,6 +59,7 @@ class FlatGroup:
         self.weight: FlatBuffer
         self.master: FlatBuffer | None = None
         self.full: FlatBuffer | None = None
+        self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
         self.placeholder = torch.full((), float("nan"), dtype=plan.weight.dtype, device=route.pool.device)
@@ -174,7 +175,7 @@ class FlatGroup:
 
     def gather(self, what: str) -> Pending:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
-        if not self.is_sharded or self.full is not None:
+        if not self.is_sharded or self.full is not None or self.is_held:
             return DONE
         spec = replace(self.plan.weight, placement=R)
         if self.route.comm.size == 1:
