@@ -207,9 +207,8 @@ def one_good_step(engine: Any) -> None:
 
 
 @on_two_ranks
-@EVERY_SETTING
-@pytest.mark.parametrize("by_engine", [True, False], ids=["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("at", list(HOOKS))
+@on_stages_1_and_3
+@pytest.mark.parametrize("at, by_engine", [*((at, True) for at in HOOKS), ("in backward", False)])
 def test_a_rank_that_raises_is_named_on_the_other(at: str, by_engine: bool, setting: Setting) -> None:
     model = seeded(Model)
     engine = engine_for(model, setting)

@@ -65,6 +65,12 @@ class Gatherer:
         if owner not in known and owner is not reader:
             known.append(owner)
 
+    def issue_rest(self) -> None:
+        """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
+        if self._walk is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._issue_up_to(len(self._walk.order) - 1)
+
     def end(self, keep: frozenset[int]) -> None:
         """Walk to the end, then put to rest what neither `keep` nor an unfinished earlier walk holds."""
         if self._walk is None:

@@ -47,6 +47,18 @@ class Reducer:
             self._cursor += 1
         return done
 
+    def pass_by(self, unit: Unit) -> None:
+        """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is not waited for.
+
+        A rank that skips a parameter would otherwise keep the others waiting for a reduction that it starts only at the
+        end, while it waits for their next gather.  Should a gradient come after all, it is late (`settle`).
+        """
+        margin = 2 if self.overlap else 1
+        reached = self.order.index(unit.number) if unit.number in self.order else 0
+        while self._cursor < min(reached - margin + 1, len(self.order)):
+            self._launch(self.units[self.order[self._cursor]])
+            self._cursor += 1
+
     def finish(self) -> None:
         """End of backward: reduce what is left, in order, and learn which gradients to expect next time."""
         for number in self.order[self._cursor :]:

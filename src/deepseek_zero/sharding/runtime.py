@@ -100,6 +100,9 @@ class Runtime:
         if self.watcher is not None:
             self.watcher.see("grad", unit.number, grad)
         self.gatherer.release_frozen_before(unit)
+        if self._reduces_now and unit is not self.root and self.forward.count <= 1:
+            with torch.no_grad():
+                self.reducer.pass_by(unit)
         self.gatherer.use_with_externals(unit)
 
     def _open_backward(self) -> None:
@@ -142,12 +145,14 @@ class Runtime:
     def end_backward(self) -> None:
         """Every gradient of this backward has been computed on this rank."""
         with torch.no_grad():
-            self.gatherer.end(frozenset())
-            self.gatherer.release_all()
+            # A rank that skipped units owes the others gathers and reductions; it waits for none before it starts all.
+            self.gatherer.issue_rest()
             if self.settings.unused_is_error:
                 self.reducer.refuse_unused()
             if self._reduces_now:
                 self.reducer.finish()
+            self.gatherer.end(frozenset())
+            self.gatherer.release_all()
             self.reducer.learn()
             self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
             self.backwards += 1
