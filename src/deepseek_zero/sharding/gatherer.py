@@ -97,10 +97,12 @@ class Gatherer:
                 other.release()
 
     def agree_on_order(self, comm: Comm) -> None:
-        """Rank 0's recorded order becomes everybody's; units it never used keep their place at the end.  Collective."""
+        """The order of the rank that used most units becomes everybody's; the rest comes last.  Collective."""
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
-        seen = [int(number) for number in comm.rows(row, "order of units")[0] if number >= 0]
+        rows = comm.rows(row, "order of units")
+        fullest = int((rows >= 0).sum(dim=1).argmax())  # the first rank that used most units
+        seen = [int(number) for number in rows[fullest] if number >= 0]
         order = [0, *(number for number in seen if number)]
         order += [number for number in range(len(self.units)) if number not in order]
         self.schedule = plan_schedule(self.sizes, order, self.settings)
