@@ -145,7 +145,7 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     buffers).
     """
     comm, layout = route.comm, source.layout
-    if comm.size == 1 and own.data_ptr() == source.storage.data_ptr():
+    if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
         return DONE
     step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]

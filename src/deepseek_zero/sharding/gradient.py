@@ -198,7 +198,8 @@ def sum_of_squares(values: Tensor) -> float:
     """Sum of squares: fp32 inside blocks of 1,024 elements, float64 over the blocks, so that slicing never shows."""
     if not values.numel():
         return 0.0
-    blocks = torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=torch.float32)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    blocks = torch.linalg.vector_norm(values.view(-1, BLOCK), dim=1, dtype=wide)
     total = float(blocks.double().square().sum())
     if total == total and total != float("inf"):
         return total

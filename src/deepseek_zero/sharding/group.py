@@ -62,9 +62,8 @@ class FlatGroup:
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
-        self.placeholder = torch.full((), float("nan"), dtype=plan.weight.dtype, device=route.pool.device)
-        if not plan.weight.dtype.is_floating_point:
-            self.placeholder.zero_()
+        nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
+        self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=route.pool.device)
         self.build("element")
 
     # -- building
