@@ -17,7 +17,6 @@ import pickle
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
@@ -100,20 +99,3 @@ def _judge(outcome: Outcome, mark: RanksMark) -> None:
         pytest.fail("\n".join(lines + limit), pytrace=False)
     if skipped:
         pytest.skip(next(iter(skipped.values())))
-
-
-SHORTFALLS = Path(__file__).with_name("known_shortfalls.txt")
-
-
-def known_shortfalls() -> dict[str, str]:
-    """Test id -> why it fails for now (known_shortfalls.txt)."""
-    lines = [line for line in SHORTFALLS.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    return {line.partition("] ")[0] + "]": line.partition("] ")[2] for line in lines}
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Expect the known shortfalls to fail; strictly, so that a mended one leaves the list."""
-    reasons = known_shortfalls()
-    for item in items:
-        if item.nodeid in reasons:
-            item.add_marker(pytest.mark.xfail(reason=reasons[item.nodeid], strict=True))

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
+from ..comm.agreement import agree
 from ..comm.collectives import Comm
 from ..config import Config
 from ..optim.registry import granularity_of, resolve_optimizer
@@ -184,7 +185,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     if scaler is not None or factor != 1.0:
         runtime.output_factor = lambda: factor * (scaler.scale if scaler is not None else 1.0)
     zero = config.zero_optimization
-    return Parts(
+    parts = Parts(
         runtime,
         optimizer,
         scaler,
@@ -195,6 +196,14 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         SavingSettings(config.checkpoint.tag_validation, zero.stage3_gather_16bit_weights_on_model_save),
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
     )
+    agree(
+        comm,
+        [f"{parts.data_settings}", f"schedule {parts.schedule}"],
+        "the configuration",
+        "Ranks take their batches and their learning rates in step.",
+        "pass the same configuration on every rank.",
+    )
+    return parts
 
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

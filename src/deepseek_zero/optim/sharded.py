@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
+from ..comm.agreement import agree
 from ..precision.loss_scale import LossScaler
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
@@ -97,6 +98,7 @@ class ShardedOptimizer(Optimizer):
             ]
         )
         _prefer_fused(self.inner)
+        self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
         self._scratch: Tensor | None = None
@@ -127,6 +129,20 @@ class ShardedOptimizer(Optimizer):
     def pieces(self) -> list[Piece]:
         """Every slice this rank updates."""
         return [piece for pieces in self._pieces for piece in pieces]
+
+    def _compare_ranks(self) -> None:
+        """Raise on every rank if ranks differ in how they will step.  How many slices a rank has may differ."""
+        lines = [f"{self.settings}", f"loss scaling {self.scaler.settings if self.scaler is not None else None}"]
+        for number, group in enumerate(self.inner.param_groups):
+            plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
+            lines.append(f"{type(self.inner).__name__}, parameter group {number}: {plain}")
+        agree(
+            self.runtime.comm,
+            lines,
+            "their optimizer",
+            "Each rank updates its slices of the same tensors, so one rule must hold for all.",
+            "build the optimizer and the configuration from the same arguments on every rank.",
+        )
 
     # -- cutting
 

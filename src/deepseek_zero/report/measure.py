@@ -43,9 +43,11 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
             if not issubclass(type(value), Tensor):
                 continue
             for tensor in (value, value.grad if value.is_leaf else None):
-                if tensor is None or tensor.is_meta or tensor.device.type != (device_type or tensor.device.type):
+                if tensor is None or tensor.device.type != (device_type or tensor.device.type):
                     continue
                 storage = tensor.untyped_storage()
+                if storage.device.type == "meta":  # torch.compile leaves fake tensors, which claim a real device
+                    continue
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
     return found

@@ -5,15 +5,14 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 
 from __future__ import annotations
 
-import hashlib
-import json
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ..base.device import default_device
-from ..base.errors import ModelMismatchError, UsageError
+from ..base.errors import UsageError
+from ..comm.agreement import agree
 from ..comm.collectives import Comm
 from .buffer import Pool, Route
 from .group import FlatGroup, Member
@@ -93,24 +92,15 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
 
 def compare_ranks(model: nn.Module, choices: list[UnitChoice], settings: PlanSettings, comm: Comm) -> None:
     """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers, units or settings."""
-    if comm.size == 1:
-        return
     lines = [f"settings {settings}"]
     lines += [f"unit {choice.name}" for choice in choices]
     for name, param in model.named_parameters():
         lines.append(f"parameter {name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    digests = comm.texts(digest, "the model")
-    if len(set(digests)) == 1:
-        return
-    everyone = [json.loads(text) for text in comm.texts(json.dumps(lines), "the model in full")]
-    different = next(rank for rank, found in enumerate(digests) if found != digests[0])
-    first, other = everyone[0], everyone[different]
-    at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
-    a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
-    raise ModelMismatchError(
-        f"ranks are about to shard different things: rank 0 has '{a}', rank {different} has '{b}'.",
+    agree(
+        comm,
+        lines,
+        "what they are about to shard",
         "Each rank holds a slice of the same flat buffers, so names, shapes, dtypes, order and settings must agree.",
         "build the model and the configuration from the same arguments on every rank.",
     )

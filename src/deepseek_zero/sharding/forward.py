@@ -19,6 +19,7 @@ from ..precision.policy import cast_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
 from .saved import weight_hooks
+from .structure import check_structure
 from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
@@ -71,6 +72,8 @@ class Forward:
             schedule = self.runtime.gatherer.schedule
             self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         self.active.append(Active(unit))
+        if unit is self.runtime.root and self.runtime.backwards == 0:
+            check_structure(self.runtime.model, self.runtime.groups)
         self.runtime.gatherer.use_with_externals(unit)
         if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
             dtype = self.compute_dtype_of(unit)
@@ -104,8 +107,10 @@ class Forward:
         ):
             yield weight_hooks(unit, self.runtime.fetch)
 
-    def leave(self, unit: Unit, output: Any) -> Any:
-        """After a unit's forward, whether it returned or raised."""
+    def leave(self, unit: Unit, given: Any, output: Any) -> Any:
+        """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
+        nothing has left its result.
+        """
         for context in reversed(self.active.pop().contexts):
             context.__exit__(None, None, None)
         error = sys.exc_info()[1]
@@ -117,11 +122,13 @@ class Forward:
         if self.runtime.watcher is not None:
             self.runtime.watcher.see("output", unit.number, output)
         training = torch.is_grad_enabled()
+        result = output if output is not None else given
         if training:
-            for tensor in tensors_in(output):
+            for tensor in tensors_in(result):
                 hooks.watch_output(self.runtime, unit.number, tensor)
         if unit is self.runtime.root and not self.active:
-            return self._end_forward(output, training)
+            result = self._end_forward(result, training)
+            return result if output is not None else None
         keep = self.runtime.gatherer.schedule.kept if training else frozenset()
         if self.runtime.phase is not Phase.BACKWARD and unit is not self.runtime.root and unit.number not in keep:
             unit.release()

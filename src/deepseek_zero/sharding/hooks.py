@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..base.device import backward_id
 from ..base.errors import UsageError
 from .handle import Hook
 
@@ -25,7 +26,7 @@ def install(runtime: Runtime) -> list[Any]:
     for unit in runtime.units:
         before, after = (_bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward))
         handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
-        handles.append(unit.module.register_forward_hook(after, always_call=True))
+        handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for group in unit.trained:
             for member in group.members:
                 hook = _bound(_on_grad, runtime, unit.number)
@@ -65,8 +66,13 @@ def scaled_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
 
 
 def at_backward_end(runtime: Runtime) -> Callable[[], None]:
-    """The callback that ends a backward."""
-    return _bound(_on_backward_end, runtime)
+    """The callback that ends a backward.
+
+    torch drops it unrun when an exception ends the backward; that is how a plain `loss.backward()` that failed is seen.
+    """
+    callback = _bound(_on_backward_end, runtime)
+    weakref.finalize(callback, _on_backward_dropped, weakref.ref(runtime), backward_id()).atexit = False
+    return callback
 
 
 def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Callable[..., Any]:
@@ -95,8 +101,8 @@ def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any,
     return runtime.forward.enter(runtime.units[number], args, kwargs)
 
 
-def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, output: Any) -> Any:
-    return runtime.forward.leave(runtime.units[number], output)
+def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return runtime.forward.leave(runtime.units[number], (args, kwargs), output)
 
 
 def _before_part(runtime: Runtime, module: nn.Module, args: Any) -> None:
@@ -122,3 +128,9 @@ def _scale(runtime: Runtime, grad: Tensor) -> Tensor:
 
 def _on_backward_end(runtime: Runtime) -> None:
     runtime.end_backward()
+
+
+def _on_backward_dropped(reference: weakref.ref[Runtime], number: int) -> None:
+    runtime = reference()
+    if runtime is not None:
+        runtime.on_backward_dropped(number)

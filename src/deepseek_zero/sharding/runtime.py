@@ -202,6 +202,11 @@ class Runtime:
             first_line = (str(error).splitlines() or [""])[0]
             self.comm.board.post("raised", f"{type(error).__name__}: {first_line}"[:300])
 
+    def on_backward_dropped(self, number: int) -> None:
+        """A backward call is over; unless it came to its end, an exception ended it, which others wait to hear."""
+        if self.phase is Phase.BACKWARD and self._backward_id == number:
+            self.post_error(RuntimeError("its backward ended early; its own output tells why"))
+
     def recover(self) -> None:
         """After a forward or backward that an exception ended: drain, drop the half-made gradients, start clean."""
         if self.comm.board is not None:

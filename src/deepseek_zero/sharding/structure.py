@@ -1,0 +1,38 @@
+"""Whether a wrapped model is still the one that was wrapped.  Local; called once per step by forward.py.
+
+A parameter that joined later would train unsynchronised, one whose memory was replaced (a cast, a move, `.data = ...`)
+would no longer be the one that steps: both are wrong gradients that nothing else would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..base.errors import UsageError
+from .group import FlatGroup
+
+
+def check_structure(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+    """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
+    known = {id(member.param) for group in groups for member in group.members}
+    if any(id(param) not in known for param in model.parameters()):
+        new = next(name for name, param in model.named_parameters() if id(param) not in known)
+        raise UsageError(
+            f"parameter '{new}' joined the model after it was wrapped.",
+            "Its gradient would not be reduced, nor its values kept equal on all ranks.",
+            "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
+        )
+    for group in groups:
+        if group.is_sharded or group.is_held:
+            continue  # at rest a parameter guards itself (handle.py)
+        start, step = group.weight.storage.data_ptr(), group.weight.storage.element_size()
+        for member in group.members:
+            if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:
+                raise UsageError(
+                    f"the memory of parameter '{member.name}' was replaced after the model was wrapped; it is now "
+                    f"{member.param.dtype}, {tuple(member.param.shape)} on {member.param.device}.",
+                    "Casting or moving the model, or assigning to `.data`, parts it from what the optimizer updates.",
+                    "cast, move and resize before wrapping; change values in place (`copy_`, load_state_dict).",
+                )
