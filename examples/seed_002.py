@@ -22,8 +22,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 # 初始化 DeepSpeed 和分布式训练环境
 deepspeed.init_distributed()
-local_rank = deepspeed.comm.get_rank()
-world_size = deepspeed.comm.get_world_size()
+local_rank = torch.distributed.get_rank()
+world_size = torch.distributed.get_world_size()
 cuda = torch.cuda.is_available()
 device = torch.device('cuda', local_rank) if cuda else torch.device('cpu')
 

@@ -54,6 +54,13 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS:
         value = import_module(f"{__name__}.{_ROOMS[name]}")
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        missing = (
+            None if name.startswith("_") else import_module(f"{__name__}.facade.package").package_name_missing(name)
+        )
+        raise missing or AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_ROOMS})

@@ -9,8 +9,10 @@ from .sharding.access import GatheredParameters
 from .sharding.group import FlatGroup
 from .sharding.handle import owner_of
 from .sharding.init import Init
+from .sharding.runtime import Runtime
+from .sharding.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter"]
+__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -18,14 +20,30 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
     Found by itself at the first use inside a forward; announcing it saves that first search.
     """
+    runtime, owner = _home(parameter)
+    for reader in _units_around(module, runtime):
+        runtime.gatherer.remember_external(reader, owner)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take an announcement back.  Local; every rank does the same.  Should the module read it again, it is found."""
+    runtime, owner = _home(parameter)
+    for reader in _units_around(module, runtime):
+        runtime.gatherer.forget_external(reader, owner)
+
+
+def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
+    """The engine and the unit of a wrapped parameter."""
     owner = owner_of(parameter)
     runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
     if runtime is None or not isinstance(owner, FlatGroup):
         raise UsageError(
-            "register_external_parameter got a parameter that no engine has wrapped.",
+            "an external parameter was announced that no engine has wrapped.",
             "Only a wrapped parameter has a unit to gather.",
             "call it after initialize (or DeepSeekZeRO3).",
         )
-    for unit in runtime.units[1:]:
-        if any(each is module for each in unit.module.modules()):
-            runtime.gatherer.remember_external(unit, runtime.unit_of(owner))
+    return runtime, runtime.unit_of(owner)
+
+
+def _units_around(module: nn.Module, runtime: Runtime) -> list[Unit]:
+    return [unit for unit in runtime.units[1:] if any(each is module for each in unit.module.modules())]

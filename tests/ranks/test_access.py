@@ -611,6 +611,8 @@ def test_announced_external_parameters_train(setting: Setting) -> None:
             deepseek_zero.zero.register_external_parameter(model.blocks[0], model.blocks[3].up.weight)
             deepseek_zero.zero.register_external_parameter(model.blocks[0], model.head.weight)
             deepseek_zero.zero.register_external_parameter(model.blocks[1].up, model.head.weight)
+            deepseek_zero.zero.register_external_parameter(model.blocks[2], model.head.weight)
+            deepseek_zero.zero.unregister_external_parameter(model.blocks[2], model.head.weight)
             announced.append(True)
         output = model(draw(rank, step, 4, WIDTH))
         backward(output.square().mean())
@@ -623,6 +625,8 @@ def test_announcing_an_unwrapped_parameter_says_what_to_do() -> None:
     model = seeded(Model)
     with pytest.raises(ZeroError, match="initialize"):
         deepseek_zero.zero.register_external_parameter(model, model.embed.weight)
+    with pytest.raises(ZeroError, match="initialize"):
+        deepseek_zero.zero.unregister_external_parameter(model, model.embed.weight)
 
 
 # -- clipping and zeroing by torch's own functions ---------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,8 +110,13 @@ def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: in
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, stage: int) -> None:
-    engine = build(stage, gains=(1.0, 1e3, 1.0), precision="auto", fp16={"enabled": True, "initial_scale_power": 4})
+def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, stage: int, tmp_path: Path) -> None:
+    config = {
+        "precision": "auto",
+        "fp16": {"enabled": True, "initial_scale_power": 4},
+        "records": {"path": str(tmp_path / "records")},
+    }
+    engine = build(stage, gains=(1.0, 1e3, 1.0), **config)
     losses = []
     for _ in range(10):
         loss = loss_of(engine)
@@ -123,6 +129,17 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, st
     assert dtypes["blocks.0.up.weight"] == torch.float16
     assert engine.was_step_applied()
     assert all(torch.isfinite(torch.tensor(losses[4:])))
+    if engine.mesh.rank == 0:
+        assert (tmp_path / "records" / "plan.txt").read_text() == engine.explain() + "\n"
+    engine.save_checkpoint(str(tmp_path), tag="lifted")
+    engine.destroy()
+    again = build(stage, gains=(1.0, 1e3, 1.0), **config)
+    again.load_checkpoint(str(tmp_path), tag="lifted")
+    assert again.optimizer.lifter.lifted == ["blocks.1"]
+    assert again.explain() == engine.explain()
+    again.backward(loss_of(again))
+    again.step()
+    assert again.was_step_applied()
 
 
 @pytest.mark.ranks(2)

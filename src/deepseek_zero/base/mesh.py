@@ -41,6 +41,11 @@ def shares_gpu() -> bool:
     return torch.cuda.is_available() and local > torch.cuda.device_count()
 
 
+def default_backend(device: torch.device) -> str:
+    """gloo on the host; on GPUs NCCL beside it, unless ranks share one, which NCCL refuses."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu() else "gloo"
+
+
 def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE) -> bool:
     """Join the group a launcher describes in the environment; True if this process belongs to one afterwards.
 
@@ -60,15 +65,14 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE) 
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    both = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu() else "gloo"
-    dist.init_process_group(backend or both, timeout=timeout)
+    dist.init_process_group(backend or default_backend(device), timeout=timeout)
     return True
 
 
 def current_mesh(device: torch.device | None = None) -> Mesh:
     """The mesh of this process; starts torch.distributed if a launcher's variables are there."""
     device = device or default_device()
-    if init_distributed():
+    if init_distributed() and dist.get_world_size() > 1:
         return Mesh(dist.get_rank(), dist.get_world_size(), device)
     log_first("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")
     return Mesh(0, 1, device)

@@ -80,6 +80,8 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         runtime.gatherer.release_all()
         runtime.drop_grads()
         runtime.backwards = 0
+        if contents.optimizer is not None and contents.optimizer.lifter is not None:
+            contents.optimizer.lifter.restore(manifest.lifted)
         together(runtime.comm, f"loading {tag}: slices", lambda: _fill(folder, manifest, plain, contents, settings))
         for unit in runtime.units:
             for group in unit.trained:

@@ -67,6 +67,7 @@ class Manifest:
     optimizer: str | None
     scalars: dict[str, dict[str, Any]]
     excluded: list[str]
+    lifted: list[str] = field(default_factory=list)  # units that precision "auto" computes in fp32
     plain: Any = None  # encoded: {"groups": ..., "trainer": ..., "client": ...}
     format: str = FORMAT
     version: int = VERSION

@@ -211,5 +211,6 @@ def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> 
         optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
         scalars=scalars,
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
+        lifted=[unit.name for unit in runtime.units if unit.is_lifted],
         plain=written.plain,
     )

@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from ..base.errors import PeerError
 
-# Looks that must see the same suspicion: a rank that can end it (Comm.relieve) has had its own look by then.
-CONFIRMED = 3
+CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
 
 @dataclass
@@ -83,11 +82,6 @@ class Board:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:
             return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
-
-    @property
-    def is_suspicious(self) -> bool:
-        """Whether at the last look ranks waited for each other, so that somebody must do more than wait."""
-        return self._looks > 0
 
     def bad_news(self, waits: str) -> PeerError | None:
         """The first rank that raised or ended, as an error.  waits: what this rank was doing meanwhile."""

@@ -254,9 +254,6 @@ class Comm:
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.board: Board | None = None
-        # Ranks may wait for each other across lanes where one of them skipped a unit: one for a gather, another for a
-        # reduction.  What can be issued ahead to end that is the runtime's to say.
-        self.relieve: Callable[[], None] = _nothing
         self._lanes: dict[str, Lane] = {}
         self._transport: Transport = Alone()
         self._host_transport: Transport = self._transport
@@ -330,8 +327,6 @@ class Comm:
                 posted = True
                 if self.board and (error := self.board.evidence(self._position(lane, sequence))):
                     raise error from None
-                if self.board and self.board.is_suspicious:
-                    self.relieve()
             except RuntimeError as caught:
                 raise self._lost(what, caught) from caught
         self.meter.waited(lane, time.perf_counter() - began)

@@ -10,8 +10,11 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
 
+import torch.distributed as dist
+
+from ..base.device import default_device
 from ..base.errors import NotBuiltError, UsageError
-from ..base.mesh import PATIENCE
+from ..base.mesh import PATIENCE, default_backend
 from ..base.mesh import init_distributed as join
 
 # Accepted and without effect: what they say is found from the environment, or is for DeepSpeed's own engine.
@@ -22,8 +25,9 @@ EFFECTIVE = frozenset({"distributed_port", "init_method", "rank", "world_size"})
 def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> None:
     """Join the group a launcher describes, or the one that rank, world_size and init_method describe.
 
-    Collective under a launcher; without one a world of one is left as it is.  DeepSpeed's other arguments
-    (auto_mpi_discovery, verbose, dist_init_required, config) are accepted and change nothing.
+    Collective under a launcher; without one it starts a group of one, so that a script may ask torch.distributed for
+    its rank.  DeepSpeed's other arguments (auto_mpi_discovery, verbose, dist_init_required, config) are accepted and
+    change nothing.
     """
     unknown = sorted(options.keys() - WITHOUT_EFFECT - EFFECTIVE)
     if unknown:
@@ -32,7 +36,11 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
             fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
         )
     _describe(options)
-    join(dist_backend, timeout if timeout is not None else PATIENCE)
+    timeout = timeout if timeout is not None else PATIENCE
+    if not join(dist_backend, timeout):
+        backend = dist_backend or default_backend(default_device())
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
 
 
 def _describe(options: dict[str, Any]) -> None:

@@ -44,6 +44,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._stepped = False
         self._accumulation = config.gradient_accumulation_steps
+        self.observer.planned(self.explain())
 
     @property
     def runtime(self) -> Runtime:
@@ -164,13 +165,7 @@ class Engine(nn.Module):
     def explain(self) -> str:
         """The plan of every unit and the schedule, as text."""
         lines = [f"stage {self.runtime.settings.stage}, {self.mesh.size} rank(s), device {self.mesh.device}"]
-        for unit in self.runtime.units:
-            for group in unit.groups:
-                plan = group.plan
-                states = " | ".join(
-                    f"{name} {getattr(plan, name) or '-'}" for name in ("weight", "grad", "master", "moments")
-                )
-                lines.append(f"  {unit.number:>3} {unit.name:<28} {group.layout.numel:>12,} elements  {states}")
+        lines += [line for unit in self.runtime.units for line in unit.explain()]
         return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
 
     def destroy(self) -> None:

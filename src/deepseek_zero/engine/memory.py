@@ -66,13 +66,13 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
     gradients = [group.gradient.buffer for group in groups]
     masters = [group.master for group in groups]
     pools = {id(group.route.pool): group.route.pool for group in groups}.values()
-    lent: list[Tensor | None] = [tensor for pool in pools for idle in pool._idle.values() for tensor in idle]
+    lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
     return {
         "weight": [tensor for group in groups for tensor in (group.weight.storage, group.placeholder)],
         "grad": [buffer.storage for buffer in gradients if buffer is not None],
         "master": [buffer.storage for buffer in masters if buffer is not None],
         "moments": [*moments_of(optimizer.state)] if optimizer is not None else [],
-        "buffers": [*lent, optimizer._scratch if optimizer is not None else None],
+        "buffers": [*lent, optimizer.scratch if optimizer is not None else None],
         "module_buffers": _registered(runtime.model),
     }
 

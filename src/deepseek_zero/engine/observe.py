@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+PLAN_NAME = "plan.txt"
+
+
 @dataclass(frozen=True)
 class ObserverSettings:
     """What is told, how often and where.  steps_per_print: None prints nothing."""
@@ -50,6 +53,11 @@ class Observer:
         self._sent = self._tokens = 0
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
+
+    def planned(self, plan: str) -> None:
+        """Keep the plan in words beside the records; a lifted unit's is written again."""
+        if self.writer is not None:
+            (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
 
     def timed(self, name: str) -> AbstractContextManager[Any]:
         """Time a part of the step when wall_clock_breakdown asks for it."""
@@ -95,6 +103,8 @@ class Observer:
             skipped=optimizer.overflow,
         )
         self._tell(engine, self.record)
+        if optimizer.lifter is not None and optimizer.lifter.changed:
+            self.planned(engine.explain())
 
     def _tell(self, engine: Engine, record: StepRecord) -> None:
         if self.writer is not None and record.step % self.settings.records_every == 0:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -28,13 +29,14 @@ class Lifter:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.lifted: list[str] = []
+        self.changed = False  # whether the last step lifted a unit
         self._suspect: Unit | None = None
         self._count = 0
 
     def after(self, verdict: Verdict, skipped: bool, scaler: LossScaler | None) -> Unit | None:
         """Take the verdict of a step; returns the unit lifted, if any.  Collective when the step was skipped."""
         watcher, self.runtime.watcher = self.runtime.watcher, None
+        self.changed = False
         if not skipped:
             self._suspect, self._count = None, 0
             return None
@@ -48,14 +50,25 @@ class Lifter:
         if self._count < PATIENCE and not at_minimum:
             return None
         unit.lift()
-        self.lifted.append(unit.name)
+        self.changed = True
         self._suspect, self._count = None, 0
         log_once(
             f"precision auto: '{unit.name}' made a non-finite number of finite ones, step after step; it computes in "
-            "fp32 from now on",
+            "fp32 from now on.  Its new plan:\n" + "\n".join(unit.explain()),
             logging.WARNING,
         )
         return unit
+
+    @property
+    def lifted(self) -> list[str]:
+        """Names of the units that compute in fp32."""
+        return [unit.name for unit in self.runtime.units if unit.is_lifted]
+
+    def restore(self, names: Sequence[str]) -> None:
+        """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
+        for unit in self.runtime.units:
+            if unit.name in names and not unit.is_lifted:
+                unit.lift()
 
     def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""

@@ -126,6 +126,16 @@ class ShardedOptimizer(Optimizer):
         """The inner optimizer, under DeepSpeed's name."""
         return self.inner
 
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by now."""
+        return self.scaler.scale if self.scaler is not None else 1.0
+
+    @property
+    def scratch(self) -> Tensor | None:
+        """Where unscaled gradients stand during a step; kept from step to step."""
+        return self._scratch
+
     def pieces(self) -> list[Piece]:
         """Every slice this rank updates."""
         return [piece for pieces in self._pieces for piece in pieces]
@@ -183,7 +193,7 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad():
             runtime.before_step()
             verdict = agree_on_norm(groups, runtime.comm)
-            scale = self.scaler.scale if self.scaler is not None else 1.0
+            scale = self.loss_scale
             skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             if not skip:
                 self._update(clip_factor(verdict.norm / scale, self.settings.max_norm) / scale)

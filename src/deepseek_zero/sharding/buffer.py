@@ -44,9 +44,13 @@ class Pool:
         else:
             self._idle[tensor.dtype, tensor.numel()].append(tensor)
 
+    def idle(self) -> list[Tensor]:
+        """What waits to be lent."""
+        return [tensor for tensors in self._idle.values() for tensor in tensors]
+
     def clear(self) -> None:
         """Free what is idle."""
-        self.allocated_bytes -= sum(tensor.nbytes for idle in self._idle.values() for tensor in idle)
+        self.allocated_bytes -= sum(tensor.nbytes for tensor in self.idle())
         self._idle.clear()
 
 

@@ -65,6 +65,12 @@ class Gatherer:
         if owner not in known and owner is not reader:
             known.append(owner)
 
+    def forget_external(self, reader: Unit, owner: Unit) -> None:
+        """Undo `remember_external`; a read that happens after all is found again."""
+        known = self._externals.get(reader.number, [])
+        if owner in known:
+            known.remove(owner)
+
     def issue_rest(self) -> None:
         """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
         if self._walk is not None:

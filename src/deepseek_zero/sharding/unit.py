@@ -61,6 +61,16 @@ class Unit:
         """Elements that a gather brings here."""
         return sum(group.layout.padded_numel for group in self.sharded)
 
+    def explain(self) -> list[str]:
+        """One line per group: where weight, gradient, master and moments live, and in which format."""
+        return [
+            f"  {self.number:>3} {self.name:<28} {group.layout.numel:>12,} elements  "
+            + " | ".join(
+                f"{state} {getattr(group.plan, state) or '-'}" for state in ("weight", "grad", "master", "moments")
+            )
+            for group in self.groups
+        ]
+
     def members(self) -> list[Member]:
         return [member for group in self.groups for member in group.members]
 

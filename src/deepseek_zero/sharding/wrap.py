@@ -31,10 +31,11 @@ class UnitChoice:
 def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
     """Units of a model, root first.
 
-    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; a leaf module
-    never is, because its parent may read its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A
-    parameter used in several units belongs to the root, which is gathered throughout. `settings.unit_names` overrides
-    the search by class or module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
+    Repeated blocks (two or more children of one class in a container) and large lone blocks are units; where such a
+    block is itself but a sequence of repeated blocks, those are.  A leaf module never is, because its parent may read
+    its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A parameter used in several units belongs
+    to the root, which is gathered throughout. `settings.unit_names` overrides the search by class or module name;
+    `leaf_classes` (mixture-of-experts blocks) are never looked into.
     """
     chosen = list(_explicit(model, settings)) if settings.unit_names else list(_search(model, "", settings))
     units = [UnitChoice("", model), *(UnitChoice(name, module) for name, module in chosen)]
@@ -99,7 +100,7 @@ def _search_container(container: nn.Module, prefix: str, settings: PlanSettings)
     for name, child in children:
         path = f"{prefix}{name}"
         repeated = _is_block(child) and not isinstance(child, CONTAINERS) and kinds.count(type(child)) >= 2
-        if repeated or _is_leaf_unit(path, child, settings):
+        if (repeated and not _is_stage(child)) or _is_leaf_unit(path, child, settings):
             yield path, child
         else:
             yield from _search(child, f"{path}.", settings)
@@ -119,6 +120,19 @@ def _is_block(module: nn.Module) -> bool:
 
 def _repeats_inside(module: nn.Module) -> bool:
     return any(isinstance(each, CONTAINERS) and len(list(each.children())) >= 2 for each in module.modules())
+
+
+def _is_stage(module: nn.Module) -> bool:
+    """Whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's stage): those are the
+    units.  Only nn.Sequential tells that its blocks run one after the other; a list may hold experts.
+    """
+    sequences = [child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)]
+    return bool(sequences) and sum(map(_numel, sequences)) == _numel(module)
+
+
+def _repeats(container: nn.Module) -> bool:
+    kinds = [type(child) for child in container.children() if _is_block(child)]
+    return any(kinds.count(kind) >= 2 for kind in kinds)
 
 
 def _numel(module: nn.Module) -> int:

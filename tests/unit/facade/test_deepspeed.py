@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
 from deepseek_zero import checkpointing, comm, utils
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UnknownNameError, UsageError
+from deepseek_zero.facade import package
 from deepseek_zero.facade.names import ATTRIBUTES, GETTERS, LATER, METHODS
 from tests.unit.config.test_seeds import SEED_001, SEED_002
 
@@ -168,13 +170,34 @@ def test_backward_returns_the_loss_over_the_accumulation_steps() -> None:
     )
 
 
-def test_init_distributed_takes_deepspeeds_arguments_and_refuses_others() -> None:
+def test_init_distributed_without_a_launcher_starts_a_group_of_one() -> None:
     deepseek_zero.init_distributed("gloo", auto_mpi_discovery=False, distributed_port=1234, verbose=False, rank=-1)
-    comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)
+    try:
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 1)
+        comm.init_distributed(dist_backend=None, timeout=None, dist_init_required=None)  # a second call is harmless
+        engine = engine_with()
+        engine.backward(engine(torch.ones(2, 3)).float().sum())
+        engine.step()
+        assert not engine.mesh.is_distributed
+    finally:
+        dist.destroy_process_group()
+
+
+def test_init_distributed_refuses_other_arguments() -> None:
     with pytest.raises(UsageError, match="has no argument bakend"):
         deepseek_zero.init_distributed(bakend="gloo")
     with pytest.raises(NotBuiltError, match=r"file:///tmp/x"):
         deepseek_zero.init_distributed(init_method="file:///tmp/x")
+
+
+def test_deepspeeds_names_that_are_not_here_say_so_and_answer_hasattr() -> None:
+    for name in package.LATER:
+        assert not hasattr(deepseek_zero, name)
+    with pytest.raises(NotBuiltError, match=r"PipelineModule is DeepSpeed's and is not built"):
+        _ = deepseek_zero.PipelineModule
+    with pytest.raises(AttributeError, match="nonsense"):
+        _ = deepseek_zero.nonsense
+    assert {"initialize", "zero", "utils"} <= set(dir(deepseek_zero))
 
 
 def test_comm_answers_as_a_world_of_one_without_a_group() -> None:
