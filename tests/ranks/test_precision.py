@@ -107,6 +107,61 @@ def test_a_plain_backward_scales_as_the_engine_does(stage: int, accumulation: in
         torch.testing.assert_close(found[1][name], value, atol=2e-3, rtol=2e-2)
 
 
+class Pictures(nn.Module):
+    """Seed 002's kind of network, in small: convolutions, batch norms, residuals."""
+
+    class Part(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.relu(self.norm(self.convolution(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 6, 3, padding=1)
+        self.blocks = nn.Sequential(self.Part(), self.Part())
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.blocks(self.stem(x)).mean((2, 3)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_batch_norms_keep_fp32_statistics_under_16_bits(kind: str, stage: int) -> None:
+    torch.manual_seed(0)
+    images, labels = torch.randn(8, 3, 6, 6), torch.arange(8) % 4
+    plain, model = Pictures(), Pictures()
+    model.load_state_dict(plain.state_dict())
+    engine, *_ = dz.initialize(
+        model=model,
+        config={
+            "train_micro_batch_size_per_gpu": 8,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            kind: {"enabled": True},
+        },
+    )
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(4):
+        loss = nn.functional.cross_entropy(engine(images).float(), labels)
+        engine.backward(loss)
+        engine.step()
+        expected = nn.functional.cross_entropy(plain(images), labels)
+        reference.zero_grad()
+        expected.backward()
+        reference.step()
+        assert loss.item() == pytest.approx(expected.item(), abs=0.05)
+    state = engine.module.state_dict()
+    for name, value in plain.state_dict().items():
+        if "norm" in name:
+            assert state[name].dtype == value.dtype, name
+        torch.testing.assert_close(state[name].to(value.dtype), value, atol=0.05, rtol=0.1)
+
+
 @pytest.mark.ranks("world")
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 2, 3])
