@@ -303,6 +303,17 @@ class Comm:
         table = self.rows(padded, what)
         return [bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)]
 
+    def post_error(self, error: BaseException) -> None:
+        """Tell ranks that wait for this one why it will not come."""
+        if self.board is not None and not isinstance(error, PeerError):
+            first_line = (str(error).splitlines() or [""])[0]
+            self.board.post("raised", f"{type(error).__name__}: {first_line}"[:300])
+
+    def withdraw_error(self) -> None:
+        """This rank goes on after all."""
+        if self.board is not None:
+            self.board.withdraw("raised")
+
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.meter.count(kind, sent_bytes)
 

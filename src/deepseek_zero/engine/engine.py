@@ -82,7 +82,7 @@ class Engine(nn.Module):
                 if runtime.backwards == done:
                     runtime.catch_up()
         except BaseException as error:
-            runtime.post_error(error)
+            runtime.comm.post_error(error)
             raise
         finally:
             runtime.output_factor = held

@@ -115,7 +115,7 @@ class Forward:
             context.__exit__(None, None, None)
         error = sys.exc_info()[1]
         if error is not None and output is None:
-            self.runtime.post_error(error)
+            self.runtime.comm.post_error(error)
             return output
         if self.any_lifted and unit is not self.runtime.root:
             output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import backward_id, queue_backward_callback
-from ..base.errors import PeerError, UsageError
+from ..base.errors import UsageError
 from ..comm.collectives import Comm
 from . import hooks
 from .forward import Forward, Phase
@@ -196,21 +196,14 @@ class Runtime:
 
     # -- trouble
 
-    def post_error(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one why it will not come."""
-        if self.comm.board is not None and not isinstance(error, PeerError):
-            first_line = (str(error).splitlines() or [""])[0]
-            self.comm.board.post("raised", f"{type(error).__name__}: {first_line}"[:300])
-
     def on_backward_dropped(self, number: int) -> None:
         """A backward call is over; unless it came to its end, an exception ended it, which others wait to hear."""
         if self.phase is Phase.BACKWARD and self._backward_id == number:
-            self.post_error(RuntimeError("its backward ended early; its own output tells why"))
+            self.comm.post_error(RuntimeError("its backward ended early; its own output tells why"))
 
     def recover(self) -> None:
         """After a forward or backward that an exception ended: drain, drop the half-made gradients, start clean."""
-        if self.comm.board is not None:
-            self.comm.board.withdraw("raised")
+        self.comm.withdraw_error()
         if self.phase is Phase.IDLE:
             return
         interrupted, self.phase = self.phase, Phase.IDLE
