@@ -14,6 +14,7 @@ from torch import Tensor
 from ..base.device import allocated_bytes
 from ..base.log import is_rank_zero, log_once, logger
 from ..report.monitor import MonitorMaster, MonitorSettings
+from ..report.quantities import format_bytes, format_count, format_seconds
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 
@@ -36,6 +37,16 @@ class ObserverSettings:
     records_path: str | None = None
     records_every: int = 1
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+
+
+def summary(record: StepRecord) -> str:
+    """A step in one line.  Tokens are left out where the model was given none."""
+    pace = f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
+    return (
+        f"step {record.step}: loss {record.loss:.4f}, lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
+        f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in memory, "
+        f"{format_bytes(record.comm_bytes)} sent"
+    )
 
 
 class Observer:
@@ -117,14 +128,11 @@ class Observer:
             self.monitor.write_events(events)
         every = self.settings.steps_per_print
         if every and record.step % every == 0:
-            log_once(
-                f"step {record.step}: loss {record.loss:.4f}, lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
-                f"{record.step_seconds:.3f} s, {record.comm_bytes / 2**20:.1f} MiB sent"
-            )
+            log_once(summary(record))
             if self.timers is not None:
                 log_once(self.timers.report())
             if self.settings.memory_breakdown:
-                log_once(f"memory: {record.memory_bytes / 2**20:.0f} MiB")
+                log_once(f"memory: {format_bytes(record.memory_bytes)}")
 
     def close(self) -> None:
         if self.writer is not None:
