@@ -32,8 +32,11 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
+from deepseek_zero.comm import collectives
+
 SEED = 1234
 START_SECONDS = 240.0
+POLL_SECONDS = 0.2  # between looks at the notice board: errors between ranks of one machine need no more
 GRACE_SECONDS = 3.0  # what the other ranks get once one has failed: they may be waiting for it inside a collective
 GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any test: the pool's own limit is the one that speaks
 
@@ -163,6 +166,7 @@ def _serve(rank: int, size: int, port: int, pipe: connection.Connection, stacks:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a second init_process_group("env://") joins the parent's store too
     }
     torch.set_num_threads(1)
+    collectives.POLL_SECONDS = POLL_SECONDS
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     pipe.send(Answer("ok"))
@@ -223,4 +227,6 @@ def _load(task: Task) -> Callable[..., Any]:
         except BaseException:
             del sys.modules[task.module]
             raise
+        gc.collect()
+        gc.freeze()  # what imports have made stays; tests that look at every object look at their own
     return getattr(sys.modules[task.module], task.function)

@@ -590,6 +590,8 @@ def live_bytes() -> int:
         if issubclass(type(thing), Tensor) and not thing.is_meta:  # isinstance would ask every object for its class
             with torch._C.DisableTorchFunctionSubclass():
                 storage = thing.untyped_storage()
+            if storage.device.type == "meta":  # torch.compile leaves fake tensors, which claim a real device
+                continue
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
 

@@ -254,6 +254,7 @@ class Comm:
         distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if distributed else (0, 1)
         self.board: Board | None = None
+        self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._lanes: dict[str, Lane] = {}
         self._transport: Transport = Alone()
         self._host_transport: Transport = self._transport
@@ -304,13 +305,14 @@ class Comm:
         return [bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)]
 
     def post_error(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one why it will not come."""
-        if self.board is not None and not isinstance(error, PeerError):
+        """Tell ranks that wait for this one why it will not come; what follows from another rank's error is no news."""
+        if self.board is not None and not self._gave_up:
             first_line = (str(error).splitlines() or [""])[0]
             self.board.post("raised", f"{type(error).__name__}: {first_line}"[:300])
 
     def withdraw_error(self) -> None:
         """This rank goes on after all."""
+        self._gave_up = False
         if self.board is not None:
             self.board.withdraw("raised")
 
@@ -337,6 +339,7 @@ class Comm:
             except TimeoutError:
                 posted = True
                 if self.board and (error := self.board.evidence(self._position(lane, sequence))):
+                    self._gave_up = True
                     raise error from None
             except RuntimeError as caught:
                 raise self._lost(what, caught) from caught
@@ -355,6 +358,7 @@ class Comm:
 
     def _lost(self, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
+        self._gave_up = True
         if self.board and (error := self.board.bad_news(f"rank {self.rank} was in '{what}'")):
             return error
         return PeerError(
