@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -220,3 +221,40 @@ def test_autocast_keeps_fp32_weights_and_trains(stage: int) -> None:
         losses.append(float(loss.detach()))
     assert all(param.dtype == torch.float32 for param in engine.module.parameters())
     assert losses[-1] < 0.75 * losses[0]
+
+
+def bf16(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16().float()
+
+
+# What travels, and how the sum of both ranks' gradients becomes the one that steps.
+REDUCTIONS: dict[str, tuple[dict[str, Any], Callable[[torch.Tensor, torch.Tensor], torch.Tensor]]] = {
+    "mean": ({}, lambda a, b: (a + b) / 2),
+    "bf16 on the way": ({"communication_data_type": "bf16"}, lambda a, b: (bf16(a) + bf16(b)) / 2),
+    "sum": ({"gradient_allreduce_op": "sum"}, lambda a, b: a + b),
+    "prescale": ({"prescale_gradients": True}, lambda a, b: a / 2 + b / 2),
+    "predivide": ({"gradient_predivide_factor": 4.0}, lambda a, b: (a / 4 + b / 4) / 0.5),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("how", REDUCTIONS)
+def test_gradients_are_reduced_as_the_configuration_says_bit_for_bit(how: str, stage: int) -> None:
+    more, reduced = REDUCTIONS[how]
+    engine = build(stage, **{**more, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}})
+    torch.manual_seed(0)
+    plain = Net()
+    x, y = data()
+    grads = []
+    for rank in range(2):
+        plain.zero_grad()
+        ((plain(x * (rank + 1)) - y) ** 2).mean().backward()
+        grads.append({name: param.grad.clone() for name, param in plain.named_parameters()})
+    loss = ((engine(x * (dist.get_rank() + 1)) - y) ** 2).mean()
+    engine.backward(loss)
+    engine.step()
+    state = engine.module.state_dict()
+    for name, param in plain.named_parameters():
+        expected = param.detach() - 0.5 * reduced(grads[0][name], grads[1][name])
+        assert torch.equal(state[name], expected), name
