@@ -205,7 +205,7 @@ class Timers(Section):
 
 class Records(Section):
     path: str | None = effective(
-        None, "Directory for metrics.jsonl and metrics.csv; null writes neither.", example="runs/demo"
+        None, "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.", example="runs/demo"
     )
     every: int = effective(
         1, "Write a record every so many steps.", unit="steps", example=5, needs={"records.path": "runs/demo"}, ge=1
