@@ -72,7 +72,8 @@ class Forward:
             schedule = self.runtime.gatherer.schedule
             self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         self.active.append(Active(unit))
-        if unit is self.runtime.root and self.runtime.backwards == 0:
+        begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
+        if unit is self.runtime.root and begins_a_step:
             check_structure(self.runtime.model, self.runtime.groups)
         self.runtime.gatherer.use_with_externals(unit)
         if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
