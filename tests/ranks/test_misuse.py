@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
-from deepseek_zero.comm import collectives
+from deepseek_zero.comm import transports
 from tests.plain import (
     BACKWARD,
     STAGE_1,
@@ -102,7 +102,7 @@ def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int,
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "POLL_SECONDS", 0.1)
+        patch.setattr(transports, "POLL_SECONDS", 0.1)
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -118,7 +118,7 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
+        patch.setattr(transports, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -426,6 +426,33 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 
 
 @on_two_ranks
+@on_stage_3
+def test_two_engines_in_different_orders_are_an_error_on_both(setting: Setting) -> None:
+    engines = [engine_for(seeded(Model), setting) for _ in range(2)]
+    with pytest.raises(
+        PeerError, match=r"rank 0 is in 'gather .* of engine \d+, rank 1 is in 'gather .* of engine \d+"
+    ):
+        for number in (0, 1) if here() == 0 else (1, 0):
+            one_good_step(engines[number])
+    dist.barrier()
+
+
+@on_two_ranks
+def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
+    first, second = (engine_for(seeded(Model), STAGE_1) for _ in range(2))
+    one_good_step(second)
+    if here() == 1:
+        hook = first.module.blocks[2].register_forward_pre_hook(raises)
+        with pytest.raises(Boom):
+            one_good_step(first)
+        hook.remove()
+        time.sleep(4 * transports.POLL_SECONDS)  # rank 0 looks at the board meanwhile, waiting in the second engine
+    for _ in range(2):
+        one_good_step(second)
+    assert second.global_steps == 3
+
+
+@on_two_ranks
 def test_units_demanded_again_in_another_order_are_an_error_on_both() -> None:
     """Beyond the schedule a unit is gathered on demand, and then the order must agree."""
     model = seeded(Model)
@@ -477,7 +504,7 @@ def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         if not isinstance(model, Model) and here() == late and step == 1:
-            time.sleep(3.5 * collectives.POLL_SECONDS)
+            time.sleep(3.5 * transports.POLL_SECONDS)
         return train(model, rank, step, backward)
 
     assert_trains_like_plain(Model, body, setting, steps=3)
@@ -488,7 +515,7 @@ def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
 def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
     """On a clock that runs fifty times faster the late rank is 90 seconds late."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "POLL_SECONDS", 0.02)
+        patch.setattr(transports, "POLL_SECONDS", 0.02)
 
         def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
             if not isinstance(model, Model) and here() == 1 and step == 1:
@@ -502,7 +529,7 @@ def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
 def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
     """Between any two collectives of one rank the other looks at the board several times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(collectives, "POLL_SECONDS", 0.005)
+        patch.setattr(transports, "POLL_SECONDS", 0.005)
         model, plain = seeded(Model), Plain(Model)
         engine = engine_for(model, STAGE_3_BARE)
         for block in model.blocks:

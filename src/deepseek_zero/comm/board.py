@@ -3,7 +3,7 @@
 Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when
 something takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence*
 (a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour
-is late, not dead.  Called by comm/collectives.py; a rank's own exception is posted by sharding/runtime.py.
+is late, not dead.  Called by comm/collectives.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,25 @@ from ..base.errors import PeerError
 CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
 
+def raised_in(engine: str) -> str:
+    """The topic of an exception that a rank may still catch: it concerns those who wait for it in that engine."""
+    return f"raised in {engine}"
+
+
 @dataclass
 class Position:
-    """What a rank has issued, and the one collective it waits for.  Lanes are independent sequences of collectives."""
+    """What a rank has issued, and the one collective it waits for.  Lanes ("engine 0/gather") are independent sequences
+    of collectives.
+    """
 
     lane: str
     sequence: int
     issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
     log: dict[str, dict[str, str]] = field(default_factory=dict)  # lane -> sequence -> name, the last few
+
+    @property
+    def engine(self) -> str:
+        return self.lane.partition("/")[0]
 
     def name(self, lane: str | None = None, sequence: int | None = None) -> str:
         number = self.sequence if sequence is None else sequence
@@ -43,7 +54,7 @@ class Position:
 
 
 class Board:
-    """One small TCPStore per group.  Making one is collective; the methods are local and never wait for a rank."""
+    """One small TCPStore per world.  Making one is collective; the methods are local and never wait for a rank."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
@@ -62,7 +73,9 @@ class Board:
         _say_goodbye_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic ("raised", "ended", "waiting"); a store that is gone is no error."""
+        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); a store that is
+        gone is no error.
+        """
         if self._said.get(topic, "") == text:
             return
         try:
@@ -83,12 +96,12 @@ class Board:
         except RuntimeError:
             return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
 
-    def bad_news(self, waits: str) -> PeerError | None:
-        """The first rank that raised or ended, as an error.  waits: what this rank was doing meanwhile."""
+    def bad_news(self, waits: str, engine: str) -> PeerError | None:
+        """The first rank that raised in this engine or ended, as an error.  waits: what this rank did meanwhile."""
         for rank in range(self.size):
             if rank == self.rank:
                 continue
-            if text := self.read("raised", rank):
+            if text := self.read(raised_in(engine), rank) or self.read("raised", rank):
                 return PeerError(
                     f"rank {rank} raised an error while {waits}: {text}",
                     "A collective needs every rank.",
@@ -102,12 +115,12 @@ class Board:
                 )
         return None
 
-    def evidence(self, mine: Position) -> PeerError | None:
+    def evidence(self, mine: Position, engine: str) -> PeerError | None:
         """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when it stays."""
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
         positions = {self.rank: mine}
-        if error := self.bad_news(waits):
+        if error := self.bad_news(waits, engine):
             return error
         for rank in range(self.size):
             if rank != self.rank and (line := self.read("waiting", rank)):
@@ -118,7 +131,11 @@ class Board:
         self._suspicion = places
         if self._looks < CONFIRMED:
             return None
-        names = ", ".join(f"rank {rank} is in '{place.name()}'" for rank, place in suspects.items())
+        engines = {place.engine for place in suspects.values()}
+        names = ", ".join(
+            f"rank {rank} is in '{place.name()}'" + (f" of {place.engine}" if len(engines) > 1 else "")
+            for rank, place in suspects.items()
+        )
         return PeerError(
             f"ranks called different collectives: {names}.",
             "Every rank must make the same sequence of calls; no data was exchanged under a wrong name.",
@@ -153,7 +170,7 @@ def _say_goodbye_at_exit(board: Board) -> None:
 
     def say_goodbye() -> None:
         alive = reference()
-        if alive is None or alive._said.get("raised"):
+        if alive is None:
             return
         uncaught = getattr(sys, "last_value", None)  # Python keeps the exception that ended the program
         if uncaught is not None:
