@@ -58,7 +58,7 @@ class Links:
 
     def forget(self, engine: str) -> None:
         """An engine is gone: its waiting threads may go.  How far it came stays, for ranks that are still behind."""
-        for name, lane in self._lanes.items():
+        for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
             if name.startswith(f"{engine}/"):
                 lane.log.clear()
                 self.gloo.end_lane(name)
