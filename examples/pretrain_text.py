@@ -318,6 +318,7 @@ def main() -> None:
     if rank() == 0:
         draw_results(run, records, rows, num_parameters)
         summarise(run, records, rows, sample.decode("utf-8", errors="replace"))
+    dist.destroy_process_group()
     check_fall(run, records)
 
 

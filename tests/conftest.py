@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+import torch.distributed as dist
 
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
@@ -45,6 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def _seed() -> Iterator[None]:
     seed_everything()
     yield
+    if dist.is_initialized():  # the tests' own process is nobody's rank
+        dist.destroy_process_group()
+        pytest.fail("the test left a process group behind")
 
 
 @pytest.hookimpl(tryfirst=True)

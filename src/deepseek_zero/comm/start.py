@@ -12,10 +12,10 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
+from ..base import mesh
 from ..base.device import default_device
 from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import PATIENCE, default_backend
-from ..base.mesh import init_distributed as join
 
 # Accepted and without effect: what they say is found from the environment, or is for DeepSpeed's own engine.
 WITHOUT_EFFECT = frozenset({"auto_mpi_discovery", "verbose", "dist_init_required", "config"})
@@ -29,6 +29,14 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
     its rank.  DeepSpeed's other arguments (auto_mpi_discovery, verbose, dist_init_required, config) are accepted and
     change nothing.
     """
+    if not join(dist_backend, timeout, **options):
+        backend = dist_backend or default_backend(default_device())
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout or PATIENCE)
+
+
+def join(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> bool:
+    """As `init_distributed`, but a process that nobody described to stays without a group; whether it has one."""
     unknown = sorted(options.keys() - WITHOUT_EFFECT - EFFECTIVE)
     if unknown:
         raise UsageError(
@@ -36,11 +44,7 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
             fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
         )
     _describe(options)
-    timeout = timeout if timeout is not None else PATIENCE
-    if not join(dist_backend, timeout):
-        backend = dist_backend or default_backend(default_device())
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    return mesh.init_distributed(dist_backend, timeout or PATIENCE)
 
 
 def _describe(options: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..checkpoint.save import SaveSettings
-from ..comm.start import init_distributed
+from ..comm.start import init_distributed, join
 from ..config import choose_source
 from ..config.load import load
 from ..engine import accumulate, saving
@@ -268,7 +268,7 @@ def initialize(
     source, origin = choose_source(config, config_params, args)
     raw = load(source, origin=origin)
     if dist_init_required is not False:
-        init_distributed(distributed_port=distributed_port)
+        join(distributed_port=distributed_port)
     parameters = list(model_parameters) if model_parameters is not None else None
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
