@@ -229,6 +229,7 @@ def summarise(run: Run, records: list[StepRecord], rows: list[MemoryRow], sample
     print_()
     print_(Panel(Syntax(sample, "python", theme="ansi_dark", word_wrap=True), title="a sample", title_align="left"))
     print_(memory_table(rows, f"Memory per rank, {ranks()}"))
+    print_("[dim]Buffers hold a unit on its way, and scratch: as much for a hundred blocks as for these few.\n")
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "loss", f"{records[0].loss:.3f} nats per byte at the first step, {final_loss(records):.3f} at the end"
