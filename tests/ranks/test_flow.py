@@ -6,12 +6,16 @@ Each test compares an engine on two ranks with plain copies of the same model (t
 from __future__ import annotations
 
 import gc
+import os
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -651,6 +655,43 @@ def test_a_model_belongs_to_one_engine_and_after_destroy_to_the_next(setting: Se
     second.backward(loss_of(second, here(), 0))
     second.step()
     assert_same_state(model, plain.mine)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_a_world_that_is_left_and_joined_anew_trains() -> None:
+    store = dist.PrefixStore("second world", dist.distributed_c10d._get_default_store())
+    for world in range(2):
+        engine = engine_for(seeded(Model), STAGE_3_BARE)
+        loss = loss_of(engine, here(), 0)
+        engine.backward(loss)
+        engine.step()
+        assert torch.isfinite(loss) and engine.global_steps == 1
+        del engine
+        gc.collect()
+        dist.destroy_process_group()
+        if world == 0:
+            dist.init_process_group("gloo", store=store, rank=int(os.environ["RANK"]), world_size=2)
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_engines_that_are_dropped_take_their_threads_along() -> None:
+    def one_step() -> None:
+        engine = engine_for(seeded(Model), STAGE_3_BARE)
+        engine.backward(loss_of(engine, here(), 0))
+        engine.step()
+
+    def threads() -> int:
+        gc.collect()
+        deadline = time.monotonic() + 5
+        while time.monotonic() < deadline and any("deepseek-zero-wait" in each.name for each in threading.enumerate()):
+            time.sleep(0.01)
+        return len(os.listdir("/proc/self/task"))
+
+    one_step()
+    at_first = threads()
+    for _ in range(5):
+        one_step()
+    assert threads() < at_first + 5  # torch may start one of its own; an engine that stayed would be three
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
