@@ -60,7 +60,7 @@ class Board:
         self.rank, self.size = rank, size
         address: list[tuple[str, int] | None] = [None]
         if rank == 0:
-            host = socket.gethostbyname(socket.gethostname()) if _spans_hosts() else "127.0.0.1"
+            host = _reachable_host() if _spans_hosts() else "127.0.0.1"
             self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             address = [(host, self._store.port)]
         # The address travels through the group itself: no private default store, no port the user must know.
@@ -163,6 +163,11 @@ def _astray(positions: dict[int, Position], me: int) -> list[int]:
 def _spans_hosts() -> bool:
     world = os.environ.get("WORLD_SIZE", "1")
     return os.environ.get("LOCAL_WORLD_SIZE", world) != world
+
+
+def _reachable_host() -> str:
+    """Rank 0's address for other hosts.  Launchers put it into MASTER_ADDR; a host's own name may mean 127.0.1.1."""
+    return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
 
 
 def _say_goodbye_at_exit(board: Board) -> None:
