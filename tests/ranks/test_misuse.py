@@ -425,6 +425,19 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
     assert_trains_like_plain(Model, body, setting, steps=3)
 
 
+@pytest.mark.ranks(2, fresh=True)
+def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
+        engine = engine_for(seeded(Model), STAGE_1)
+    if here() == 1:
+        engine.module.blocks[2].register_forward_pre_hook(raises)
+    with pytest.raises(Boom if here() == 1 else PeerError, match="rank 1"):
+        one_good_step(engine)
+    dist.barrier()
+
+
 @on_two_ranks
 @on_stage_3
 def test_two_engines_in_different_orders_are_an_error_on_both(setting: Setting) -> None:
