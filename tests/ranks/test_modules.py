@@ -361,7 +361,7 @@ class MixedDtypes(nn.Module):
 
         def forward(self, x: Tensor) -> Tensor:
             x = torch.tanh(self.in_32(x)) + self.in_64(x.double()).float() + self.in_16(x.bfloat16()).float()
-            # Divided, or training grows until a last bit of fp32 decides how bf16 rounds, and differs by torch's version.
+            # Divided, or training grows until a last bit of fp32, which differs by torch's version, turns a bf16.
             return torch.where(self.flags, x, x * self.codes / 8)
 
     def __init__(self) -> None:
