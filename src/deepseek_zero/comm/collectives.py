@@ -148,21 +148,18 @@ class Comm:
 
     def _wait(self, links: Links, wait: Callable[[], None], lane: Lane, sequence: int, what: str) -> None:
         began = time.perf_counter()
-        posted = False
         while True:
             try:
                 wait()
                 break
             except TimeoutError:
-                posted = True
                 if error := links.board.evidence(links.position(lane.name, sequence), self.name):
                     self._gave_up = True
                     raise error from None
             except RuntimeError as caught:
                 raise self._lost(links, what, caught) from caught
         self.meter.waited(lane.name.rpartition("/")[2], time.perf_counter() - began)
-        if posted:
-            links.board.withdraw("waiting")
+        links.board.withdraw("waiting")
 
     def _lost(self, links: Links, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""

@@ -13,6 +13,7 @@ from typing import Any
 from ..base.device import local_rank
 from ..base.errors import UnknownNameError
 from ..engine.engine import Engine
+from .package import PIPELINE
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
@@ -146,7 +147,6 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
 }
 
 TIERS = "moving states between memories comes with the memory tiers"
-PIPELINE = "pipeline parallelism is a later part"
 DATA = "curricula and data efficiency are not planned"
 LATER: dict[str, str] = {
     "offload_states": TIERS,

@@ -101,7 +101,7 @@ class ShardedOptimizer(Optimizer):
         self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        self._scratch: Tensor | None = None
+        self.scratch: Tensor | None = None  # where gradients are unscaled and clipped; kept from step to step
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
     # insist on owning parameters.
@@ -130,11 +130,6 @@ class ShardedOptimizer(Optimizer):
     def loss_scale(self) -> float:
         """What losses are multiplied by now."""
         return self.scaler.scale if self.scaler is not None else 1.0
-
-    @property
-    def scratch(self) -> Tensor | None:
-        """Where unscaled gradients stand during a step; kept from step to step."""
-        return self._scratch
 
     def pieces(self) -> list[Piece]:
         """Every slice this rank updates."""
@@ -255,9 +250,9 @@ class ShardedOptimizer(Optimizer):
                 piece.param.grad = None
 
     def _scratch_of(self, numel: int, like: Tensor) -> Tensor:
-        if self._scratch is None or self._scratch.numel() < numel or self._scratch.dtype != like.dtype:
-            self._scratch = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return self._scratch
+        if self.scratch is None or self.scratch.numel() < numel or self.scratch.dtype != like.dtype:
+            self.scratch = torch.empty(numel, dtype=like.dtype, device=like.device)
+        return self.scratch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; local."""

@@ -81,8 +81,8 @@ class Gatherer:
         """Walk to the end, then put to rest what neither `keep` nor an unfinished earlier walk holds."""
         if self._walk is None:
             return
+        self.issue_rest()
         with torch.inference_mode(False), torch.no_grad():
-            self._issue_up_to(len(self._walk.order) - 1)
             self._walk = None
             for unit in self.units:
                 if unit.number not in keep and unit.number not in self._resident_before:
