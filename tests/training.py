@@ -39,6 +39,7 @@ class Run:
     keep: int = ALL
     bucket: int = 500_000_000
     overlap: bool = True
+    transport: str = "auto"
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -47,6 +48,7 @@ class Run:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "steps_per_print": None,
+            "transport": self.transport,
             "bf16": {"enabled": self.dtype == "bf16"},
             "zero_optimization": {
                 "stage": self.stage,

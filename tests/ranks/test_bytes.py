@@ -7,6 +7,7 @@ apart.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,6 +19,10 @@ from deepseek_zero.engine.memory import predicted_volume
 from tests.models import seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, assert_is_sharded, start_engine, train_step
+
+over_gloo = partial(
+    Run, transport="gloo"
+)  # through shared memory nothing is sent; test_same_host.py says it counts alike
 
 
 class SendCounter(TorchDispatchMode):
@@ -62,7 +67,7 @@ TIMES = {
 def test_without_window_and_persistence_the_stages_send_2_2_g_plus_1_and_3g_times_the_model(
     ranks: int, stage: int, accumulation: int
 ) -> None:
-    run = Run(stage, accumulation=accumulation, window=0, persistence=0)
+    run = over_gloo(stage, accumulation=accumulation, window=0, persistence=0)
     engine = start_engine(run, seeded())
     groups = engine.runtime.groups
     padded = sum(group.layout.padded_numel for group in groups)
@@ -95,7 +100,7 @@ AXES = {
 def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
     stage: int, dtype: str, accumulation: int, ranks: int, window: int, persistence: int, bucket: int, overlap: bool
 ) -> None:
-    run = Run(
+    run = over_gloo(
         stage, dtype, accumulation, window, optimizer="adamw", persistence=persistence, bucket=bucket, overlap=overlap
     )
     engine = start_engine(run, seeded())
@@ -108,7 +113,7 @@ def test_otherwise_a_step_sends_what_plan_and_schedule_predict(
 @pytest.mark.ranks(2)
 def test_a_wider_window_saves_gathers_and_persistence_trades_them_for_refreshes() -> None:
     def gathered(window: int, persistence: int) -> int:
-        engine = start_engine(Run(3, window=window, persistence=persistence), seeded())
+        engine = start_engine(over_gloo(3, window=window, persistence=persistence), seeded())
         return predicted_volume(engine.runtime).gathers
 
     none, some, every = gathered(0, 0), gathered(9000, 0), gathered(ALL, 0)
@@ -121,19 +126,19 @@ def test_frozen_parameters_are_gathered_and_never_reduced() -> None:
     model = seeded()
     for parameter in model.blocks[0].parameters():
         parameter.requires_grad_(False)
-    engine = start_engine(Run(3), model)
+    engine = start_engine(over_gloo(3), model)
     frozen = sum(group.layout.padded_numel for group in engine.runtime.groups if not group.trainable)
     padded = sum(group.layout.padded_numel for group in engine.runtime.groups)
     volume = predicted_volume(engine.runtime)
     assert (volume.gathers, volume.reduces) == (2 * 4 * padded // 2, 4 * (padded - frozen) // 2)
-    assert count_step(engine, Run(3), 0)[0] == volume.state_bytes
+    assert count_step(engine, over_gloo(3), 0)[0] == volume.state_bytes
 
 
 @pytest.mark.ranks(1)
 def test_a_world_of_one_sends_nothing() -> None:
     for stage in range(4):
-        engine = start_engine(Run(stage), seeded())
-        assert count_step(engine, Run(stage), 0) == (0, 0)
+        engine = start_engine(over_gloo(stage), seeded())
+        assert count_step(engine, over_gloo(stage), 0) == (0, 0)
         assert predicted_volume(engine.runtime).state_bytes == 0
 
 

@@ -27,9 +27,10 @@ AXES = {
     "window": (0, ALL),
     "clipping": (0.0, 0.3),  # the norm of these gradients is about 1, so 0.3 always cuts
     "optimizer": ("sgd", "adamw"),
+    "transport": ("auto", "gloo"),
 }
 # Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up exactly in fp32.
-SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw") for stage in AXES["stage"]]
+SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "auto") for stage in AXES["stage"]]
 
 
 def masters_of(engine: object) -> dict[str, Tensor]:
@@ -55,9 +56,16 @@ def furthest(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 @pytest.mark.ranks("ranks")
 @pytest.mark.parametrize(*cases(AXES, SHOWS_ORDER))
 def test_training_gives_the_bits_of_one_process_that_runs_every_ranks_micro_batches(
-    stage: int, dtype: str, accumulation: int, ranks: int, window: int, clipping: float, optimizer: str
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    window: int,
+    clipping: float,
+    optimizer: str,
+    transport: str,
 ) -> None:
-    run = Run(stage, dtype, accumulation, window, clipping, optimizer)
+    run = Run(stage, dtype, accumulation, window, clipping, optimizer, transport=transport)
     engine = start_engine(run, seeded())
     reference = Reference(
         seeded(), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS[optimizer], max_norm=clipping

@@ -56,5 +56,9 @@ class UsageError(DeepSeekZeroError):
     """A call out of order or with arguments that cannot be right."""
 
 
+class OutOfMemoryError(DeepSeekZeroError, MemoryError):
+    """Memory that a buffer needs cannot be had; raised before anything is written into it."""
+
+
 class CheckpointError(DeepSeekZeroError):
     """A checkpoint is missing, incomplete or does not fit the model."""

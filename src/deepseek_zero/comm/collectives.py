@@ -9,6 +9,7 @@ never delivers wrong bytes, and the board (comm/board.py) turns the silence into
 from __future__ import annotations
 
 import itertools
+import math
 import time
 import weakref
 import zlib
@@ -19,12 +20,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..base.errors import PeerError
+from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
 from ..base.mesh import PATIENCE, shares_gpu
 from .board import raised_in
 from .links import Lane, Links
 from .meter import Meter
-from .transports import Mark, Nccl, Staged, Transport, nothing
+from .same_host import Common, SameHost
+from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, nothing
 
 # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
 TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
@@ -32,11 +34,20 @@ TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
 Finish = Callable[[], None]
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where in its lane one collective stands."""
+
+    lane: Lane
+    sequence: int
+    what: str
+
+
 @dataclass
 class Pending:
     """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`."""
 
-    _wait: Callable[[], None]
+    _wait: Wait
     _finish: Finish | None = None
     _done: bool = False
 
@@ -60,27 +71,82 @@ DONE = Pending(nothing)
 
 
 class Comm:
-    """The collectives of one group.  Making one is collective; its name keeps two engines' messages apart."""
+    """The collectives of one group.  Making one is collective; its name keeps two engines' messages apart.
+
+    transport: "auto" takes shared memory between CPU ranks of one host, "gloo" never does.
+    """
 
     _made = itertools.count()
 
-    def __init__(self, device: torch.device, *, deterministic: bool = False) -> None:
+    def __init__(self, device: torch.device, *, deterministic: bool = False, transport: str = "auto") -> None:
         # Engines are made in the same order on every rank, so their numbers agree.
         self.name, self.meter, self.deterministic = f"engine {next(self._made)}", Meter(), deterministic
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._links: Links | None = None
+        self._last: Place | None = None  # the collective issued last
+        self._transport: Transport = Alone(device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             links = self._links = Links.of_this_world()
             self.rank, self.size = links.rank, links.size
-            self._transport: Transport = links.gloo
-            self._host_transport: Transport = links.gloo
-            if device.type == "cuda":
-                self._transport = Staged(links.gloo) if shares_gpu() else self._nccl()
             weakref.finalize(self, links.forget, self.name).atexit = False
+            self._host_transport: Transport = links.gloo
+            self._host_transport = self._agreed(links, transport)
+            self._transport = self._host_transport
+            if device.type == "cuda":
+                self._transport = self._between_gpus(links, device)
 
-    def _nccl(self) -> Transport:
-        return Nccl(self.rank, self.size, dist.new_group(backend="nccl", timeout=PATIENCE))
+    def _agreed(self, links: Links, transport: str) -> Transport:
+        """How host tensors travel: as every rank was told, or an error; over gloo, which every rank has."""
+        wants_gloo = self.rows(torch.tensor([int(transport == "gloo")], dtype=torch.uint8), "the transport")
+        if len(set(wants_gloo.flatten().tolist())) > 1:
+            raise ModelMismatchError(
+                "ranks differ in their transport: some are told to use gloo, others are not.",
+                "Two ranks that talk in different ways never meet.",
+                "pass the same configuration on every rank.",
+            )
+        return links.gloo if transport == "gloo" else links.fastest
+
+    def _between_gpus(self, links: Links, device: torch.device) -> Transport:
+        if shares_gpu():
+            return Staged(links.gloo, self.rank, self.size, device)
+        return Nccl(self.rank, self.size, dist.new_group(backend="nccl", timeout=PATIENCE), device)
+
+    # -- buffers
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether `exchange` needs no inbox."""
+        return self._transport.reads_in_place
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer whose contents are to travel; arbitrary contents."""
+        return self._transport.empty(numel, dtype)
+
+    def common(self, numel: int, dtype: torch.dtype, what: str) -> Common | None:
+        """Pages for `numel` elements that all ranks share, None where they cannot.  Collective within "gather"."""
+        transport = self._transport
+        if not isinstance(transport, SameHost) or not numel:
+            return None
+        found: list[Common] = []
+
+        def start(mark: Mark) -> Wait:
+            wait = transport.common(numel, dtype, mark)
+            return lambda: found.append(wait())
+
+        self._issue("gather", f"pages of {what}", start).wait()
+        return found[0]
+
+    def settle(self, tensor: Tensor) -> None:
+        """Return when no other rank reads this buffer any more, so that it may be written."""
+        if self._links is not None and self._last is not None:
+            self._wait(self._links, lambda: self._transport.settle(tensor), self._last)
+
+    def progress(self) -> None:
+        """Take in what other ranks have sent, without waiting."""
+        self._transport.progress()
+
+    # -- movements
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
@@ -88,16 +154,40 @@ class Comm:
         Collective within its lane.  The buffer belongs to the transport until `wait()`.
         """
         self._count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
-        return self._issue(lane, f"gather {what}", lambda mark: self._transport.all_gather(full, mark))
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], lane: str, what: str) -> Pending:
+        def start(mark: Mark) -> Wait:
+            return self._settled(self._transport.all_gather(full, mark), [full])
+
+        return self._issue(lane, f"gather {what}", start)
+
+    def exchange(
+        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], lane: str, what: str, use: Use | None = None
+    ) -> Pending:
         """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are ignored.
 
-        The first half of a reduce-scatter; `ordered_sum` is the second.
+        The first half of a reduce-scatter.  use(received) is the second: it is called once, at the latest by `wait()`,
+        and where `reads_in_place`, entries of the inbox that are None are views of the owners' memory there.  The
+        pieces may be written again after `settle`; without `use`, after `wait()`.
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
         self._count("reduce_scatter", sent)
-        return self._issue(lane, f"reduce {what}", lambda mark: self._transport.exchange(pieces, inbox, mark))
+
+        def start(mark: Mark) -> Wait:
+            if use is not None:
+                return self._transport.exchange(pieces, inbox, mark, use)
+            return self._settled(self._transport.exchange(pieces, inbox, mark, _leave), pieces)
+
+        return self._issue(lane, f"reduce {what}", start)
+
+    def _settled(self, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
+        """Wait until the data is here and the buffers are the caller's again."""
+
+        def both() -> None:
+            wait()
+            for buffer in buffers:
+                self._transport.settle(buffer)
+
+        return both
 
     def rows(self, row: Tensor, what: str) -> Tensor:
         """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
@@ -107,6 +197,10 @@ class Comm:
         full = table.view(-1)
         self._issue("rows", f"agree on {what}", lambda mark: self._host_transport.all_gather(full, mark)).wait()
         return table
+
+    def fence(self, what: str) -> None:
+        """Return when every rank has come here."""
+        self.rows(torch.zeros(1, dtype=torch.uint8), what)
 
     def texts(self, text: str, what: str) -> list[str]:
         """Every rank's text."""
@@ -132,33 +226,37 @@ class Comm:
     def _count(self, kind: str, sent_bytes: int) -> None:
         self.meter.count(kind, sent_bytes)
 
-    def _issue(self, lane_name: str, what: str, start: Callable[[Mark], Callable[[], None]]) -> Pending:
+    def _issue(self, lane_name: str, what: str, start: Callable[[Mark], Wait]) -> Pending:
         links = self._links
         if links is None:  # a world of one: every slice is already here
             return DONE
         links.board.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
         lane = links.lane(f"{self.name}/{lane_name}")
-        sequence = lane.next(what)
-        tag = zlib.crc32(f"{lane.name}/{sequence}/{what}".encode()) & 0x7FFFFFFF
+        place = self._last = Place(lane, lane.next(what), what)
+        tag = zlib.crc32(f"{lane.name}/{place.sequence}/{what}".encode()) & 0x7FFFFFFF
         try:
             wait = start(Mark(lane.name, tag))
+        except DeepSeekZeroError:
+            raise
         except RuntimeError as caught:
             raise self._lost(links, what, caught) from caught
-        return Pending(lambda: self._wait(links, wait, lane, sequence, what))
+        return Pending(lambda: self._wait(links, wait, place))
 
-    def _wait(self, links: Links, wait: Callable[[], None], lane: Lane, sequence: int, what: str) -> None:
+    def _wait(self, links: Links, wait: Wait, place: Place) -> None:
         began = time.perf_counter()
         while True:
             try:
                 wait()
                 break
             except TimeoutError:
-                if error := links.board.evidence(links.position(lane.name, sequence), self.name):
+                if error := links.board.evidence(links.position(place.lane.name, place.sequence), self.name):
                     self._gave_up = True
                     raise error from None
+            except DeepSeekZeroError:
+                raise
             except RuntimeError as caught:
-                raise self._lost(links, what, caught) from caught
-        self.meter.waited(lane.name.rpartition("/")[2], time.perf_counter() - began)
+                raise self._lost(links, place.what, caught) from caught
+        self.meter.waited(place.lane.name.rpartition("/")[2], time.perf_counter() - began)
         links.board.withdraw("waiting")
 
     def _lost(self, links: Links, what: str, caught: Exception) -> PeerError:
@@ -173,6 +271,10 @@ class Comm:
         )
 
 
+def _leave(received: Sequence[Tensor]) -> None:
+    """What was received stays where it is."""
+
+
 def ordered_sum(
     pieces: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False
 ) -> None:
@@ -181,13 +283,26 @@ def ordered_sum(
     pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32; its size is the tile's.
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
+    is_pair = len(pieces) == 2 and not add and _adds_in_fp32(out.dtype, *(piece.dtype for piece in pieces))
+    halves = math.frexp(divisor)[0] == 0.5  # multiplying by 1 / divisor is exact, and faster
     for start in range(0, out.numel(), scratch.numel()):
         stop = min(start + scratch.numel(), out.numel())
-        total = scratch[: stop - start]
-        total.copy_(pieces[0][start:stop])
-        for piece in pieces[1:]:
-            total.add_(piece[start:stop])
+        into, (first, *others) = out[start:stop], [piece[start:stop] for piece in pieces]
+        if is_pair and halves:
+            total = torch.add(first, others[0], out=into)
+        else:
+            total = scratch[: stop - start].copy_(first)
+            for piece in others:
+                total.add_(piece)
         if divisor != 1.0:
-            total.div_(divisor)
-        into = out[start:stop]
-        into.add_(total) if add else into.copy_(total)
+            total.mul_(1.0 / divisor) if halves else total.div_(divisor)
+        if total is not into:
+            into.add_(total) if add else into.copy_(total)
+
+
+def _adds_in_fp32(*dtypes: torch.dtype) -> bool:
+    """Whether torch's own addition of two such numbers is the fp32 sum, rounded once.
+
+    Halving a rounded bf16 is exact down to 2^-126, below every gradient that changes a weight; fp16 ends at 2^-14.
+    """
+    return set(dtypes) in ({torch.float32}, {torch.bfloat16})

@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 from ..base.mesh import PATIENCE
 from .board import Board, Position
-from .transports import Gloo
+from .neighbours import find_neighbours
+from .same_host import SameHost
+from .transports import Gloo, Together, Transport, engine_of
 
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
 
@@ -43,7 +45,15 @@ class Links:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         self.board = Board(self.rank, self.size, group)
-        self.gloo = Gloo(self.rank, self.size, group)
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        self.gloo = Gloo(self.rank, self.size, group, others)
+        neighbours = find_neighbours(self.rank, self.size, group)
+        same_host = SameHost(self.rank, self.size, neighbours) if neighbours is not None else None
+        near = same_host.peers if same_host is not None else ()
+        far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near])
+        self.fastest: Transport = far  # shared memory to the ranks of this host, gloo to the others
+        if same_host is not None:
+            self.fastest = Together(same_host, far, self.rank) if far.peers else same_host
         self._lanes: dict[str, Lane] = {}
 
     @classmethod
@@ -59,9 +69,10 @@ class Links:
     def forget(self, engine: str) -> None:
         """An engine is gone: its waiting threads may go.  How far it came stays, for ranks that are still behind."""
         for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
-            if name.startswith(f"{engine}/"):
+            if engine_of(name) == engine:
                 lane.log.clear()
-                self.gloo.end_lane(name)
+        self.gloo.end_engine(engine)
+        self.fastest.end_engine(engine)
 
     def position(self, lane: str, sequence: int) -> Position:
         """Where this rank stands, as it waits for one collective of one lane."""

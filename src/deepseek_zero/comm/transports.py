@@ -1,14 +1,14 @@
 """How flat tensors travel between ranks: point-to-point over gloo, NCCL, or through the host where ranks share a GPU.
 
-Each transport has two movements, everything else is made of them.  Knows nothing of lanes' order or of errors
-(collectives.py, links.py).  Called by collectives.py.
+Each transport has two movements, everything else is made of them; same_host.py has one more, through shared memory.
+Knows nothing of lanes' order or of errors (collectives.py, links.py).  Called by collectives.py.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -25,49 +25,120 @@ class Mark(NamedTuple):
     tag: int
 
 
-class Transport(Protocol):
-    """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice)."""
+Wait = Callable[[], None]
+Use = Callable[[Sequence[Tensor]], None]
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
+
+def engine_of(lane: str) -> str:
+    """The name of the engine that a lane ("engine 0/gather") belongs to."""
+    return lane.partition("/")[0]
+
+
+class Transport(Protocol):
+    """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice).
+
+    Both return how to wait: until the data is here, RuntimeError if it never will be, TimeoutError after POLL_SECONDS.
+    """
+
+    @property
+    def reads_in_place(self) -> bool:
+        """Whether other ranks' pieces can be read where they lie, so that `exchange` needs no inbox."""
+        ...
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A buffer as it travels best; its contents are arbitrary."""
+        ...
+
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         """Fill every slice of `full` with its owner's; this rank's own slice is already in place."""
         ...
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
-        """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s].  Own entries are ignored."""
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s], its own entry ignored.
+
+        use(received) is called once, when everything is here and no later than the wait's end: received[s] is inbox[s],
+        or a view where that is None.
+        """
         ...
+
+    def settle(self, tensor: Tensor) -> None:
+        """Return when no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
+        ...
+
+    def progress(self) -> None:
+        """Do what can be done without waiting."""
+        ...
+
+    def end_engine(self, engine: str) -> None:
+        """An engine is gone, and with it what was kept for its lanes."""
+        ...
+
+
+class Plain:
+    """What most transports have in common: what was sent is nobody's any more, and nothing needs a push."""
+
+    reads_in_place = False
+    device = torch.device("cpu")
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def settle(self, tensor: Tensor) -> None:
+        pass
+
+    def progress(self) -> None:
+        pass
+
+    def end_engine(self, engine: str) -> None:
+        pass
+
+
+class Alone(Plain):
+    """A world of one: nothing travels."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+        return nothing
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        use(pieces)
+        return nothing
 
 
 Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion"] | None]
 
 
-class Gloo:
+class Gloo(Plain):
     """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched by tag."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, peers: Sequence[int]) -> None:
+        self.rank, self.size, self.group, self.peers = rank, size, group, peers
         # gloo's wait with a time limit closes the connection when it passes, so waits without one run in threads:
         # one per lane, since a message of one lane may have to arrive before another lane's can be sent.
         self._jobs: dict[str, Jobs] = {}
 
-    def end_lane(self, lane: str) -> None:
-        """Let the thread of a lane that nobody uses any more go."""
-        jobs = self._jobs.pop(lane, None)
-        if jobs is not None:
-            jobs.put(None)
+    def end_engine(self, engine: str) -> None:
+        """Let its waiting threads go."""
+        for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
+            self._jobs.pop(lane).put(None)
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         slices = full.chunk(self.size)
-        return self._start([(slices[self.rank], slices[peer]) for peer in range(self.size)], mark)
+        return self._start({peer: (slices[self.rank], slices[peer]) for peer in self.peers}, mark)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
-        return self._start([(pieces[peer], inbox[peer]) for peer in range(self.size)], mark)
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        received = filled(inbox, pieces[self.rank], self.rank)
+        wait = self._start({peer: (pieces[peer], received[peer]) for peer in self.peers}, mark)
+        return once(wait, lambda: use(received))
 
-    def _start(self, messages: list[tuple[Tensor, Tensor]], mark: Mark) -> Callable[[], None]:
+    def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], mark: Mark) -> Wait:
         works: list[dist.Work | None] = []
-        for peer, (outgoing, incoming) in enumerate(messages):
-            if peer != self.rank and outgoing.numel():
+        for peer, (outgoing, incoming) in messages.items():
+            if outgoing.numel():
                 works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=mark.tag))
-            if peer != self.rank and incoming.numel():
+            if incoming.numel():
                 works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=mark.tag))
         completion = _Completion()
         self._jobs_of(mark.lane).put((works, completion))
@@ -79,6 +150,15 @@ class Gloo:
             name = f"deepseek-zero-wait-{lane}"
             threading.Thread(target=_wait_for_each, args=(jobs,), daemon=True, name=name).start()
         return self._jobs[lane]
+
+
+def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
+    """The inbox of a transport that copies: every entry is there, this rank's own is what it would send itself."""
+    received = []
+    for peer, box in enumerate(inbox):
+        assert box is not None or peer == rank
+        received.append(own if peer == rank or box is None else box)
+    return received
 
 
 class _Completion:
@@ -119,21 +199,21 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
     return error
 
 
-class Nccl:
+class Nccl(Plain):
     """Native collectives of a CUDA group; `wait` orders streams and does not block the host."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-        self.rank, self.size, self.group = rank, size, group
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.rank, self.size, self.group, self.device = rank, size, group, device
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=self.group, async_op=True)
         return lambda: _nccl_wait(work)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
-        own = torch.empty_like(pieces[self.rank])
-        into = [own if peer == self.rank else piece for peer, piece in enumerate(inbox)]
-        work = dist.all_to_all(into, list(pieces), group=self.group, async_op=True)
-        return lambda: _nccl_wait(work)
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        received = filled(inbox, torch.empty_like(pieces[self.rank]), self.rank)
+        work = dist.all_to_all(received, list(pieces), group=self.group, async_op=True)
+        received[self.rank] = pieces[self.rank]
+        return once(lambda: _nccl_wait(work), lambda: use(received))
 
 
 def _nccl_wait(work: dist.Work | None) -> None:
@@ -141,33 +221,74 @@ def _nccl_wait(work: dist.Work | None) -> None:
         work.wait()
 
 
-class Staged:
+class Staged(Plain):
     """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not fast."""
 
-    def __init__(self, gloo: Gloo) -> None:
-        self.gloo = gloo
+    def __init__(self, host: Transport, rank: int, size: int, device: torch.device) -> None:
+        self.host, self.rank, self.size, self.device = host, rank, size, device
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Callable[[], None]:
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         host = torch.empty_like(full, device="cpu")
-        own = full.chunk(self.gloo.size)[self.gloo.rank]
-        host.chunk(self.gloo.size)[self.gloo.rank].copy_(own)
-        wait = self.gloo.all_gather(host, mark)
-        return _then(wait, lambda: full.copy_(host))
+        host.chunk(self.size)[self.rank].copy_(full.chunk(self.size)[self.rank])
+        return once(self.host.all_gather(host, mark), lambda: full.copy_(host))
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor], mark: Mark) -> Callable[[], None]:
-        outgoing = [piece.cpu() for piece in pieces]
-        incoming = [torch.empty_like(box, device="cpu") for box in inbox]
-        wait = self.gloo.exchange(outgoing, incoming, mark)
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        received = filled(inbox, pieces[self.rank], self.rank)
+        incoming = [torch.empty_like(box, device="cpu") for box in received]
 
-        def arrive() -> None:
-            for rank, (box, host) in enumerate(zip(inbox, incoming, strict=True)):
-                if rank != self.gloo.rank:
+        def arrive(found: Sequence[Tensor]) -> None:
+            for peer, (box, host) in enumerate(zip(received, found, strict=True)):
+                if peer != self.rank:
                     box.copy_(host)
+            use(received)
 
-        return _then(wait, arrive)
+        return self.host.exchange([piece.cpu() for piece in pieces], incoming, mark, arrive)
 
 
-def _then(wait: Callable[[], None], finish: Callable[[], object]) -> Callable[[], None]:
+class Together(Plain):
+    """Ranks of several hosts: near ones through shared memory, far ones through gloo."""
+
+    def __init__(self, near: Transport, far: Transport, rank: int) -> None:
+        self.near, self.far, self.rank = near, far, rank
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.near.empty(numel, dtype)
+
+    def settle(self, tensor: Tensor) -> None:
+        self.near.settle(tensor)
+
+    def progress(self) -> None:
+        self.near.progress()
+
+    def end_engine(self, engine: str) -> None:
+        self.near.end_engine(engine)
+        self.far.end_engine(engine)
+
+    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+        return _both(self.near.all_gather(full, mark), self.far.all_gather(full, mark))
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+        received = filled(inbox, pieces[self.rank], self.rank)
+        near = self.near.exchange(pieces, inbox, mark, _nothing_yet)
+        far = self.far.exchange(pieces, inbox, mark, _nothing_yet)
+        return once(_both(near, far), lambda: use(received))
+
+
+def _nothing_yet(received: Sequence[Tensor]) -> None:
+    """Half of the pieces are here."""
+
+
+def _both(first: Wait, second: Wait) -> Wait:
+    def wait() -> None:
+        first()
+        second()
+
+    return wait
+
+
+def once(wait: Wait, finish: Callable[[], object]) -> Wait:
+    """Wait, then finish; a wait that timed out is called again."""
+
     def both() -> None:
         wait()
         finish()

@@ -107,6 +107,11 @@ class Config(Section):
         needs={"zero_optimization.stage": 3},
     )
     deterministic: bool = effective(False, "Ours. The same bits on every run, also on CUDA.", example=True)
+    transport: Literal["auto", "gloo"] = effective(
+        "auto",
+        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only.",
+        example="gloo",
+    )
     # Parallel degrees
     dp_degree: int = effective(
         1,

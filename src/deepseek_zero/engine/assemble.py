@@ -110,6 +110,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
         deterministic=config.deterministic,
+        transport=config.transport,
         unused_is_error=not zero.ignore_unused_parameters,
         unit_names=tuple(config.units),
         leaf_classes=tuple(str(name).rpartition(".")[2] for name in zero.leaf_module.classes),
@@ -175,7 +176,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     """
     settings = plan_settings_of(config)
     refuse_wrapped(model)
-    comm = Comm(mesh.device, deterministic=settings.deterministic)
+    comm = Comm(mesh.device, deterministic=settings.deterministic, transport=settings.transport)
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     runtime = wrap_model(model, settings, comm, mesh.device)
     scaler = scaler_of(config)

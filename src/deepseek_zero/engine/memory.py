@@ -36,7 +36,8 @@ def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dic
     """
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
-    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.device.type)
+    in_place = runtime.comm.reads_in_place
+    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.device.type, in_place)
     predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes if step is not None else 0)
     if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
         predicted["module_buffers"] = registered

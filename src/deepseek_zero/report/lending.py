@@ -46,16 +46,18 @@ class _Player:
     units: Sequence[UnitFacts]
     settings: PlanSettings
     scratch: Size  # where partial sums are formed
+    in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
     ledger: Ledger = field(default_factory=Ledger)
+    is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
 
     def play(self, schedule: Schedule) -> None:
         for action in schedule.actions():
             unit = self.units[action.unit]
             match action.kind:
-                case Kind.GATHER:
+                case Kind.GATHER if not self.in_place:
                     self.ledger.take(map(gathered_size, unit.sharded))
-                case Kind.RELEASE:
+                case Kind.RELEASE if not self.in_place:
                     self.ledger.give(map(gathered_size, unit.sharded))
                 case Kind.BACKWARD:
                     self.ledger.take(self._partials(unit))
@@ -72,10 +74,11 @@ class _Player:
 
     def _reduce(self, unit: UnitFacts) -> None:
         self._wait()
+        self.is_reducing = bool(unit.trained)
         for group in unit.trained:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
-            taken.append(self._inbox(group))
+            taken += [] if self.in_place else [self._inbox(group)]
             self.ledger.take(taken)
             self.in_flight += held + taken
         if not self.settings.overlap:
@@ -91,11 +94,11 @@ class _Player:
         return self._travel(group)[0], message * (group.ranks - 1)
 
     def _wait(self) -> None:
-        if self.in_flight:
+        if self.is_reducing:
             self.ledger.take([self.scratch])
             self.ledger.give([self.scratch])
         self.ledger.give(self.in_flight)
-        self.in_flight = []
+        self.in_flight, self.is_reducing = [], False
 
 
 def gathered_size(group: GroupFacts) -> Size:
@@ -107,19 +110,24 @@ def _is_cut(group: GroupFacts) -> bool:
 
 
 def lent_buffers(
-    units: Sequence[UnitFacts], settings: PlanSettings, agreed: Schedule | None = None, device_type: str = "cpu"
+    units: Sequence[UnitFacts],
+    settings: PlanSettings,
+    agreed: Schedule | None = None,
+    device_type: str = "cpu",
+    in_place: bool = False,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
     agreed.
 
-    agreed: the schedule in force, None where nothing has been recorded yet.  In a world of one nothing is lent.
+    agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
+    read each other's memory.  In a world of one nothing is lent.
     """
     if next((group.ranks for unit in units for group in unit.groups), 1) == 1:
         return Counter()
     declared = plan_schedule([unit.gathered_numel for unit in units], range(len(units)), settings)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
-        player = _Player(units, settings, (torch.float32, TILE_NUMEL[device_type]))
+        player = _Player(units, settings, (torch.float32, TILE_NUMEL[device_type]), in_place)
         player.play(schedule)
         most |= player.ledger.most
     return most

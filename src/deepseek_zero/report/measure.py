@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import without_torch_function
+from ..base.memory import looks
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,10 @@ class MemoryReport:
 
 
 def live_storages(device_type: str | None = None) -> dict[int, int]:
-    """Address -> bytes of every storage that a Python tensor refers to."""
+    """Address -> bytes of every storage that a Python tensor refers to.
+
+    Shared pages count where they are written, on the rank whose slice they are, and not where they are only looked at.
+    """
     gc.collect()
     found: dict[int, int] = {}
     with without_torch_function():
@@ -50,7 +54,8 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
                     continue
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
-    return found
+    seen_only = looks()
+    return {at: nbytes for at, nbytes in found.items() if not any(at in addresses for addresses in seen_only)}
 
 
 def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:

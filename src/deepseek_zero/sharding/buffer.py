@@ -8,6 +8,7 @@ only.
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,7 @@ class Pool:
     """Lends flat tensors by (dtype, numel) and takes them back; counts what it has allocated."""
 
     device: torch.device
+    comm: Comm
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocated_bytes: int = 0
 
@@ -32,8 +34,10 @@ class Pool:
         """A tensor of that size with arbitrary contents."""
         idle = self._idle[dtype, numel]
         if idle:
-            return idle.pop()
-        tensor = torch.empty(numel, dtype=dtype, device=self.device)
+            tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
+            self.comm.settle(tensor)
+            return tensor
+        tensor = self.comm.empty(numel, dtype)
         self.allocated_bytes += tensor.nbytes
         return tensor
 
@@ -68,6 +72,11 @@ class FlatBuffer:
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
         numel = spec.numel(layout.padded_numel, layout.ranks)
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
+
+    @classmethod
+    def travelling(cls, layout: FlatLayout, spec: Spec, comm: Comm) -> FlatBuffer:
+        """As `empty`, where other ranks get at it best."""
+        return cls(layout, spec, comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_())
 
     def slice(self, rank: int) -> Tensor:
         """The elements a rank owns: a view."""
@@ -153,19 +162,21 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
         return DONE
     step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    inbox = route.pool.take(step * (comm.size - 1), source.storage.dtype)
+    inbox = None if comm.reads_in_place else route.pool.take(step * (comm.size - 1), source.storage.dtype)
 
     def start(low: int, high: int) -> Pending:
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
-        boxes = list(torch.split(inbox[: (comm.size - 1) * (high - low)], high - low)) if comm.size > 1 else []
-        boxes.insert(comm.rank, pieces[comm.rank])
+        boxes: list[Tensor | None] = [None] * comm.size
+        if inbox is not None and comm.size > 1:
+            boxes = [*torch.split(inbox[: (comm.size - 1) * (high - low)], high - low)]
+            boxes.insert(comm.rank, None)
 
-        def add_up() -> None:
+        def add_up(received: Sequence[Tensor]) -> None:
             scratch = route.pool.take(TILE_NUMEL[route.pool.device.type], torch.float32)
-            ordered_sum(boxes, own[low:high], scratch, divisor=route.divisor, add=add)
+            ordered_sum(received, own[low:high], scratch, divisor=route.divisor, add=add)
             route.pool.give(scratch)
 
-        return comm.exchange(pieces, boxes, "reduce", what).then(add_up)
+        return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
     first = start(*cuts[0])
 
@@ -175,6 +186,7 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
         boxes_are_gone()
 
     def boxes_are_gone() -> None:
-        route.pool.give(inbox)
+        if inbox is not None:
+            route.pool.give(inbox)
 
     return first.then(rest)

@@ -45,7 +45,7 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
         materialise(model, comm, device)
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
-    pool = Pool(device)
+    pool = Pool(device, comm)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
     route = Route(comm, pool, settings.bucket_numel, divisor)
     persistent = persistent_names(choices, settings)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..comm.collectives import DONE, Pending
+from ..comm.same_host import Common
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
@@ -58,6 +59,7 @@ class FlatGroup:
         self.gradient = Gradient(self, reduce_dtype, predivide)
         self.weight: FlatBuffer
         self.master: FlatBuffer | None = None
+        self.common: Common | None = None  # the pages that ranks of one host share, where the weight rests in them
         self.full: FlatBuffer | None = None
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
@@ -86,11 +88,11 @@ class FlatGroup:
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
-        device, comm = self.route.pool.device, self.route.comm
+        comm = self.route.comm
         built = self.plan.master.dtype if self.plan.master is not None else self.plan.weight.dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         scatter_values(full, self.route, names)
-        self.weight = FlatBuffer.empty(self.layout, self.plan.weight, device)
+        self._place_weight()
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
         self._build_states(full)
@@ -100,6 +102,20 @@ class FlatGroup:
                 put_to_rest(member.param, self.placeholder)
             else:
                 wake(member.param, member.kind, self.weight.view(member.slot))
+
+    def _place_weight(self) -> None:
+        """Memory for the weight.  Where ranks can share pages, a sharded one rests in them and is whole for everybody.
+
+        Collective.
+        """
+        comm, spec = self.route.comm, self.plan.weight
+        self.common = None
+        if self.is_sharded and (common := comm.common(self.layout.padded_numel, spec.dtype, self.members[0].name)):
+            self.common, self.weight = common, FlatBuffer(self.layout, spec, common.own)
+        elif self.is_sharded:
+            self.weight = FlatBuffer.empty(self.layout, spec, self.route.pool.device)
+        else:
+            self.weight = FlatBuffer.travelling(self.layout, spec, comm)
 
     def relay(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
@@ -129,7 +145,7 @@ class FlatGroup:
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         self.plan = self.plan.lifted()
-        self.weight = FlatBuffer.empty(self.layout, self.plan.weight, self.route.pool.device)
+        self._place_weight()
         self.placeholder = self.placeholder.float()
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         for member in self.members:
@@ -180,6 +196,9 @@ class FlatGroup:
         if self.route.comm.size == 1:
             self.full = FlatBuffer(self.layout, spec, self.weight.storage)
             return DONE
+        if self.common is not None:
+            self.full = FlatBuffer(self.layout, spec, self.common.whole)
+            return self.route.comm.all_gather(self.full.storage, "gather", what)
         storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
         self.full = FlatBuffer(self.layout, spec, storage)
         return move(self.weight, self.full, self.route, what)
@@ -198,7 +217,9 @@ class FlatGroup:
             with without_torch_function():
                 put_to_rest(member.param, self.placeholder)
         full, self.full = self.full, None
-        if self.route.comm.size > 1:
+        if self.common is not None:
+            self.common.release()
+        elif self.route.comm.size > 1:
             self.route.pool.give(full.storage)
 
     def refresh(self, what: str) -> Pending:
@@ -242,7 +263,9 @@ class FlatGroup:
         return self.members[self.index[id(param)]].name
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
-        """What this rank holds of a whole new value, into weight and master; local (every rank must do it)."""
+        """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
+        if self.common is not None:  # others may be reading: they are where this rank is, or have still to come here
+            self.route.comm.fence(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
         if self.master is not None and not self.plan.master_is_weight:

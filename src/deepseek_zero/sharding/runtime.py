@@ -128,6 +128,7 @@ class Runtime:
                 "compute the loss from the wrapped model's outputs, or put the term into the model's forward.",
             )
         with torch.no_grad():
+            self.comm.progress()
             group.gradient.collect(param)
             unit.collected.add(id(param))
             if unit.reduced_in_backward:

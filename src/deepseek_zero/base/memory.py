@@ -1,0 +1,118 @@
+"""Where bytes come from that torch's allocator does not give: pages of our own, and pages that processes share.
+
+Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
+does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py and sharding/buffer.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from .errors import OutOfMemoryError
+
+PAGE = mmap.PAGESIZE
+NAME = "deepseek_zero"  # what /proc/PID/maps calls these pages; nobody can open them by it
+_POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
+_ENTRY = 8  # bytes per page in /proc/self/pagemap
+_IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was copied for us alone
+
+
+class Pages:
+    """Zeroed memory of this process whose pages can go back to the system while the tensor stays."""
+
+    def __init__(self, numel: int, dtype: torch.dtype) -> None:
+        self._pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype)
+        with suppress(OSError):  # a kernel without them
+            self._pages.madvise(mmap.MADV_HUGEPAGE)  # one fault for 2 MiB instead of 512
+
+    def give_back(self) -> None:
+        """Forget the contents: until it is written again, the memory is the system's."""
+        self._pages.madvise(mmap.MADV_DONTNEED)
+
+
+class Segment:
+    """Pages that several processes map; the last mapping, in whichever process, keeps them alive."""
+
+    def __init__(self, descriptor: int, nbytes: int) -> None:
+        self.descriptor, self.nbytes = descriptor, nbytes
+
+    @classmethod
+    def create(cls, nbytes: int) -> Segment:
+        """New zeroed pages; raises where the host has not that many, instead of a SIGBUS at the first touch."""
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise OutOfMemoryError(
+                f"{nbytes:,} bytes of shared memory cannot be had: {error.strerror}.",
+                "Ranks of one host exchange weights and gradients through it.",
+                'use a smaller model or batch, or "transport": "gloo".',
+            ) from error
+        return cls(descriptor, nbytes)
+
+    def map(self, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """So many elements from the byte `start` on; everybody sees what is written there."""
+        pages, skipped = self._pages(start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
+
+    def look(self, dtype: torch.dtype = torch.uint8) -> Look:
+        """All of it to read; what is written there stays in this process."""
+        return Look(self._pages(0, self.nbytes, mmap.MAP_PRIVATE)[0], dtype)
+
+    def _pages(self, start: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
+        skipped = start % PAGE
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        return mmap.mmap(self.descriptor, skipped + nbytes, flags, protection, offset=start - skipped), skipped
+
+    def close(self) -> None:
+        """Give the descriptor up; mappings stay."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+
+def looks() -> list[range]:
+    """The addresses at which this process only sees pages that it shares, as the kernel lists them."""
+    found = []
+    with open("/proc/self/maps", encoding="utf-8") as maps:
+        for line in maps:
+            bounds, access, _ = line.split(maxsplit=2)
+            if access.endswith("p") and f"/memfd:{NAME}" in line:
+                low, high = (int(bound, 16) for bound in bounds.split("-"))
+                found.append(range(low, high))
+    return found
+
+
+class Look:
+    """A segment to be read (copy on write): an in-place edit never reaches another process, and can be found out."""
+
+    def __init__(self, pages: mmap.mmap, dtype: torch.dtype) -> None:
+        self._pages = pages
+        self.tensor: Tensor = torch.frombuffer(pages, dtype=dtype)
+        with suppress(OSError):  # an older kernel maps page by page, as they are read
+            pages.madvise(_POPULATE_READ)
+        self._entries = bytearray(-(-len(pages) // PAGE) * _ENTRY)
+        self._clean = b""  # the entries as they were when nothing had been written here
+
+    def was_written(self) -> bool:
+        """Whether a page was copied for this process because something wrote into it."""
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            os.preadv(pagemap.fileno(), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY)
+        if self._entries == self._clean:
+            return False
+        entries = torch.frombuffer(self._entries, dtype=torch.int64)
+        copied = bool(((entries != 0) & ((entries >> _IS_SHARED) & 1 == 0)).any())
+        if not copied:
+            self._clean = bytes(self._entries)
+        return copied
+
+    def forget_writes(self) -> None:
+        """Show the segment again where something was written over it."""
+        self._pages.madvise(mmap.MADV_DONTNEED)

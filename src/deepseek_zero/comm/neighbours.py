@@ -1,0 +1,216 @@
+"""Sockets between the ranks of one host: short messages that carry order, descriptors and the news of a death.
+
+A message passes through the kernel, which orders memory on every machine: what a rank wrote into shared pages before
+it sent is there when the other has received.  A process that ends, however it ends, closes its sockets, so nobody has
+to guess.  Called by same_host.py.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+CONNECT_SECONDS = 30.0
+RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
+INLINE_BYTES = 1 << 14  # pieces up to this size travel in the message itself
+_HEADER = struct.Struct("<BxxxIQQQ")
+_HELLO = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    OFFER = 1  # piece of collective `tag` lies in my segment `segment` at [start, start + nbytes)
+    INLINE = 2  # piece of collective `tag` is the payload
+    READ = 3  # I have read your piece of collective `tag`
+    SEGMENT = 4  # here is the descriptor of my segment `segment`
+    COMMON = 5  # here is the descriptor of the segment that collective `tag` shares out
+    FORGET = 6  # my segment `segment` is gone
+
+
+class Message(NamedTuple):
+    kind: Kind
+    tag: int = 0
+    segment: int = 0
+    start: int = 0
+    nbytes: int = 0
+    payload: bytes = b""
+    descriptor: int = -1
+
+
+class Neighbours:
+    """Connections to the other ranks of this host; `gone`: those whose process has ended."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self.ranks = sorted(sockets)
+        self.gone: set[int] = set()
+        self._sockets = sockets
+        self._rank_of = {connection.fileno(): rank for rank, connection in sockets.items()}
+        self._poll = select.poll()
+        self._buffer = bytearray(_HEADER.size + INLINE_BYTES)
+        self._unsent: list[tuple[int, bytes, tuple[int, ...]]] = []
+        for connection in sockets.values():
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
+        os.register_at_fork(after_in_child=self.close)  # a data loader's child would keep this rank seemingly alive
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.  Never blocks."""
+        header = _HEADER.pack(message.kind, message.tag, message.segment, message.start, message.nbytes)
+        descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
+        self._unsent.append((rank, header + message.payload, descriptors))
+        self._flush()
+
+    def _flush(self) -> None:
+        blocked: set[int] = set()
+        left = []
+        for rank, data, descriptors in self._unsent:
+            if rank not in self.gone and (rank in blocked or not self._sent(rank, data, descriptors)):
+                blocked.add(rank)
+                left.append((rank, data, descriptors))
+                continue
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._unsent = left
+
+    def _sent(self, rank: int, data: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            if descriptors:
+                socket.send_fds(self._sockets[rank], [data], descriptors)
+            else:
+                self._sockets[rank].send(data)
+        except BlockingIOError:
+            return False
+        except OSError:  # its process has ended; whoever waits for it is told
+            self._lose(rank)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a message is there to be received, at most so long."""
+        self._poll.poll(min(seconds, RETRY_SECONDS if self._unsent else seconds) * 1000)
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """What has arrived from whom; empty if nothing has."""
+        if self._unsent:
+            self._flush()
+        for descriptor, _ in self._poll.poll(0):
+            rank = self._rank_of[descriptor]
+            while rank not in self.gone and (message := self._next(rank)) is not None:
+                yield rank, message
+
+    def _next(self, rank: int) -> Message | None:
+        try:
+            count, ancillary, _, _ = self._sockets[rank].recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # it ended with messages unread; its own last ones are still to come
+            return self._next(rank)
+        if count == 0:
+            self._lose(rank)
+            return None
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
+        kind, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
+        payload = bytes(self._buffer[_HEADER.size : count])
+        return Message(Kind(kind), tag, segment, start, nbytes, payload, descriptors[0] if descriptors else -1)
+
+    def _lose(self, rank: int) -> None:
+        if rank not in self.gone:
+            self.gone.add(rank)
+            self._poll.unregister(self._sockets[rank])
+
+    def close(self) -> None:
+        """Close the sockets; the others will take this rank for gone."""
+        for connection in self._sockets.values():
+            connection.close()
+
+
+def host_key() -> str:
+    """What ranks that can share memory have in common: one kernel, one network namespace, one user."""
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> Neighbours | None:
+    """Connect to the ranks of this host; None where there are none, or where the system does not let them.
+
+    Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
+    """
+    listener, address, key = None, "", ""
+    try:
+        key = host_key()
+        listener, address = _listen()
+    except (OSError, AttributeError):  # not Linux, or forbidden
+        key = ""
+    everyone: list[tuple[str, str]] = [("", "")] * size
+    dist.all_gather_object(everyone, (key, address), group=group)
+    others = [peer for peer in range(size) if peer != rank and key and everyone[peer][0] == key]
+    found: dict[int, socket.socket] = {}
+    try:
+        if listener is not None:
+            found = _connect(rank, others, listener, [address for _, address in everyone])
+        complete = True
+    except OSError:
+        complete = False
+    finally:
+        if listener is not None:
+            listener.close()
+    outcomes: list[tuple[str, bool]] = [("", False)] * size
+    dist.all_gather_object(outcomes, (key, complete), group=group)
+    if not others or not all(fine for other, fine in outcomes if other == key):
+        for connection in found.values():
+            connection.close()
+        return None
+    return Neighbours(found)
+
+
+def _listen() -> tuple[socket.socket, str]:
+    """A listening socket under a random name that no file system knows."""
+    address = f"\0deepseek-zero-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(128)
+    listener.settimeout(CONNECT_SECONDS)
+    return listener, address
+
+
+def _connect(
+    rank: int, others: Sequence[int], listener: socket.socket, addresses: Sequence[str]
+) -> dict[int, socket.socket]:
+    """Connect to lower ranks, accept higher ones; a stranger who knocks is turned away."""
+    found = {}
+    for peer in others:
+        if peer < rank:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(CONNECT_SECONDS)
+            connection.connect(addresses[peer])
+            connection.send(_HELLO.pack(rank))
+            found[peer] = connection
+    expected = {peer for peer in others if peer > rank}
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while expected - found.keys() and time.monotonic() < deadline:
+        connection, _ = listener.accept()
+        connection.settimeout(CONNECT_SECONDS)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        hello = connection.recv(_HELLO.size) if _CREDENTIALS.unpack(credentials)[1] == os.getuid() else b""
+        peer = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
+        if peer in expected:
+            found[peer] = connection
+        else:
+            connection.close()
+    if expected - found.keys():
+        raise TimeoutError("a rank of this host did not connect")
+    return found

@@ -1,0 +1,283 @@
+"""Ranks of one host through shared memory: the same bits as over gloo, no edit leaves its process, nothing is left.
+
+Hosts are posed: a process takes another key for its host, so that two ranks are neighbours and two are far.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deepseek_zero.base.errors import ModelMismatchError, PeerError
+from deepseek_zero.base.memory import Segment
+from deepseek_zero.comm import links, neighbours
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.same_host import SameHost
+from deepseek_zero.comm.transports import Gloo, Together
+from tests.models import Gpt, seeded
+from tests.training import Run, start_engine, train_step
+
+CPU = torch.device("cpu")
+LARGE = 50_000  # elements: more than a message carries
+
+
+@contextmanager
+def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
+    """Links made anew, with the ranks on the hosts that key_of says."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(neighbours, "host_key", lambda: key_of(dist.get_rank()))
+        patch.setattr(links.Links, "_current", None)
+        yield
+
+
+def trained(run: Run) -> tuple[list[Tensor], dict[str, Tensor], float]:
+    """Losses and weights after three steps, and the bytes counted on the way."""
+    engine = start_engine(run, seeded(Gpt))
+    losses = [loss for step in range(3) for loss in train_step(engine, run, step)]
+    return losses, dict(engine.module.state_dict()), engine.runtime.comm.meter.total_bytes()
+
+
+def assert_same(found: tuple[list[Tensor], dict[str, Tensor], float], expected: object) -> None:
+    losses, weights, sent = found
+    other_losses, other_weights, other_sent = expected  # type: ignore[misc]
+    assert all(map(torch.equal, losses, other_losses))
+    assert weights.keys() == other_weights.keys()
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert sent == other_sent, "the volume is the movement's, however it travels"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_shared_memory_gives_the_bits_of_gloo(stage: int, dtype: str, accumulation: int) -> None:
+    expected = trained(Run(stage, dtype, accumulation, optimizer="adamw", transport="gloo"))
+    assert_same(trained(Run(stage, dtype, accumulation, optimizer="adamw")), expected)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) -> None:
+    expected = trained(Run(stage, dtype, optimizer="adamw", transport="gloo"))
+    with hosts(lambda rank: f"host {rank // 2}"):
+        comm = Comm(CPU)
+        assert isinstance(comm._transport, Together)
+        assert comm._transport.near.peers == (dist.get_rank() ^ 1,)
+        assert_same(trained(Run(stage, dtype, optimizer="adamw")), expected)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_share_no_host_use_gloo() -> None:
+    with hosts(str):
+        assert isinstance(Comm(CPU)._transport, Gloo)
+
+
+@pytest.mark.ranks(2)
+def test_a_system_that_forbids_it_is_no_error() -> None:
+    def forbidden() -> str:
+        raise PermissionError
+
+    with hosts(lambda rank: forbidden()):
+        assert isinstance(Comm(CPU)._transport, Gloo)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_that_differ_in_transport_are_told() -> None:
+    with pytest.raises(ModelMismatchError, match="transport"):
+        Comm(CPU, transport="gloo" if dist.get_rank() else "auto")
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("numel", [1, 5, LARGE])
+def test_pieces_arrive_from_private_and_from_shared_memory(numel: int) -> None:
+    comm, rank = Comm(CPU), dist.get_rank()
+    assert isinstance(comm._transport, SameHost)
+    for allocate in (comm.empty, lambda count, dtype: torch.empty(count, dtype=dtype)):
+        full = allocate(3 * numel, torch.float32)
+        full.chunk(3)[rank].fill_(rank + 1)
+        comm.all_gather(full, "gather", "numbers").wait()
+        assert torch.equal(full, torch.arange(1.0, 4.0).repeat_interleave(numel))
+        pieces = [allocate(numel, torch.bfloat16).fill_(10 * rank + peer) for peer in range(3)]
+        found: list[list[float]] = []
+        comm.exchange(
+            pieces,
+            [None] * 3,
+            "reduce",
+            "numbers",
+            lambda received, found=found: found.append([float(each[-1]) for each in received]),  # type: ignore[misc]
+        ).wait()
+        assert found == [[float(10 * peer + rank) for peer in range(3)]]
+        for piece in pieces:
+            comm.settle(piece)
+
+
+@pytest.mark.ranks(2)
+def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
+    comm, rank = Comm(CPU), dist.get_rank()
+    piece, found = comm.empty(LARGE, torch.float32), []
+    for turn in range(20):
+        comm.settle(piece)
+        piece.fill_(turn + rank)
+        if rank == turn % 2:
+            time.sleep(0.01)
+        pending = comm.exchange(
+            [piece, piece], [None, None], "reduce", "turn", lambda got: found.append(got[1 - rank].clone())
+        )
+        pending.wait()
+    assert [bool((values == turn + 1 - rank).all()) for turn, values in enumerate(found)] == [True] * 20
+
+
+@pytest.mark.ranks(2)
+def test_an_in_place_edit_stays_on_its_rank_and_ends_with_its_use() -> None:
+    run = Run(3, optimizer="sgd")
+    engine, plain = start_engine(run, seeded(Gpt)), start_engine(run, seeded(Gpt))
+    edited = engine.module.blocks[1].up
+
+    def edit(module: torch.nn.Module, args: object) -> None:
+        module.weight.data.mul_(2.0 if dist.get_rank() == 0 else 1.0)
+
+    handle = edited.register_forward_pre_hook(edit)
+    for each in (engine, plain):
+        with torch.no_grad():
+            each(torch.zeros(1, 3, dtype=torch.int64))
+    handle.remove()
+    weights = [dict(each.module.state_dict()) for each in (engine, plain)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    losses = [train_step(each, run, 0)[0] for each in (engine, plain)]
+    assert torch.equal(*losses)
+
+
+@pytest.mark.ranks(2)
+def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
+    engine = start_engine(Run(3), seeded(Gpt, width=60, hidden=2400))
+    group = max(engine.runtime.groups, key=lambda each: each.layout.numel)
+    assert group.common is not None
+    slices = group.common.whole.chunk(2)
+    mine, other = slices[dist.get_rank()], slices[1 - dist.get_rank()]
+    dist.barrier()
+    group.weight.storage.fill_(7.0 + dist.get_rank())
+    dist.barrier()
+    assert (mine == 7.0 + dist.get_rank()).all()
+    assert (other == 8.0 - dist.get_rank()).all()
+
+
+@pytest.mark.ranks(2)
+def test_no_descriptor_and_no_mapping_stays_behind_an_engine() -> None:
+    def train() -> None:
+        engine = start_engine(Run(1, optimizer="adamw"), seeded(Gpt, hidden=900))
+        for step in range(2):
+            train_step(engine, Run(1), step)
+        del engine
+        gc.collect()
+
+    def held() -> tuple[int, int]:
+        me = psutil.Process()
+        return me.num_fds(), sum("memfd:deepseek_zero" in each.path for each in me.memory_maps(grouped=False))
+
+    counts = []
+    for _ in range(4):
+        train()
+        Comm(CPU).fence("the others have let go, too")
+        Comm(CPU).fence("and have said so")
+        counts.append(held())
+    assert counts[-1] == counts[1], "(descriptors, mappings) after each engine"
+
+
+@pytest.mark.ranks(2)
+def test_a_full_queue_makes_nobody_wait_for_ever() -> None:
+    comm, rank = Comm(CPU), dist.get_rank()
+    boxes = [[torch.empty(1) for _ in range(2)] for _ in range(2000)]
+    pending = [
+        comm.exchange([torch.tensor([float(turn + rank)])] * 2, box, "reduce", f"number {turn}")
+        for turn, box in enumerate(boxes)
+    ]
+    for each in pending:
+        each.wait()
+    assert [float(box[1 - rank]) for box in boxes] == [float(turn + 1 - rank) for turn in range(2000)]
+
+
+@pytest.mark.ranks(2, dies=[1], timeout=20)
+def test_a_death_is_news_at_once() -> None:
+    comm = Comm(CPU)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match="rank 1"):
+        comm.fence("nobody comes")
+    assert time.monotonic() - began < 5.0
+
+
+def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
+    segment = Segment.create(3 * 4096 + 10)
+    shared, look = segment.map(0, segment.nbytes, torch.uint8), segment.look()
+    part = segment.map(5000, 100, torch.uint8)
+    segment.close()
+    part.fill_(3)
+    assert shared[5000:5100].eq(3).all()
+    assert look.tensor[5000:5100].eq(3).all()
+    assert not look.was_written()
+    look.tensor[1] = 9
+    assert look.was_written()
+    assert shared[1] == 0
+    look.forget_writes()
+    assert look.tensor[1] == 0
+    assert not look.was_written()
+
+
+ENDLESS = """
+    import os, sys, torch
+    import deepseek_zero
+    layer = torch.nn.TransformerEncoderLayer(256, 4, dim_feedforward=1024, dropout=0.0, batch_first=True)
+    model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    config = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": None, "zero_optimization": zero,
+              "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    engine, *_ = deepseek_zero.initialize(model=model, config=config)
+    for step in range(10**9):
+        loss = engine(torch.randn(1, 8, 256)).square().mean()
+        engine.backward(loss)
+        engine.step()
+        if step == 3:
+            open(os.path.join(sys.argv[1], f"{os.environ['RANK']}.pid"), "w").write(str(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(victim: str, tmp_path: Path) -> None:
+    script = tmp_path / "endless.py"
+    script.write_text(textwrap.dedent(ENDLESS))
+    before = set(os.listdir("/dev/shm"))
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script), str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
+        deadline = time.monotonic() + 60
+        while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        ranks = [int(path.read_text()) for path in sorted(tmp_path.glob("*.pid"))]
+        assert len(ranks) == 2
+        os.kill(launcher.pid if victim == "launcher" else ranks[1], signal.SIGKILL)
+        began = time.monotonic()
+        while any(map(psutil.pid_exists, ranks)) and time.monotonic() - began < 10:
+            time.sleep(0.02)
+        seconds = time.monotonic() - began
+        out = launcher.communicate(timeout=10)[0]
+    assert seconds < 5.0, out
+    assert set(os.listdir("/dev/shm")) <= before
+    if victim == "rank":
+        assert "rank 1" in out
+        assert "PeerError" in out or "SIGKILL" in out, out
