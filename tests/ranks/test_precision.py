@@ -186,13 +186,13 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, st
     assert engine.was_step_applied()
     assert all(torch.isfinite(torch.tensor(losses[4:])))
     if engine.mesh.rank == 0:
-        assert (tmp_path / "records" / "plan.txt").read_text() == engine.explain() + "\n"
+        assert (tmp_path / "records" / "plan.txt").read_text() == engine.plan() + "\n"
     engine.save_checkpoint(str(tmp_path), tag="lifted")
     engine.destroy()
     again = build(stage, gains=(1.0, 1e3, 1.0), **config)
     again.load_checkpoint(str(tmp_path), tag="lifted")
     assert again.optimizer.lifter.lifted == ["blocks.1"]
-    assert again.explain() == engine.explain()
+    assert again.plan() == engine.plan()
     again.backward(loss_of(again))
     again.step()
     assert again.was_step_applied()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -281,3 +282,23 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(vict
     if victim == "rank":
         assert "rank 1" in out
         assert "PeerError" in out or "SIGKILL" in out, out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("transport", ["auto", "gloo"])
+def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
+    run = Run(3, transport=transport)
+    engine = start_engine(run, seeded(Gpt))
+    train_step(engine, run, 0)
+    engine.runtime.comm.meter.reset()
+    with engine.timeline() as events:
+        train_step(engine, run, 1)
+    calls = engine.runtime.comm.meter.calls
+    assert Counter(event.lane for event in events) == {
+        "gather": calls["all_gather"],
+        "reduce": calls["reduce_scatter"],
+        "rows": calls["rows"],
+    }
+    assert all(event.issued <= event.arrived and event.issued <= event.waited[1] for event in events)
+    train_step(engine, run, 2)
+    assert "computing" in engine.explain().splitlines()[-1] or "waiting" in engine.explain()

@@ -14,7 +14,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
 from ..base.mesh import PATIENCE, shares_gpu
 from .board import raised_in
 from .links import Lane, Links
-from .meter import Meter
+from .meter import Event, Meter
 from .same_host import Common, SameHost
 from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, nothing
 
@@ -41,6 +41,8 @@ class Place:
     lane: Lane
     sequence: int
     what: str
+    issued: float
+    arrived: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -140,7 +142,7 @@ class Comm:
     def settle(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more, so that it may be written."""
         if self._links is not None and self._last is not None:
-            self._wait(self._links, lambda: self._transport.settle(tensor), self._last)
+            self._wait(self._links, lambda: self._transport.settle(tensor), replace(self._last, arrived=[]))
 
     def progress(self) -> None:
         """Take in what other ranks have sent, without waiting."""
@@ -153,7 +155,7 @@ class Comm:
 
         Collective within its lane.  The buffer belongs to the transport until `wait()`.
         """
-        self._count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
+        self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
 
         def start(mark: Mark) -> Wait:
             return self._settled(self._transport.all_gather(full, mark), [full])
@@ -170,11 +172,17 @@ class Comm:
         pieces may be written again after `settle`; without `use`, after `wait()`.
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
-        self._count("reduce_scatter", sent)
+        self.meter.count("reduce_scatter", sent)
+
+        def timed(received: Sequence[Tensor]) -> None:
+            began = time.perf_counter()
+            assert use is not None
+            use(received)
+            self.meter.sum_seconds += time.perf_counter() - began
 
         def start(mark: Mark) -> Wait:
             if use is not None:
-                return self._transport.exchange(pieces, inbox, mark, use)
+                return self._transport.exchange(pieces, inbox, mark, timed)
             return self._settled(self._transport.exchange(pieces, inbox, mark, _leave), pieces)
 
         return self._issue(lane, f"reduce {what}", start)
@@ -193,7 +201,7 @@ class Comm:
         """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
-        self._count("rows", row.numel() * row.element_size() * (self.size - 1))
+        self.meter.count("rows", row.numel() * row.element_size() * (self.size - 1))
         full = table.view(-1)
         self._issue("rows", f"agree on {what}", lambda mark: self._host_transport.all_gather(full, mark)).wait()
         return table
@@ -223,19 +231,16 @@ class Comm:
         if self._links is not None:
             self._links.board.withdraw(raised_in(self.name))
 
-    def _count(self, kind: str, sent_bytes: int) -> None:
-        self.meter.count(kind, sent_bytes)
-
     def _issue(self, lane_name: str, what: str, start: Callable[[Mark], Wait]) -> Pending:
         links = self._links
         if links is None:  # a world of one: every slice is already here
             return DONE
         links.board.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
         lane = links.lane(f"{self.name}/{lane_name}")
-        place = self._last = Place(lane, lane.next(what), what)
+        place = self._last = Place(lane, lane.next(what), what, time.perf_counter())
         tag = zlib.crc32(f"{lane.name}/{place.sequence}/{what}".encode()) & 0x7FFFFFFF
         try:
-            wait = start(Mark(lane.name, tag))
+            wait = start(Mark(lane.name, tag, place.arrived))
         except DeepSeekZeroError:
             raise
         except RuntimeError as caught:
@@ -243,7 +248,7 @@ class Comm:
         return Pending(lambda: self._wait(links, wait, place))
 
     def _wait(self, links: Links, wait: Wait, place: Place) -> None:
-        began = time.perf_counter()
+        began, summed = time.perf_counter(), self.meter.sum_seconds
         while True:
             try:
                 wait()
@@ -256,7 +261,10 @@ class Comm:
                 raise
             except RuntimeError as caught:
                 raise self._lost(links, place.what, caught) from caught
-        self.meter.waited(place.lane.name.rpartition("/")[2], time.perf_counter() - began)
+        ended, lane = time.perf_counter(), place.lane.name.rpartition("/")[2]
+        self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
+        if self.meter.events is not None and place.arrived:
+            self.meter.events.append(Event(lane, place.what, place.issued, place.arrived[0], (began, ended)))
         links.board.withdraw("waiting")
 
     def _lost(self, links: Links, what: str, caught: Exception) -> PeerError:

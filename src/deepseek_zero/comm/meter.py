@@ -1,18 +1,44 @@
-"""Bytes and time per kind of collective; counted where the bytes leave, read by report and by the truth contract."""
+"""Bytes, calls and seconds per kind of collective; counted where the bytes leave.
+
+Read by report and by the truth contract.  `events`, a list while somebody records, has one entry per collective.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ..base.clock import PhaseClock
+
+
+class Event(NamedTuple):
+    """One collective on this rank, in seconds of time.perf_counter.  lane: "gather", "reduce" or "rows".
+
+    arrived: when its data was here.  waited: from when to when this rank did nothing else than see to it.
+    """
+
+    lane: str
+    what: str
+    issued: float
+    arrived: float
+    waited: tuple[float, float]
 
 
 @dataclass
 class Meter:
-    """Counts since the last reset.  `sent_bytes[kind]`: what this rank put on the wire; `calls[kind]`: collectives."""
+    """Counts since the last reset.
+
+    sent_bytes[kind]: what this rank sent, whatever carries it.  calls[kind]: collectives.  wait_seconds[lane]: standing
+    still.  sum_seconds: adding up what other ranks sent.  clock: the phases in which that happened.
+    """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     wait_seconds: dict[str, float] = field(default_factory=dict)
+    sum_seconds: float = 0.0
+    clock: PhaseClock = field(default_factory=PhaseClock)
+    events: list[Event] | None = None
 
     def count(self, kind: str, sent_bytes: int) -> None:
         self.sent_bytes[kind] += sent_bytes
@@ -28,4 +54,14 @@ class Meter:
     def reset(self) -> None:
         self.sent_bytes.clear()
         self.calls.clear()
+        self.reset_seconds()
+
+    def end_step(self) -> None:
+        """An optimizer step is over."""
+        if self.clock.end_step():
+            self.reset_seconds()
+
+    def reset_seconds(self) -> None:
+        """Forget waits and sums."""
         self.wait_seconds.clear()
+        self.sum_seconds = 0.0

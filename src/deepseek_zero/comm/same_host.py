@@ -34,7 +34,7 @@ class Flight:
     like: Tensor  # a piece that is read in place has its dtype
     use: Callable[[Mapping[int, Tensor]], None]
     awaiting: set[int]
-    engine: str
+    mark: Mark
 
 
 @dataclass(eq=False)
@@ -46,6 +46,14 @@ class Ours:
     segment: Segment
     known_by: set[int] = field(default_factory=set)
     tags: set[int] = field(default_factory=set)  # collectives in which somebody still reads it
+
+
+@dataclass(eq=False)
+class Theirs:
+    """A segment of another rank's, as this one sees it.  reader: the engine that reads it here."""
+
+    data: Tensor
+    reader: str = ""
 
 
 @dataclass(frozen=True)
@@ -78,8 +86,7 @@ class SameHost:
         self._numbers = itertools.count(1)
         self._ours: dict[int, Ours] = {}  # by address
         self._forgotten: list[Ours] = []
-        self._theirs: dict[tuple[int, int], Tensor] = {}  # (rank, segment) -> all of it
-        self._readers_of: dict[tuple[int, int], str] = {}  # (rank, segment) -> the engine that reads it
+        self._theirs: dict[tuple[int, int], Theirs] = {}  # (rank, segment)
         self._common: set[int] = set()  # addresses of views of common pages
         self._handed: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
         self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
@@ -113,9 +120,8 @@ class SameHost:
     def end_engine(self, engine: str) -> None:
         """Let go of what one engine held here of other ranks' memory, and of its own that is gone."""
         with self._lock:
-            for place in [place for place, reader in self._readers_of.items() if reader == engine]:
-                del self._readers_of[place]
-                self._theirs.pop(place, None)
+            for place in [place for place, theirs in self._theirs.items() if theirs.reader == engine]:
+                del self._theirs[place]
             self._forget()
 
     def common(self, numel: int, dtype: torch.dtype, mark: Mark) -> Callable[[], Common]:
@@ -171,7 +177,7 @@ class SameHost:
             for peer, piece in pieces.items():
                 self._offer(peer, piece, mark.tag)
             awaiting = {peer for peer in boxes if (peer, mark.tag) not in self._offers}
-            self._flights[mark.tag] = Flight(boxes, like, use, awaiting, engine_of(mark.lane))
+            self._flights[mark.tag] = Flight(boxes, like, use, awaiting, mark)
             self._land(mark.tag)
             self._receive()
         return lambda: self._until(lambda: mark.tag not in self._flights, lambda: self._flights[mark.tag].awaiting)
@@ -250,13 +256,12 @@ class SameHost:
                         self._staged.pop(message.tag, None)
                 case Kind.SEGMENT:
                     segment = _taken(message)
-                    self._theirs[rank, message.segment] = segment.look().tensor
+                    self._theirs[rank, message.segment] = Theirs(segment.look().tensor)
                     segment.close()
                 case Kind.COMMON:
                     self._handed[message.tag] = _taken(message)
                 case Kind.FORGET:
                     self._theirs.pop((rank, message.segment), None)
-                    self._readers_of.pop((rank, message.segment), None)
 
     def _land(self, tag: int) -> None:
         """Where everything has arrived: put it where it belongs, use it, and tell its owners that it was read."""
@@ -264,6 +269,7 @@ class SameHost:
         if flight.awaiting:
             return
         del self._flights[tag]
+        flight.mark.arrived.append(time.perf_counter())
         offers = {peer: self._offers.pop((peer, tag)) for peer in flight.boxes}
         found = {}
         for peer, box in flight.boxes.items():
@@ -278,8 +284,9 @@ class SameHost:
     def _piece(self, peer: int, offer: Message, flight: Flight) -> Tensor:
         dtype = flight.like.dtype
         if offer.kind is Kind.OFFER:
-            self._readers_of[peer, offer.segment] = flight.engine
-            return self._theirs[peer, offer.segment][offer.start : offer.start + offer.nbytes].view(dtype)
+            theirs = self._theirs[peer, offer.segment]
+            theirs.reader = engine_of(flight.mark.lane)
+            return theirs.data[offer.start : offer.start + offer.nbytes].view(dtype)
         return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else flight.like[:0]
 
 

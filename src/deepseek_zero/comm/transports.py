@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -19,10 +20,11 @@ POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether t
 
 
 class Mark(NamedTuple):
-    """What sets one collective's messages apart.  tag: its number on the wire."""
+    """What sets one collective's messages apart.  tag: its number on the wire.  arrived: gets the time of arrival."""
 
     lane: str
     tag: int
+    arrived: list[float]
 
 
 Wait = Callable[[], None]
@@ -140,7 +142,7 @@ class Gloo(Plain):
                 works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=mark.tag))
             if incoming.numel():
                 works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=mark.tag))
-        completion = _Completion()
+        completion = _Completion(mark.arrived)
         self._jobs_of(mark.lane).put((works, completion))
         return completion.wait
 
@@ -164,11 +166,12 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
 class _Completion:
     """Set by the waiting thread; `wait` gives up after POLL_SECONDS so that its caller can look at the board."""
 
-    def __init__(self) -> None:
-        self._event = threading.Event()
+    def __init__(self, arrived: list[float]) -> None:
+        self._event, self._arrived = threading.Event(), arrived
         self.error: Exception | None = None
 
     def set(self, error: Exception | None) -> None:
+        self._arrived.append(time.perf_counter())
         self.error = error
         self._event.set()
 

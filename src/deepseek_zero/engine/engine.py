@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
+from ..comm.meter import Event
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
+from ..report.explain import Advice, where_steps_went
 from ..sharding.runtime import Runtime
 from .assemble import Parts
 from .memory import memory_report
@@ -44,7 +46,7 @@ class Engine(nn.Module):
         self._boundary: bool | None = None
         self._stepped = False
         self._accumulation = config.gradient_accumulation_steps
-        self.observer.planned(self.explain())
+        self.observer.planned(self.plan())
 
     @property
     def runtime(self) -> Runtime:
@@ -163,6 +165,24 @@ class Engine(nn.Module):
         return memory_report(self.runtime, self.optimizer)
 
     def explain(self) -> str:
+        """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local."""
+        runtime = self.runtime
+        advice = Advice(
+            runtime.settings.ahead_numel, max(runtime.gatherer.sizes, default=0), runtime.comm.reads_in_place
+        )
+        return "\n".join([self.plan(), *where_steps_went(runtime.comm.meter, advice)])
+
+    @contextmanager
+    def timeline(self) -> Iterator[list[Event]]:
+        """A list that gets an entry for each collective of the block: when it began, arrived and was waited for."""
+        meter = self.runtime.comm.meter
+        meter.events = []
+        try:
+            yield meter.events
+        finally:
+            meter.events = None
+
+    def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""
         lines = [f"stage {self.runtime.settings.stage}, {self.mesh.size} rank(s), device {self.mesh.device}"]
         lines += [line for unit in self.runtime.units for line in unit.explain()]

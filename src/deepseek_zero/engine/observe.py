@@ -115,7 +115,7 @@ class Observer:
         )
         self._tell(engine, self.record)
         if optimizer.lifter is not None and optimizer.lifter.changed:
-            self.planned(engine.explain())
+            self.planned(engine.plan())
 
     def _tell(self, engine: Engine, record: StepRecord) -> None:
         if self.writer is not None and record.step % self.settings.records_every == 0:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..base.clock import BETWEEN
 from ..precision.policy import cast_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
@@ -69,6 +70,7 @@ class Forward:
         ):
             self.runtime.recover()
             self.runtime.phase = Phase.FORWARD
+            self.runtime.comm.meter.clock.enter("forward")
             schedule = self.runtime.gatherer.schedule
             self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         self.active.append(Active(unit))
@@ -140,6 +142,7 @@ class Forward:
             return output
         self.runtime.gatherer.end(self.runtime.gatherer.schedule.kept if training else frozenset())
         self.runtime.phase = Phase.IDLE
+        self.runtime.comm.meter.clock.enter(BETWEEN)
         if training:
             self.count += 1
             if self.runtime.output_factor is not None:

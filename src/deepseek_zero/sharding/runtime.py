@@ -13,6 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ..base.clock import BETWEEN
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import UsageError
 from ..comm.collectives import Comm
@@ -111,6 +112,7 @@ class Runtime:
             self.recover()  # the backward before this one never ended
         self._backward_id = backward_id()
         self.phase = Phase.BACKWARD
+        self.comm.meter.clock.enter("backward")
         queue_backward_callback(hooks.at_backward_end(self))
         self.reducer.begin()
         with torch.no_grad():
@@ -160,6 +162,7 @@ class Runtime:
             if self.is_boundary:
                 for group in self.trained_groups:
                     group.gradient.show()
+        self.comm.meter.clock.enter(BETWEEN)
 
     def catch_up(self) -> None:
         """Take part in a forward and a backward that this rank skipped: gathers are walked, gradients are zeros."""
@@ -175,6 +178,7 @@ class Runtime:
 
     def before_step(self) -> None:
         """Everything that must hold before an optimizer reads the gradients.  Collective."""
+        self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
             self.catch_up()
         self.reducer.settle()
@@ -187,6 +191,7 @@ class Runtime:
         if not self.gatherer.order_is_agreed:
             self.gatherer.agree_on_order(self.comm)
             self.reducer.set_order(self.gatherer.schedule.backward.order)
+        self.comm.meter.end_step()
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""

@@ -1,0 +1,89 @@
+"""Where a step went, and what bounds it: phases of the clock, waits and sums of the meter, in sentences.
+
+Called by the engine's `explain` and at a run's end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..comm.meter import Event, Meter
+from .quantities import format_count, format_seconds
+
+WORTH_SAYING = 0.02  # of a step
+LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "rows": "waiting to agree"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What of the settings a sentence of advice is made from.  ahead_numel: elements gathered ahead of their use.
+
+    largest_numel: of a unit.  in_place: gathers move nothing, so a wait is for a slower rank.
+    """
+
+    ahead_numel: int
+    largest_numel: int
+    in_place: bool
+
+
+def shares(meter: Meter) -> dict[str, float]:
+    """Parts of a step, largest first; they add up to 1.  Waits and sums are taken out of the phases around them."""
+    seconds = meter.clock.seconds
+    total = sum(seconds.values())
+    if not total:
+        return {}
+    parts = {LANES[lane]: waited for lane, waited in meter.wait_seconds.items()}
+    parts["adding gradients up"] = meter.sum_seconds
+    # Weights are waited for in forward and backward, gradients in backward, agreement in the step: taken from the sum.
+    parts["computing"] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    parts["computing"] -= sum(parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts)
+    parts["computing"] -= meter.sum_seconds
+    parts["the optimizer"] = seconds.get("optimizer", 0.0) - parts.get(LANES["rows"], 0.0)
+    parts["outside"] = seconds.get("outside", 0.0)
+    return dict(sorted(((name, part / total) for name, part in parts.items()), key=lambda item: -item[1]))
+
+
+def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
+    """Lines of text; one that says what is missing before there are two steps."""
+    steps = meter.clock.steps
+    if steps <= 0:
+        return ["steps: measured from the second one on"]
+    parts = shares(meter)
+    mean = sum(meter.clock.seconds.values()) / steps
+    told = ", ".join(f"{name} {part:.1%}" for name, part in parts.items() if part >= 0.0005)
+    lines = [f"steps: {format_seconds(mean)} each over the last {steps}: {told}"]
+    for lane, name in LANES.items():
+        if parts.get(name, 0.0) >= WORTH_SAYING:
+            lines.append(f"  {name} {parts[name]:.1%}: {_advice(lane, advice)}")
+    return lines
+
+
+def _advice(lane: str, advice: Advice) -> str:
+    if lane == "gather" and not advice.in_place and advice.ahead_numel < 2 * advice.largest_numel:
+        wanted = format_count(2 * advice.largest_numel)
+        return f"stage3_prefetch_bucket_size of {wanted} elements would start them two units ahead"
+    if lane == "reduce" and not advice.in_place:
+        return "gradients travel slower than backward makes them; fewer micro-batch boundaries would send fewer"
+    return "another rank comes later; give ranks equal batches and equal machines"
+
+
+def overlap_share(events: Sequence[Event]) -> float:
+    """Of the time in which a collective was under way, the part in which this rank did something else; 0 if none."""
+    under_way = _merged([(event.issued, event.arrived) for event in events if event.arrived > event.issued])
+    standing = _merged([event.waited for event in events])
+    total = sum(stop - start for start, stop in under_way)
+    exposed = sum(
+        max(0.0, min(stop, until) - max(start, since)) for start, stop in under_way for since, until in standing
+    )
+    return (total - exposed) / total if total else 0.0
+
+
+def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    found: list[tuple[float, float]] = []
+    for start, stop in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], stop))
+        else:
+            found.append((start, stop))
+    return found

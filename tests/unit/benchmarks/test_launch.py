@@ -1,0 +1,50 @@
+"""A run that goes wrong becomes a record that says why, and leaves no process behind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import launch as launcher
+from benchmarks.launch import Run, launch
+from benchmarks.systems import SYSTEMS, Entry
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What a rank runs instead of the worker: a script of the test."""
+    script = tmp_path / "python"
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(Entry, "python", property(lambda entry: str(script)))
+    return script
+
+
+def test_a_rank_that_fails_is_named_with_its_last_words(program: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.2)
+    program.write_text('#!/bin/sh\n[ "$RANK" = 1 ] && { echo "ValueError: too small" >&2; exit 3; }\nexec sleep 600\n')
+    record = launch(Run("tiny-fp32", "ddp"))
+    assert record["failed"] == "rank 1 ended with 3: ValueError: too small"
+
+
+def test_a_run_that_takes_too_long_is_ended_with_all_it_started(program: Path, tmp_path: Path) -> None:
+    program.write_text(f'#!/bin/sh\nsleep 600 &\necho $! >> "{tmp_path}/children"\nwait\n')
+    record = launch(Run("tiny-fp32", "ddp", timeout=0.5))
+    assert record["failed"].startswith("not done after 0 s") or record["failed"].startswith("not done after 1 s")
+    for child in (tmp_path / "children").read_text().split():
+        status = Path("/proc", child, "status")
+        assert not status.exists() or "zombie" in status.read_text()
+
+
+def test_every_rank_has_its_place_in_the_environment(program: Path, tmp_path: Path) -> None:
+    seen = "$RANK/$WORLD_SIZE $OMP_NUM_THREADS ${MALLOC_TRIM_THRESHOLD_:-none}"
+    program.write_text(f'#!/bin/sh\necho "{seen}" > "{tmp_path}/$RANK"\nexit 1\n')
+    launch(Run("tiny-fp32", "ddp", kind="memory"))
+    assert [(tmp_path / str(rank)).read_text().strip() for rank in range(2)] == ["0/2 1 65536", "1/2 1 65536"]
+    launch(Run("tiny-fp32", "ddp"))
+    assert (tmp_path / "0").read_text().strip() == "0/2 1 none"
+
+
+def test_one_process_does_the_work_of_all_where_the_system_is_alone() -> None:
+    assert [name for name, entry in SYSTEMS.items() if entry.alone] == ["single"]
