@@ -39,6 +39,7 @@ class Run:
     keep: int = ALL
     bucket: int = 500_000_000
     overlap: bool = True
+    master: str = "split"
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -47,7 +48,7 @@ class Run:
             "gradient_accumulation_steps": self.accumulation,
             "gradient_clipping": self.clipping,
             "steps_per_print": None,
-            "bf16": {"enabled": self.dtype == "bf16"},
+            "bf16": {"enabled": self.dtype == "bf16", "master": self.master},
             "zero_optimization": {
                 "stage": self.stage,
                 "stage3_param_persistence_threshold": self.persistence,

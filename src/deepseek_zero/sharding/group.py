@@ -22,6 +22,7 @@ from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
 from .init import take_values
 from .layout import LAYOUTS, FlatLayout, Slot
+from .master import Master
 from .placement import R, S
 from .plan import ShardPlan
 
@@ -57,7 +58,7 @@ class FlatGroup:
         self.index = {id(member.param): number for number, member in enumerate(self.members)}
         self.gradient = Gradient(self, reduce_dtype, predivide)
         self.weight: FlatBuffer
-        self.master: FlatBuffer | None = None
+        self.master: Master | None = None
         self.full: FlatBuffer | None = None
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
@@ -87,7 +88,7 @@ class FlatGroup:
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
         device, comm = self.route.pool.device, self.route.comm
-        built = self.plan.master.dtype if self.plan.master is not None else self.plan.weight.dtype
+        built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         scatter_values(full, self.route, names)
         self.weight = FlatBuffer.empty(self.layout, self.plan.weight, device)
@@ -103,7 +104,7 @@ class FlatGroup:
 
     def relay(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
-        source = self.master if self.master is not None else self.weight
+        source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             wake(member.param, member.kind, full.view(member.slot))
@@ -112,7 +113,7 @@ class FlatGroup:
 
     def give_back(self) -> None:
         """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
-        source = self.master if self.master is not None else self.weight
+        source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             wake(member.param, member.kind, full.view(member.slot).clone())
@@ -128,6 +129,7 @@ class FlatGroup:
         """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
+        self.master = Master(self.master.values(), self.master.rank, self.master.dtype)
         self.plan = self.plan.lifted()
         self.weight = FlatBuffer.empty(self.layout, self.plan.weight, self.route.pool.device)
         self.placeholder = self.placeholder.float()
@@ -158,17 +160,18 @@ class FlatGroup:
         return flat
 
     def _build_states(self, full: FlatBuffer) -> None:
-        plan, device, rank = self.plan, self.route.pool.device, self.route.comm.rank
-        if plan.master is None or plan.grad is None:
+        plan, rank = self.plan, self.route.comm.rank
+        if plan.master is None or plan.moments is None:
             return
+        alike = plan.master.placement is plan.weight.placement
+        beneath = self.weight.storage if alike else self.weight.slice(rank)
         if plan.master_is_weight:
-            whole = plan.master.placement is R or plan.weight.placement is S
-            self.master = FlatBuffer(
-                self.layout, plan.master, self.weight.storage if whole else self.weight.slice(rank)
-            )
-        else:
-            self.master = FlatBuffer.empty(self.layout, plan.master, device)
-            self.master.storage.copy_(full.storage if plan.master.placement is R else full.slice(rank))
+            self.master = Master(FlatBuffer(self.layout, plan.master, beneath), rank, plan.moments.dtype)
+            return
+        buffer = FlatBuffer.empty(self.layout, plan.master, self.route.pool.device)
+        self.master = Master(buffer, rank, plan.moments.dtype, beneath if plan.master_is_split else None)
+        values = full.storage if plan.master.placement is R else full.slice(rank)
+        self.master.absorb(0, values.numel(), values)
 
     # -- weights
 
@@ -202,13 +205,15 @@ class FlatGroup:
             self.route.pool.give(full.storage)
 
     def refresh(self, what: str) -> Pending:
-        """After the optimizer changed the master: cast it into the weight and bring the weight to its placement."""
+        """After the optimizer changed the master: cast it into the weight (a split one is there already) and bring the
+        weight to its placement.
+        """
         plan, rank = self.plan, self.route.comm.rank
         if self.master is None or plan.master is None:
             return DONE
-        if not plan.master_is_weight:
+        if not plan.master_is_weight and not plan.master_is_split:
             into = self.weight.storage if plan.master.placement is R else self.weight.slice(rank)
-            cast_master(self.master.storage, into)
+            cast_master(self.master.buffer.storage, into)
         if plan.weight.placement is R and plan.master.placement is S:
             own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.slice(rank))
             return move(own, self.weight, self.route, what)
@@ -222,11 +227,10 @@ class FlatGroup:
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
         if self.master is not None and not self.plan.master_is_weight:
-            whole = self.plan.master is not None and self.plan.master.placement is R
+            whole = self.master.placement is R
             before = self.weight.storage if whole else old
             after = full if whole else full[low:high]
-            changed = before != after
-            self.master.storage[changed] = after[changed].to(self.master.storage.dtype)
+            self.master.adopt(before != after, after)
         if self.is_sharded:
             self.weight.storage.copy_(full[low:high])
         elif full.data_ptr() != self.weight.storage.data_ptr():
@@ -245,11 +249,11 @@ class FlatGroup:
         """What this rank holds of a whole new value, into weight and master; local (every rank must do it)."""
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
-        if self.master is not None and not self.plan.master_is_weight:
-            start, stop, master = self.master.held(slot, rank)
-            master.copy_(flat[start:stop])
         start, stop, weight = self.weight.held(slot, rank)
         cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
+        if self.master is not None and not self.plan.master_is_weight:
+            start, stop, place = self.master.held(slot)
+            self.master.write(place, place + stop - start, flat[start:stop])
 
     def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
         return self.gradient.norm_of(self.members[self.index[id(param)]].slot, order)
