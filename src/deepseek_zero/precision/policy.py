@@ -56,7 +56,9 @@ class Policy:
 
 
 # Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
-CAST_TILE = {"cpu": 1 << 16, "cuda": 1 << 26}
+CAST_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Tensors, since torch makes one of a Python number in each call.
+HALF, SIXTEEN = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
 
 
 def cast_master(master: Tensor, weight: Tensor) -> None:
@@ -77,8 +79,8 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
             settle_nan(bits)
         # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half.
         # Infinity, whose lower half is zero, stays what it is.
-        torch.add(bits, 0x8000, out=rounded)
-        upper.copy_(rounded.bitwise_right_shift_(16))
+        torch.add(bits, HALF, out=rounded)
+        upper.copy_(rounded.bitwise_right_shift_(SIXTEEN))
 
 
 def has_nan(values: Tensor) -> bool:

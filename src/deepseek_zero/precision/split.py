@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .policy import CAST_TILE, has_nan, settle_nan
+from .policy import CAST_TILE, HALF, SIXTEEN, has_nan, settle_nan
 
 
 def scratch_numel(device_type: str, numel: int) -> int:
@@ -23,24 +23,24 @@ def scratch_numel(device_type: str, numel: int) -> int:
     return min(CAST_TILE[device_type], numel)
 
 
-def join(weight: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None) -> None:
+def join(
+    weight: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None, *, is_exposed: bool = True
+) -> None:
     """Write the fp32 master into `out`.  All flat and of one length.  scratch: see `scratch_numel`.
 
-    A weight that somebody changed behind the remainder's back (a mask that zeroed it) can make a NaN of the sum where
-    there is none in the weight; then the master is the weight.
+    is_exposed: somebody may have changed the weight behind the remainder's back (a mask that zeroed it).  That can make
+    a NaN of the sum where there is none in the weight; then the master is the weight.
     """
     tile = scratch_numel(out.device.type, out.numel())
     if scratch is None:
         scratch = torch.empty(tile, dtype=torch.int32, device=out.device)
     wide = scratch.view(torch.int32)[:tile]
-    parts = (weight, remainder, out, out.view(torch.int32))
-    for upper, lower, master, bits in zip(*(part.split(max(tile, 1)) for part in parts), strict=True):
-        low = wide[: lower.numel()]
-        master.copy_(upper)
-        low.copy_(lower)
-        bits.add_(low)
-        if has_nan(master):
-            master.copy_(torch.where(master.isnan(), upper.float(), master))
+    parts = (weight, weight.view(torch.int16), remainder, out, out.view(torch.int32))
+    for values, upper, lower, master, bits in zip(*(part.split(max(tile, 1)) for part in parts), strict=True):
+        bits.copy_(lower)
+        bits.add_(wide[: upper.numel()].copy_(upper), alpha=1 << 16)
+        if is_exposed and has_nan(master):
+            master.copy_(torch.where(master.isnan(), values.float(), master))
 
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
@@ -51,4 +51,4 @@ def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
         if has_nan(values):
             settle_nan(bits)
         lower.copy_(bits)  # an integer is cut to its low half
-        upper.copy_(bits.add_(0x8000).bitwise_right_shift_(16))
+        upper.copy_(bits.add_(HALF).bitwise_right_shift_(SIXTEEN))

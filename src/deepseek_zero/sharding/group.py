@@ -169,7 +169,8 @@ class FlatGroup:
             self.master = Master(FlatBuffer(self.layout, plan.master, beneath), rank, plan.moments.dtype)
             return
         buffer = FlatBuffer.empty(self.layout, plan.master, self.route.pool.device)
-        self.master = Master(buffer, rank, plan.moments.dtype, beneath if plan.master_is_split else None)
+        exposed = not self.is_sharded or self.route.comm.size == 1
+        self.master = Master(buffer, rank, plan.moments.dtype, beneath if plan.master_is_split else None, exposed)
         values = full.storage if plan.master.placement is R else full.slice(rank)
         self.master.absorb(0, values.numel(), values)
 

@@ -22,12 +22,16 @@ _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 @dataclass(eq=False)
 class Master:
-    """buffer: values, or remainders where `weight` (this rank's part of the live weight) holds the upper halves."""
+    """buffer: values, or remainders where `weight` (this rank's part of the live weight) holds the upper halves.
+
+    is_exposed: programs see that weight between steps and may change it.
+    """
 
     buffer: FlatBuffer
     rank: int
     dtype: torch.dtype  # of the values
     weight: Tensor | None = None
+    is_exposed: bool = True
 
     @property
     def placement(self) -> Placement:
@@ -66,7 +70,7 @@ class Master:
             return self.buffer.storage[place:end]
         if out is None:
             out = torch.empty(end - place, dtype=self.dtype, device=self.weight.device)
-        join(self.weight[place:end], self.buffer.storage[place:end], out, scratch)
+        join(self.weight[place:end], self.buffer.storage[place:end], out, scratch, is_exposed=self.is_exposed)
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
