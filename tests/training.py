@@ -40,6 +40,7 @@ class Run:
     bucket: int = 500_000_000
     overlap: bool = True
     transport: str = "auto"
+    master: str = "split"
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -49,7 +50,7 @@ class Run:
             "gradient_clipping": self.clipping,
             "steps_per_print": None,
             "transport": self.transport,
-            "bf16": {"enabled": self.dtype == "bf16"},
+            "bf16": {"enabled": self.dtype == "bf16", "master": self.master},
             "zero_optimization": {
                 "stage": self.stage,
                 "stage3_param_persistence_threshold": self.persistence,

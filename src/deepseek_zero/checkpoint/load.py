@@ -21,9 +21,10 @@ from ..base.errors import CheckpointError
 from ..optim.access import covers_of_piece
 from ..optim.sharded import Piece, ShardedOptimizer
 from ..precision.policy import cast_master
+from ..sharding.group import FlatGroup, Member
 from .manifest import BUFFER, LATEST, MANIFEST, MOMENT, VALUES, WEIGHT, WHOLE, Chunk, Manifest, together
 from .plain import decode
-from .state import Contents, persistent_buffers, source_of
+from .state import Contents, persistent_buffers
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
 KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -212,15 +213,23 @@ def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Con
 
 def _fill_weights(reader: Reader, contents: Contents) -> None:
     """Masters, and weights without one; weights with a master follow in `refresh`."""
-    rank = contents.runtime.comm.rank
     for group in contents.runtime.groups:
-        target = source_of(group)
         for member in group.members:
-            if not reader.has(WEIGHT, member.name):
-                continue
-            start, stop, view = target.held(member.slot, rank)
-            for low, part in reader.read(WEIGHT, member.name, "", start, stop):
-                cast_master(part.to(view.device), view[low - start : low - start + part.numel()])
+            if reader.has(WEIGHT, member.name):
+                _fill_weight(reader, group, member)
+
+
+def _fill_weight(reader: Reader, group: FlatGroup, member: Member) -> None:
+    device = group.route.pool.device
+    if group.master is not None:
+        start, stop, place = group.master.held(member.slot)
+        for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+            at = place + low - start
+            group.master.write(at, at + part.numel(), part.to(device))
+        return
+    start, stop, view = group.weight.held(member.slot, group.route.comm.rank)
+    for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+        cast_master(part.to(device), view[low - start : low - start + part.numel()])
 
 
 def _fill_buffers(reader: Reader, manifest: Manifest, contents: Contents) -> None:
@@ -255,7 +264,7 @@ def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, 
     covers = list(covers_of_piece(piece))
     state: dict[str, Any] = {}
     for key in dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)):
-        value = torch.zeros_like(piece.param)
+        value = torch.zeros_like(piece.param, memory_format=torch.contiguous_format)
         for cover in covers:
             view = cover.of(value)
             for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):

@@ -27,11 +27,11 @@ from .state import (
     Contents,
     buffer_chunk,
     dtype_name,
+    exact_dtype,
     numbers,
     owned_moments,
     owned_weights,
     persistent_buffers,
-    source_of,
 )
 
 
@@ -187,12 +187,11 @@ def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> 
     plan = {}
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
-            rows = {state: str(getattr(group.plan, state) or "-") for state in ("weight", "grad", "master", "moments")}
-            plan[f"{unit.name}/{number}"] = rows
+            plan[f"{unit.name}/{number}"] = group.plan.rows()
     parameters = {
         member.name: {
             "shape": list(member.slot.shape),
-            "dtype": dtype_name(source_of(group).spec.dtype),
+            "dtype": dtype_name(exact_dtype(group)),
             "trained": group.trainable,
         }
         for group in runtime.groups

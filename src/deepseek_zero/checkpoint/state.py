@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from ..base.errors import CheckpointError
 from ..optim.access import Cover, covers_of_piece
 from ..optim.sharded import ShardedOptimizer
-from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
+from ..sharding.layout import Slot
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .manifest import BUFFER, MOMENT, WEIGHT, WHOLE, Chunk
@@ -38,9 +38,16 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def source_of(group: FlatGroup) -> FlatBuffer:
-    """The most precise form of a group's weights."""
-    return group.master if group.master is not None else group.weight
+def exact_dtype(group: FlatGroup) -> torch.dtype:
+    """Dtype of the most precise form of a group's weights: the master's, where there is one."""
+    return group.master.dtype if group.master is not None else group.weight.spec.dtype
+
+
+def owned_values(group: FlatGroup, slot: Slot) -> Tensor:
+    """This rank's part of a parameter in its most precise form, flat."""
+    if group.master is None:
+        return group.weight.owned(slot, group.route.comm.rank)
+    return group.master.read(*group.master.owned(slot))
 
 
 def owned_weights(runtime: Runtime, *, skip_frozen: bool) -> Iterator[tuple[Chunk, Tensor]]:
@@ -49,13 +56,12 @@ def owned_weights(runtime: Runtime, *, skip_frozen: bool) -> Iterator[tuple[Chun
     for group in runtime.groups:
         if skip_frozen and not group.trainable:
             continue
-        source = source_of(group)
         for member in group.members:
             start, stop = group.layout.owned(member.slot, rank)
             if start < stop:
                 low = member.slot.start
                 chunk = Chunk(WEIGHT, member.name, "", start - low, stop - low, rank)
-                yield chunk, source.owned(member.slot, rank)
+                yield chunk, owned_values(group, member.slot)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -104,7 +110,7 @@ def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[t
             'give the optimizer class the attribute granularity = "tensor".',
         )
     low, high = cover.piece.group.layout.bounds(rank)
-    replicated = cover.piece.group.master is not None and cover.piece.group.master.spec.placement is R
+    replicated = cover.piece.group.master is not None and cover.piece.group.master.placement is R
     if not replicated or low <= cover.slot.start < high:
         yield Chunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank), value
 

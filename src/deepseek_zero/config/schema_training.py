@@ -76,6 +76,12 @@ class Bf16(Section):
     check_grad_overflow: bool = effective(
         True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
     )
+    master: Literal["split", "fp32"] = effective(
+        "split",
+        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more.",
+        example="fp32",
+        needs=_BF16,
+    )
     immediate_grad_update: bool = accepted(
         False, "Add gradients to the fp32 buffer from the hook.", "always so: gradients are accumulated as they arrive"
     )

@@ -87,6 +87,7 @@ def policy_of(config: Config) -> Policy:
         compute=compute,
         reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
         accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
+        split_master=config.bf16.master == "split",
         autocast=DTYPES[config.torch_autocast.dtype or "bf16"] if config.torch_autocast.enabled else None,
         auto_cast=auto_cast,
     )

@@ -22,11 +22,18 @@ def unit_facts(runtime: Runtime) -> list[UnitFacts]:
 
 def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
     """An engine's optimizer as the estimator sees it.  Where gradients may be clipped or unscaled, it counts on it."""
-    cut = {id(piece.param): piece.stop - piece.start for piece in optimizer.pieces()}
+    cut = {id(piece.param): piece.numel for piece in optimizer.pieces()}
     groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
-    needs_scratch = scales or any(grad_is_cast(group.plan) for group in optimizer.runtime.trained_groups)
-    return StepFacts(type(optimizer.inner).__name__, groups, optimizer.settings.tile_numel, needs_scratch)
+    plans = [piece.group.plan for piece in optimizer.pieces()]
+    return StepFacts(
+        type(optimizer.inner).__name__,
+        groups,
+        optimizer.settings.tile_numel,
+        casts_grads=scales or any(map(grad_is_cast, plans)),
+        joins_masters=any(plan.master_is_split for plan in plans),
+        device_type=optimizer.runtime.device.type,
+    )
 
 
 def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
@@ -71,9 +78,9 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
     return {
         "weight": [tensor for group in groups for tensor in (group.weight.storage, group.placeholder)],
         "grad": [buffer.storage for buffer in gradients if buffer is not None],
-        "master": [buffer.storage for buffer in masters if buffer is not None],
+        "master": [master.buffer.storage for master in masters if master is not None],
         "moments": [*moments_of(optimizer.state)] if optimizer is not None else [],
-        "buffers": [*lent, optimizer.scratch if optimizer is not None else None],
+        "buffers": [*lent, *(optimizer.scratch.kept.values() if optimizer is not None else [])],
         "module_buffers": _registered(runtime.model),
     }
 

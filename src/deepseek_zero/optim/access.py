@@ -41,7 +41,7 @@ def covers_of_piece(piece: Piece) -> Iterator[Cover]:
     """What one piece covers, parameter by parameter."""
     group = piece.group
     assert group.master is not None
-    low = 0 if group.master.spec.placement is R else group.layout.bounds(group.route.comm.rank)[0]
+    low = 0 if group.master.placement is R else group.layout.bounds(group.route.comm.rank)[0]
     first, last = low + piece.start, low + piece.stop
     for member in group.members:
         slot = member.slot
@@ -76,7 +76,7 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
     known = comm.rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
     if not int(known.sum()):
         return None
-    if owner.master is not None and owner.master.spec.placement is not R:
+    if owner.master is not None and owner.master.placement is not R:
         _exchange_owned(full, owner, slot, f"{key} of {slot.name}")
     return full.view(slot.shape)
 
@@ -153,12 +153,11 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     slot, rank = _slot(owner, param), owner.route.comm.rank
     flat = _flat(value, slot).to(owner.route.pool.device)
     with torch.no_grad():
-        if owner.master is not None:
-            start, stop, view = owner.master.held(slot, rank)
-            view.copy_(flat[start:stop])
         start, stop, view = owner.weight.held(slot, rank)
-        exact = flat[start:stop].to(owner.master.spec.dtype if owner.master is not None else view.dtype)
-        cast_master(exact, view)
+        cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
+        if owner.master is not None:
+            start, stop, place = owner.master.held(slot)
+            owner.master.write(place, place + stop - start, flat[start:stop])
 
 
 def local_master(param: nn.Parameter) -> Tensor | None:
@@ -166,7 +165,9 @@ def local_master(param: nn.Parameter) -> Tensor | None:
     owner = owner_of(param)
     if not isinstance(owner, FlatGroup) or owner.master is None:
         return None
-    return owner.master.owned(_slot(owner, param), owner.route.comm.rank).clone()
+    place, end = owner.master.owned(_slot(owner, param))
+    values = owner.master.read(place, end)
+    return values if owner.master.is_split else values.clone()
 
 
 def set_local_master(param: nn.Parameter, value: Tensor) -> None:
@@ -176,15 +177,15 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
     """
     owner = _owner(param)
     slot, comm = _slot(owner, param), owner.route.comm
-    if owner.master is None or (owner.master.spec.placement is R and comm.size > 1):
+    if owner.master is None or (owner.master.placement is R and comm.size > 1):
         raise UsageError(
             f"'{slot.name}' has no sharded master on this engine.",
             "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
             "use safe_set_full_fp32_param.",
         )
     with torch.no_grad():
-        part = owner.master.owned(slot, comm.rank)
-        part.copy_(_part(value, part.numel(), slot.name))
+        place, end = owner.master.owned(slot)
+        owner.master.write(place, end, _part(value, end - place, slot.name).to(owner.route.pool.device))
         owner.refresh(f"changed {slot.name}").wait()
 
 

@@ -19,15 +19,19 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..precision.loss_scale import LossScaler
+from ..precision.split import scratch_numel
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
+from ..sharding.master import Master
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .clip import Verdict, agree_on_norm, clip_factor
 from .lift import Lifter
+from .scratch import Scratch
 
-# Elements per optimizer call (16 MiB of fp32 on the CPU): what is touched at once stays small.
-TILE_NUMEL = {"cpu": 1 << 22, "cuda": 1 << 26}
+# Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
+# and the call itself is a few per cent of its time.
+TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -36,6 +40,7 @@ class Piece:
     """A stretch of one group's master that the inner optimizer treats as one parameter.
 
     start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
+    Where the master is split, `param` holds values during a step only, and NaN between steps.
     """
 
     group: FlatGroup
@@ -43,10 +48,37 @@ class Piece:
     stop: int
     param: nn.Parameter
     names: tuple[str, ...]
+    at: int = 0  # where its scratch begins in the tile's
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def master(self) -> Master:
+        assert self.group.master is not None
+        return self.group.master
 
     def grad(self) -> Tensor | None:
         reduced = self.group.gradient.reduced()
         return None if reduced is None else reduced[self.start : self.stop].view(self.param.shape)
+
+    def show(self, scratch: Scratch) -> None:
+        """Let `param` hold the values."""
+        values = self.master.view(self.start, self.stop)
+        if values is None:
+            into = scratch.take("masters", self.master.dtype)[self.at : self.at + self.numel]
+            helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
+            values = self.master.read(self.start, self.stop, into, helper)
+        self.param.data = values.view(self.param.shape)
+
+    def hide(self, scratch: Scratch, *, keep: bool) -> None:
+        """Undo `show`.  keep: the values that `param` holds now become the master's."""
+        if not self.master.is_split:
+            return
+        if keep:
+            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1))
+        self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
 
 
 @dataclass(frozen=True)
@@ -90,7 +122,10 @@ class ShardedOptimizer(Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
+        self.scratch = Scratch(runtime.device)
         self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
+        self._tiles = tiles_of(self._pieces, settings.tile_numel)
+        self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in self._tiles), default=0)
         self.inner = make_inner(
             [
                 {**group, "params": [piece.param for piece in pieces]}
@@ -101,7 +136,6 @@ class ShardedOptimizer(Optimizer):
         self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        self.scratch: Tensor | None = None  # where gradients are unscaled and clipped; kept from step to step
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
     # insist on owning parameters.
@@ -169,8 +203,15 @@ class ShardedOptimizer(Optimizer):
         pieces: list[Piece] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
-                pieces += _pieces_of(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut)
+                for span in _spans(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
+                    pieces.append(self._piece(group, span))
         return pieces
+
+    def _piece(self, group: FlatGroup, span: Span) -> Piece:
+        assert group.master is not None
+        values = group.master.view(span.start, span.stop)
+        values = values.view(span.shape) if values is not None else self.scratch.nothing(span.shape, group.master.dtype)
+        return Piece(group, span.start, span.stop, nn.Parameter(values), span.names)
 
     # -- stepping
 
@@ -200,43 +241,40 @@ class ShardedOptimizer(Optimizer):
             self.scaler.update(skip)
 
     def _update(self, factor: float) -> None:
-        for tile in self._tiles():
+        for tile in self._tiles:
             self._update_tile(tile, factor)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
 
-    def _tiles(self) -> list[list[tuple[int, Piece]]]:
-        """Pieces grouped so that one optimizer call covers about tile_numel elements; (number of the user's group,
-        piece).
-        """
-        tiles: list[list[tuple[int, Piece]]] = [[]]
-        filled = 0
-        for number, pieces in enumerate(self._pieces):
-            for piece in pieces:
-                numel = piece.stop - piece.start
-                if tiles[-1] and filled + numel > self.settings.tile_numel:
-                    tiles.append([])
-                    filled = 0
-                tiles[-1].append((number, piece))
-                filled += numel
-        return tiles
+    def _update_tile(self, tile: Tile, factor: float) -> None:
+        shown: list[Piece] = []
+        done = False
+        try:
+            for _, piece in tile:
+                if (grad := piece.grad()) is not None:
+                    piece.show(self.scratch)
+                    shown.append(piece)
+                    piece.param.grad = self._scaled(piece, grad, factor)
+            self._step_inner(tile)
+            done = True
+        finally:
+            for piece in shown:
+                piece.hide(self.scratch, keep=done)
+                piece.param.grad = None
 
-    def _update_tile(self, tile: list[tuple[int, Piece]], factor: float) -> None:
-        used = 0
-        for _, piece in tile:
-            grad = piece.grad()
-            if grad is None:
-                continue
-            if grad.dtype == piece.param.dtype and factor == 1.0:
-                piece.param.grad = grad
-                continue
-            scratch = self._scratch_of(sum(each.stop - each.start for _, each in tile), piece.param)
-            into = scratch[used : used + grad.numel()].view(grad.shape)
-            used += grad.numel()
-            torch.mul(grad, factor, out=into) if grad.dtype == into.dtype else into.copy_(grad).mul_(factor)
-            piece.param.grad = into
+    def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
+        dtype = piece.param.dtype
+        if grad.dtype == dtype and factor == 1.0:
+            return grad
+        into = self.scratch.take("grads", dtype)[piece.at : piece.at + piece.numel].view(grad.shape)
+        if factor == 1.0:
+            return into.copy_(grad)
+        return torch.mul(grad, factor, out=into) if grad.dtype == dtype else into.copy_(grad).mul_(factor)
+
+    def _step_inner(self, tile: Tile) -> None:
+        """One call of the inner optimizer, over the pieces of a tile."""
         everything = self.inner.param_groups
         held = [group["params"] for group in everything]
         try:
@@ -246,13 +284,6 @@ class ShardedOptimizer(Optimizer):
         finally:
             for group, params in zip(everything, held, strict=True):
                 group["params"] = params
-            for _, piece in tile:
-                piece.param.grad = None
-
-    def _scratch_of(self, numel: int, like: Tensor) -> Tensor:
-        if self.scratch is None or self.scratch.numel() < numel or self.scratch.dtype != like.dtype:
-            self.scratch = torch.empty(numel, dtype=like.dtype, device=like.device)
-        return self.scratch
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; local."""
@@ -273,29 +304,55 @@ class ShardedOptimizer(Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def _pieces_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Piece]:
-    master, rank = group.master, group.route.comm.rank
-    assert master is not None
-    whole = master.spec.placement is R
-    low = 0 if whole else group.layout.bounds(rank)[0]
-    spans: list[tuple[int, int, tuple[str, ...], torch.Size | None]] = []
+Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
+
+
+def tiles_of(pieces: Sequence[Sequence[Piece]], tile_numel: int) -> list[Tile]:
+    """Pieces of each parameter group, together so that one optimizer call covers about tile_numel elements."""
+    tiles: list[Tile] = [[]]
+    filled = 0
+    for number, of_group in enumerate(pieces):
+        for piece in of_group:
+            if tiles[-1] and filled + piece.numel > tile_numel:
+                tiles.append([])
+                filled = 0
+            piece.at = filled
+            tiles[-1].append((number, piece))
+            filled += piece.numel
+    return tiles
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a master on this rank that become one piece."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+    shape: torch.Size
+
+
+def _spans(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
+    """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
+    assert group.master is not None
+    runs: list[tuple[int, int, tuple[str, ...]]] = []
+    spans: list[Span] = []
     for number in numbers:
         slot = group.members[number].slot
-        start, stop = (slot.start, slot.stop) if whole else group.layout.owned(slot, rank)
+        _, _, start = group.master.held(slot)
+        stop = start + slot.numel if group.master.placement is R else group.master.owned(slot)[1]
         if start >= stop:
             continue
         if uncut:
-            spans.append((start - low, stop - low, (slot.name,), torch.Size(slot.shape)))
-        elif spans and spans[-1][1] == start - low:
-            spans[-1] = (spans[-1][0], stop - low, (*spans[-1][2], slot.name), None)
+            spans.append(Span(start, stop, (slot.name,), torch.Size(slot.shape)))
+        elif runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop, (*runs[-1][2], slot.name))
         else:
-            spans.append((start - low, stop - low, (slot.name,), None))
-    pieces = []
-    for start, stop, names, shape in spans:
-        for cut, end in _cuts(start, stop, group.layout.slice_numel, tile_numel) if shape is None else [(start, stop)]:
-            data = master.storage[cut:end]
-            pieces.append(Piece(group, cut, end, nn.Parameter(data.view(shape) if shape is not None else data), names))
-    return pieces
+            runs.append((start, stop, (slot.name,)))
+    for start, stop, names in runs:
+        for cut, end in _cuts(start, stop, group.layout.slice_numel, tile_numel):
+            spans.append(Span(cut, end, names, torch.Size((end - cut,))))
+    return spans
 
 
 def _cuts(start: int, stop: int, slice_numel: int, tile_numel: int) -> list[tuple[int, int]]:

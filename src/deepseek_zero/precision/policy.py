@@ -22,7 +22,7 @@ class Policy:
     compute: dtype of weights in forward and backward, None = each parameter keeps its own. reduce: dtype that
     gradients travel in, None = the dtype they have (no rounding on the way). accumulate: dtype of a gradient that
     sums micro-batches. autocast: dtype of a torch.autocast region around forward, None = no region. auto_cast: cast
-    floating inputs to compute.
+    floating inputs to compute. split_master: keep of a bf16 weight's master only what the weight lacks (split.py).
     """
 
     compute: torch.dtype | None = None
@@ -30,6 +30,7 @@ class Policy:
     accumulate: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     auto_cast: bool = True
+    split_master: bool = True
 
     def weight_dtype(self, own: torch.dtype) -> torch.dtype:
         """Dtype a parameter of dtype `own` has in use; integers and quantised storage stay what they are."""
@@ -38,6 +39,10 @@ class Policy:
     def master_dtype(self, weight: torch.dtype) -> torch.dtype:
         """Dtype the optimizer works in: fp32 above 16-bit weights, the weight's own otherwise."""
         return torch.float32 if weight in LOW_PRECISION else weight
+
+    def stored_dtype(self, weight: torch.dtype) -> torch.dtype:
+        """Dtype a master is stored in: 16 more bits beside a bf16 weight, the whole master otherwise."""
+        return torch.int16 if self.split_master and weight == torch.bfloat16 else self.master_dtype(weight)
 
     def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
         """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate`
@@ -50,30 +55,46 @@ class Policy:
         return replace(self, compute=torch.float32)
 
 
+# Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
+CAST_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}
+# Tensors, since torch makes one of a Python number in each call.
+HALF, SIXTEEN = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
+
+
 def cast_master(master: Tensor, weight: Tensor) -> None:
     """Write the master (fp32) into the weight, elementwise, same length.
 
     bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut.  It differs from round-to-
-    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (precision/split.py, later
-    part).
+    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (split.py).
     """
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
         return
-    bits = master.view(torch.int32)
-    tile_numel = _CAST_TILE[master.device.type]
-    for start in range(0, bits.numel(), tile_numel):
-        tile = bits[start : start + tile_numel]
-        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half; NaN
-        # would carry into the sign, so NaN and infinity (exponent all ones) are cut without rounding.
-        rounded = tile + 0x8000
-        rounded = torch.where(
-            (tile & 0x7F800000) == 0x7F800000, tile | ((tile & 0x007FFFFF) != 0).int() * 0x400000, rounded
-        )
-        weight[start : start + tile_numel].view(torch.int16).copy_(rounded.view(torch.int16)[1::2])
+    tile = CAST_TILE[master.device.type]
+    scratch = torch.empty(min(tile, master.numel()), dtype=torch.int32, device=master.device)
+    for values, upper in zip(master.split(tile), weight.view(torch.int16).split(tile), strict=True):
+        bits, rounded = values.view(torch.int32), scratch[: values.numel()]
+        if has_nan(values):
+            bits = rounded.copy_(bits)
+            settle_nan(bits)
+        # Adding 0x8000 to the magnitude carries into the kept half exactly when the lower half is >= one half.
+        # Infinity, whose lower half is zero, stays what it is.
+        torch.add(bits, HALF, out=rounded)
+        upper.copy_(rounded.bitwise_right_shift_(SIXTEEN))
 
 
-_CAST_TILE = {"cpu": 1 << 18, "cuda": 1 << 26}
+def has_nan(values: Tensor) -> bool:
+    """Whether there may be a NaN: one pass and no mask.  On an accelerator always, since asking would wait for it."""
+    if values.device.type != "cpu":
+        return True
+    total = float(values.sum())
+    return total != total
+
+
+def settle_nan(bits: Tensor) -> None:
+    """Make every NaN (bits of fp32, changed in place) a quiet one whose low half is zero, so that rounding keeps it."""
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    bits.copy_(torch.where(is_nan, (bits & -0x10000) | 0x00400000, bits))
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:

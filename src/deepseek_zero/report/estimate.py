@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..precision.split import scratch_numel
 from ..sharding.layout import LAYOUTS, FlatLayout, Slot
 from ..sharding.placement import R, S
 from ..sharding.plan import PlanSettings, ShardPlan, Spec, plan_for
@@ -178,13 +179,16 @@ def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
 class StepFacts:
     """An optimizer as the estimator sees it: for each parameter group its hyper-parameters and the sizes of its pieces.
 
-    needs_scratch: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
+    casts_grads: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
+    joins_masters: so are split masters, with the help of a smaller buffer and one NaN that stands for them at rest.
     """
 
     optimizer: str
     groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
     tile_numel: int
-    needs_scratch: bool
+    casts_grads: bool
+    joins_masters: bool = False
+    device_type: str = "cpu"
 
     @property
     def moments_bytes(self) -> int:
@@ -196,26 +200,34 @@ class StepFacts:
 
     @property
     def scratch_bytes(self) -> int:
-        """The fullest tile, where a tile is as many pieces as fit, at least one."""
-        if not self.needs_scratch:
-            return 0
+        """Buffers of the fullest tile, where a tile is as many pieces as fit, at least one."""
         fullest = filled = 0
         for numel in (numel for _, sizes in self.groups for numel in sizes):
             filled = numel if filled + numel > self.tile_numel else filled + numel
             fullest = max(fullest, filled)
-        return fullest * torch.float32.itemsize
+        elements = fullest * (self.casts_grads + self.joins_masters)
+        if self.joins_masters:
+            elements += scratch_numel(self.device_type, fullest) + 1
+        return elements * torch.float32.itemsize
 
 
 def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_numel: int, **options: Any) -> StepFacts:
     """An optimizer with one group of all trainable parameters, at granularity "element"."""
-    trained = [group for unit in units for group in unit.trained]
-    sizes = [numel for group in trained for numel in group.piece_sizes(rank, tile_numel)]
-    return StepFacts(optimizer, [(options, sizes)], tile_numel, any(grad_is_cast(group.plan) for group in trained))
+    pieces = [
+        (group.plan, numel) for unit in units for group in unit.trained for numel in group.piece_sizes(rank, tile_numel)
+    ]
+    return StepFacts(
+        optimizer,
+        [(options, [numel for _, numel in pieces])],
+        tile_numel,
+        casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
+        joins_masters=any(plan.master_is_split for plan, _ in pieces),
+    )
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:
     """Whether a gradient must be cast before the optimizer can read it."""
-    return plan.grad is not None and plan.master is not None and plan.grad.dtype != plan.master.dtype
+    return plan.grad is not None and plan.moments is not None and plan.grad.dtype != plan.moments.dtype
 
 
 def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) -> dict[str, int]:

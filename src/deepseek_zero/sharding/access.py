@@ -152,7 +152,7 @@ def broadcast(flat: Tensor, group: FlatGroup, source: int) -> None:
 
 def full_master(param: nn.Parameter) -> Tensor | None:
     """The whole fp32 master of a parameter, None where it has none.  Collective."""
-    return _full(param, lambda group: group.master)
+    return _full(param, lambda group: group.master.values() if group.master is not None else None)
 
 
 def full_grad(param: nn.Parameter) -> Tensor | None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..base.device import storage_users
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
+from ..comm.same_host import Common
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
@@ -67,11 +68,23 @@ class FlatBuffer:
     layout: FlatLayout
     spec: Spec
     storage: Tensor
+    common: Common | None = None  # of a weight at rest: the pages that it shares with the other slices
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
         numel = spec.numel(layout.padded_numel, layout.ranks)
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
+
+    @classmethod
+    def of_weight(cls, layout: FlatLayout, spec: Spec, comm: Comm, device: torch.device, what: str) -> FlatBuffer:
+        """Memory for a weight: where ranks can share pages, a sharded one rests in them and is whole for everybody.
+
+        Collective.
+        """
+        if spec.placement is not S:
+            return cls.travelling(layout, spec, comm)
+        common = comm.common(layout.padded_numel, spec.dtype, what)
+        return cls.empty(layout, spec, device) if common is None else cls(layout, spec, common.own, common)
 
     @classmethod
     def travelling(cls, layout: FlatLayout, spec: Spec, comm: Comm) -> FlatBuffer:

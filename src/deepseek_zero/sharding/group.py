@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..comm.collectives import DONE, Pending
-from ..comm.same_host import Common
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
 from .init import take_values
 from .layout import LAYOUTS, FlatLayout, Slot
+from .master import Master
 from .placement import R, S
 from .plan import ShardPlan
 
@@ -58,8 +58,7 @@ class FlatGroup:
         self.index = {id(member.param): number for number, member in enumerate(self.members)}
         self.gradient = Gradient(self, reduce_dtype, predivide)
         self.weight: FlatBuffer
-        self.master: FlatBuffer | None = None
-        self.common: Common | None = None  # the pages that ranks of one host share, where the weight rests in them
+        self.master: Master | None = None
         self.full: FlatBuffer | None = None
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
@@ -88,11 +87,11 @@ class FlatGroup:
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
-        comm = self.route.comm
-        built = self.plan.master.dtype if self.plan.master is not None else self.plan.weight.dtype
+        device, comm = self.route.pool.device, self.route.comm
+        built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         scatter_values(full, self.route, names)
-        self._place_weight()
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, self.members[0].name)
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
         self._build_states(full)
@@ -103,23 +102,9 @@ class FlatGroup:
             else:
                 wake(member.param, member.kind, self.weight.view(member.slot))
 
-    def _place_weight(self) -> None:
-        """Memory for the weight.  Where ranks can share pages, a sharded one rests in them and is whole for everybody.
-
-        Collective.
-        """
-        comm, spec = self.route.comm, self.plan.weight
-        self.common = None
-        if self.is_sharded and (common := comm.common(self.layout.padded_numel, spec.dtype, self.members[0].name)):
-            self.common, self.weight = common, FlatBuffer(self.layout, spec, common.own)
-        elif self.is_sharded:
-            self.weight = FlatBuffer.empty(self.layout, spec, self.route.pool.device)
-        else:
-            self.weight = FlatBuffer.travelling(self.layout, spec, comm)
-
     def relay(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
-        source = self.master if self.master is not None else self.weight
+        source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             wake(member.param, member.kind, full.view(member.slot))
@@ -128,7 +113,7 @@ class FlatGroup:
 
     def give_back(self) -> None:
         """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
-        source = self.master if self.master is not None else self.weight
+        source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             wake(member.param, member.kind, full.view(member.slot).clone())
@@ -144,8 +129,10 @@ class FlatGroup:
         """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
+        self.master = Master(self.master.values(), self.master.rank, self.master.dtype)
         self.plan = self.plan.lifted()
-        self._place_weight()
+        device = self.route.pool.device
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, what)
         self.placeholder = self.placeholder.float()
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         for member in self.members:
@@ -174,17 +161,19 @@ class FlatGroup:
         return flat
 
     def _build_states(self, full: FlatBuffer) -> None:
-        plan, device, rank = self.plan, self.route.pool.device, self.route.comm.rank
-        if plan.master is None or plan.grad is None:
+        plan, rank = self.plan, self.route.comm.rank
+        if plan.master is None or plan.moments is None:
             return
+        alike = plan.master.placement is plan.weight.placement
+        beneath = self.weight.storage if alike else self.weight.slice(rank)
         if plan.master_is_weight:
-            whole = plan.master.placement is R or plan.weight.placement is S
-            self.master = FlatBuffer(
-                self.layout, plan.master, self.weight.storage if whole else self.weight.slice(rank)
-            )
-        else:
-            self.master = FlatBuffer.empty(self.layout, plan.master, device)
-            self.master.storage.copy_(full.storage if plan.master.placement is R else full.slice(rank))
+            self.master = Master(FlatBuffer(self.layout, plan.master, beneath), rank, plan.moments.dtype)
+            return
+        buffer = FlatBuffer.empty(self.layout, plan.master, self.route.pool.device)
+        exposed = not self.is_sharded or self.route.comm.size == 1
+        self.master = Master(buffer, rank, plan.moments.dtype, beneath if plan.master_is_split else None, exposed)
+        values = full.storage if plan.master.placement is R else full.slice(rank)
+        self.master.absorb(0, values.numel(), values)
 
     # -- weights
 
@@ -196,8 +185,8 @@ class FlatGroup:
         if self.route.comm.size == 1:
             self.full = FlatBuffer(self.layout, spec, self.weight.storage)
             return DONE
-        if self.common is not None:
-            self.full = FlatBuffer(self.layout, spec, self.common.whole)
+        if self.weight.common is not None:
+            self.full = FlatBuffer(self.layout, spec, self.weight.common.whole)
             return self.route.comm.all_gather(self.full.storage, "gather", what)
         storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
         self.full = FlatBuffer(self.layout, spec, storage)
@@ -217,19 +206,21 @@ class FlatGroup:
             with without_torch_function():
                 put_to_rest(member.param, self.placeholder)
         full, self.full = self.full, None
-        if self.common is not None:
-            self.common.release()
+        if self.weight.common is not None:
+            self.weight.common.release()
         elif self.route.comm.size > 1:
             self.route.pool.give(full.storage)
 
     def refresh(self, what: str) -> Pending:
-        """After the optimizer changed the master: cast it into the weight and bring the weight to its placement."""
+        """After the optimizer changed the master: cast it into the weight (a split one is there already) and bring the
+        weight to its placement.
+        """
         plan, rank = self.plan, self.route.comm.rank
         if self.master is None or plan.master is None:
             return DONE
-        if not plan.master_is_weight:
+        if not plan.master_is_weight and not plan.master_is_split:
             into = self.weight.storage if plan.master.placement is R else self.weight.slice(rank)
-            cast_master(self.master.storage, into)
+            cast_master(self.master.buffer.storage, into)
         if plan.weight.placement is R and plan.master.placement is S:
             own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.slice(rank))
             return move(own, self.weight, self.route, what)
@@ -243,11 +234,10 @@ class FlatGroup:
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
         if self.master is not None and not self.plan.master_is_weight:
-            whole = self.plan.master is not None and self.plan.master.placement is R
+            whole = self.master.placement is R
             before = self.weight.storage if whole else old
             after = full if whole else full[low:high]
-            changed = before != after
-            self.master.storage[changed] = after[changed].to(self.master.storage.dtype)
+            self.master.adopt(before != after, after)
         if self.is_sharded:
             self.weight.storage.copy_(full[low:high])
         elif full.data_ptr() != self.weight.storage.data_ptr():
@@ -264,15 +254,17 @@ class FlatGroup:
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
-        if self.common is not None:  # others may be reading: they are where this rank is, or have still to come here
+        if (
+            self.weight.common is not None
+        ):  # others may be reading: they are where this rank is, or have still to come here
             self.route.comm.fence(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
-        if self.master is not None and not self.plan.master_is_weight:
-            start, stop, master = self.master.held(slot, rank)
-            master.copy_(flat[start:stop])
         start, stop, weight = self.weight.held(slot, rank)
         cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
+        if self.master is not None and not self.plan.master_is_weight:
+            start, stop, place = self.master.held(slot)
+            self.master.write(place, place + stop - start, flat[start:stop])
 
     def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
         return self.gradient.norm_of(self.members[self.index[id(param)]].slot, order)

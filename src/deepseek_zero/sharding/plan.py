@@ -47,7 +47,8 @@ class Spec:
 class ShardPlan:
     """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters.
 
-    master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).
+    master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).  The
+    moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`).
     """
 
     weight: Spec
@@ -56,12 +57,23 @@ class ShardPlan:
     moments: Spec | None = None
     master_is_weight: bool = False
 
+    @property
+    def master_is_split(self) -> bool:
+        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/split.py)."""
+        return self.master is not None and self.master.dtype == torch.int16
+
     def lifted(self) -> ShardPlan:
-        """The same row with an fp32 weight and gradient; the master stays where it is, so optimizer state need not
-        move.
-        """
+        """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
-        return replace(self, weight=replace(self.weight, dtype=torch.float32), grad=grad)
+        return replace(self, weight=replace(self.weight, dtype=torch.float32), grad=grad, master=self.moments)
+
+    def rows(self) -> dict[str, str]:
+        """State -> its row in words, "-" for none."""
+        found = {"weight": self.weight, "grad": self.grad, "master": self.master, "moments": self.moments}
+        words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
+        if self.master_is_split:
+            words["master"] = words["master"].replace("int16", "weight+int16")
+        return words
 
 
 COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
@@ -120,6 +132,8 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype))
     if not trainable:
         return ShardPlan(weight)
-    master = Spec(state_place, settings.policy.master_dtype(weight.dtype))
-    grad = Spec(P if ranks == 1 else grad_place, settings.policy.grad_dtype(weight.dtype, settings.accumulation))
-    return ShardPlan(weight, grad, master, master, master_is_weight=master.dtype == weight.dtype)
+    policy = settings.policy
+    moments = Spec(state_place, policy.master_dtype(weight.dtype))
+    master = replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    grad = Spec(P if ranks == 1 else grad_place, policy.grad_dtype(weight.dtype, settings.accumulation))
+    return ShardPlan(weight, grad, master, moments, master_is_weight=master.dtype == weight.dtype)

@@ -65,9 +65,7 @@ class Unit:
         """One line per group: where weight, gradient, master and moments live, and in which format."""
         return [
             f"  {self.number:>3} {self.name:<28} {group.layout.numel:>12,} elements  "
-            + " | ".join(
-                f"{state} {getattr(group.plan, state) or '-'}" for state in ("weight", "grad", "master", "moments")
-            )
+            + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
             for group in self.groups
         ]
 

@@ -25,6 +25,7 @@ from tests.models import Gpt
 
 GB = 10**9
 BF16 = Policy(compute=torch.bfloat16)
+WHOLE = Policy(compute=torch.bfloat16, split_master=False)  # the masters of the seeds' arithmetic
 
 
 def planned(params: int, ranks: int, stage: int, policy: Policy, accumulation: int = 1) -> dict[str, int]:
@@ -39,7 +40,7 @@ def planned(params: int, ranks: int, stage: int, policy: Policy, accumulation: i
 
 def test_seven_billion_parameters_take_112_gb() -> None:
     assert mixed_precision_adam_bytes(7 * GB) == 112 * GB == 7 * GB * (2 + 2 + 12)
-    assert sum(planned(7 * GB, 1, 0, BF16).values()) == 112 * GB
+    assert sum(planned(7 * GB, 1, 0, WHOLE).values()) == 112 * GB
 
 
 def test_seed_004s_17_gb_become_5_on_four_ranks() -> None:
@@ -52,7 +53,7 @@ def test_seed_004s_17_gb_become_5_on_four_ranks() -> None:
 
 def test_ten_billion_parameters_on_four_ranks_take_40_gb_each_instead_of_160() -> None:
     assert [mixed_precision_adam_bytes(10 * GB, 4, stage) // GB for stage in range(4)] == [160, 70, 55, 40]
-    assert sum(planned(10 * GB, 4, 3, BF16).values()) == 40 * GB
+    assert sum(planned(10 * GB, 4, 3, WHOLE).values()) == 40 * GB
 
 
 def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> None:
@@ -68,10 +69,21 @@ def test_64_ranks_save_3_82_7_21_and_64_times_because_4_and_8_are_limits() -> No
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("ranks", [2, 4, 64])
 def test_the_plan_says_what_the_arithmetic_says(stage: int, ranks: int) -> None:
-    assert sum(planned(64 * 10**6, ranks, stage, BF16).values()) == mixed_precision_adam_bytes(64 * 10**6, ranks, stage)
+    params = 64 * 10**6
+    assert sum(planned(params, ranks, stage, WHOLE).values()) == mixed_precision_adam_bytes(params, ranks, stage)
     assert sum(planned(64 * 10**6, ranks, stage, Policy()).values()) == {
         0: 16, 1: 8 + 8 / ranks, 2: 4 + 12 / ranks, 3: 16 / ranks,
-    }[stage] * 64 * 10**6  # fp32: the master is the weight, gradients are 4 bytes  # fmt: skip
+    }[stage] * params  # fp32: the master is the weight, gradients are 4 bytes  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 64])
+def test_a_split_master_saves_2_bytes_wherever_the_master_is_kept(stage: int, ranks: int) -> None:
+    params = 64 * 10**6
+    split, whole = planned(params, ranks, stage, BF16), planned(params, ranks, stage, WHOLE)
+    assert sum(planned(params, 1, stage, BF16).values()) == params * (12 + 2)
+    assert split["master"] * 2 == whole["master"]
+    assert split == whole | {"master": split["master"]}
 
 
 def test_above_accumulation_1_the_gradient_of_16_bit_weights_is_kept_in_fp32() -> None:
@@ -124,13 +136,17 @@ def test_moments_follow_the_optimizer_and_its_options(name: str, options: dict[s
     assert moments_for(name, options).bytes_of(100, options) == expected
 
 
-def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_scaled() -> None:
+def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_masters_joined() -> None:
     groups = [({}, [700, 200, 400]), ({}, [500])]
-    assert StepFacts("AdamW", groups, 1000, needs_scratch=True).scratch_bytes == 4 * 900
-    assert StepFacts("AdamW", groups, 500, needs_scratch=True).scratch_bytes == 4 * 700
-    assert StepFacts("AdamW", groups, 1000, needs_scratch=False).scratch_bytes == 0
-    assert step_of_units([unit_of(100, 1, 0, BF16)], 0, "AdamW", 1000).needs_scratch
-    assert not step_of_units([unit_of(100, 1, 0)], 0, "AdamW", 1000).needs_scratch
+    assert StepFacts("AdamW", groups, 1000, casts_grads=True).scratch_bytes == 4 * 900
+    assert StepFacts("AdamW", groups, 500, casts_grads=True).scratch_bytes == 4 * 700
+    assert StepFacts("AdamW", groups, 1000, casts_grads=False).scratch_bytes == 0
+    joined = StepFacts("AdamW", groups, 1000, casts_grads=True, joins_masters=True)
+    assert joined.scratch_bytes == 4 * (900 + 900 + 900 + 1)  # gradients, masters, what joining needs, one NaN
+    half = step_of_units([unit_of(100, 1, 0, BF16)], 0, "AdamW", 1000)
+    assert half.casts_grads and half.joins_masters
+    full = step_of_units([unit_of(100, 1, 0)], 0, "AdamW", 1000)
+    assert not full.casts_grads and not full.joins_masters
 
 
 def test_units_of_a_model_without_storage_are_its_blocks_and_the_root() -> None:

@@ -45,8 +45,9 @@ def test_in_a_world_of_one_gradients_stay_where_they_are_collected() -> None:
     [
         (Policy(), 1, FP32, FP32, FP32),
         (Policy(), 4, FP32, FP32, FP32),
-        (Policy(compute=BF16), 1, BF16, BF16, FP32),
-        (Policy(compute=BF16), 4, BF16, FP32, FP32),
+        (Policy(compute=BF16), 1, BF16, BF16, torch.int16),
+        (Policy(compute=BF16), 4, BF16, FP32, torch.int16),
+        (Policy(compute=BF16, split_master=False), 1, BF16, BF16, FP32),
         (Policy(compute=FP16), 1, FP16, FP16, FP32),
         (Policy(compute=FP16, accumulate=FP16), 4, FP16, FP16, FP32),
     ],
@@ -57,17 +58,26 @@ def test_dtypes_follow_the_policy_and_the_accumulation(
     plan = plan_of(3, policy, accumulation=accumulation)
     assert plan.grad is not None and plan.master is not None
     assert (plan.weight.dtype, plan.grad.dtype, plan.master.dtype) == (weight, grad, master)
-    assert plan.moments == plan.master
+    assert plan.moments == Spec(plan.master.placement, FP32)
     assert plan.master_is_weight == (weight == master)
+    assert plan.master_is_split == (master == torch.int16)
 
 
-def test_a_lifted_plan_computes_in_fp32_and_leaves_the_master_where_it_is() -> None:
+def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
     plan = plan_of(3, Policy(compute=BF16))
     lifted = plan.lifted()
     assert lifted.grad is not None
     assert (lifted.weight.dtype, lifted.grad.dtype) == (FP32, FP32)
-    assert (lifted.master, lifted.moments, lifted.master_is_weight) == (plan.master, plan.moments, False)
+    assert (lifted.master, lifted.moments) == (plan.moments, plan.moments)
+    assert not lifted.master_is_weight and not lifted.master_is_split
     assert letters(lifted) == letters(plan)
+
+
+def test_a_split_master_is_printed_as_what_it_is() -> None:
+    assert plan_of(3, Policy(compute=BF16)).rows()["master"] == "S weight+int16 device"
+    assert plan_of(3, Policy(compute=BF16, split_master=False)).rows()["master"] == "S float32 device"
+    frozen = ShardPlan(Spec(R, FP32)).rows()
+    assert (frozen["weight"], frozen["master"]) == ("R float32 device", "-")
 
 
 def test_a_rank_holds_a_slice_of_what_is_sharded_and_all_of_the_rest() -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import book
-from benchmarks.book import Book, fingerprint, read, write
+from benchmarks import journal
+from benchmarks.journal import Journal, fingerprint, read, write
 from benchmarks.launch import merge
 
 RUN: dict[str, Any] = {"cell": "tiny-fp32", "system": "ddp", "kind": "time", "round": 1, "ranks": 2}
@@ -17,25 +17,25 @@ RUN: dict[str, Any] = {"cell": "tiny-fp32", "system": "ddp", "kind": "time", "ro
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(book, "ASIDE", tmp_path / "aside")
+    monkeypatch.setattr(journal, "ASIDE", tmp_path / "aside")
     return tmp_path / "cpu.json"
 
 
-def test_a_book_goes_on_from_what_is_recorded_and_gives_failures_another_chance(path: Path) -> None:
-    first = Book(path)
+def test_a_journal_goes_on_from_what_is_recorded_and_gives_failures_another_chance(path: Path) -> None:
+    first = Journal(path)
     first.add(RUN)
     first.add(RUN | {"round": 2, "failed": "rank 0 ended with 1"})
     assert len(path.read_text().splitlines()) == 2 + 2 + 1
-    again = Book(path)
+    again = Journal(path)
     assert again.runs == [RUN]
     assert again.moved is None
 
 
 @pytest.mark.parametrize("other", [{"code": "0" * 16}, {"machine": {"cpu": "another"}}])
 def test_results_of_other_code_or_another_machine_are_moved_aside(path: Path, other: dict[str, Any]) -> None:
-    first = Book(path)
+    first = Journal(path)
     write(path, {"about": first.about | other, "runs": [RUN]})
-    again = Book(path)
+    again = Journal(path)
     assert again.runs == []
     assert again.moved is not None
     assert read(again.moved)["runs"] == [RUN]

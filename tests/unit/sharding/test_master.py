@@ -1,0 +1,84 @@
+"""A master's values are read and written alike, however they are kept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepseek_zero.precision.policy import cast_master
+from deepseek_zero.sharding.buffer import FlatBuffer
+from deepseek_zero.sharding.layout import even_layout
+from deepseek_zero.sharding.master import Master
+from deepseek_zero.sharding.placement import Placement, R, S
+from deepseek_zero.sharding.plan import Spec
+
+LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
+RANK = 1
+
+
+def master_of(kind: str, placement: Placement, values: Tensor) -> Master:
+    dtype = torch.int16 if kind == "split" else torch.float32
+    buffer = FlatBuffer.empty(LAYOUT, Spec(placement, dtype), torch.device("cpu"))
+    weight = torch.zeros(buffer.storage.numel(), dtype=torch.bfloat16) if kind == "split" else None
+    master = Master(buffer, RANK, torch.float32, weight)
+    master.write(0, values.numel(), values)
+    return master
+
+
+def values_of(placement: Placement) -> Tensor:
+    numel = Spec(placement, torch.float32).numel(LAYOUT.padded_numel, 2)
+    return torch.randn(numel, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("kind", ["split", "whole"])
+@pytest.mark.parametrize("placement", [R, S])
+def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(kind: str, placement: Placement) -> None:
+    values = values_of(placement)
+    before = values.clone()
+    master = master_of(kind, placement, values)
+    assert torch.equal(values, before)
+    assert torch.equal(master.read(0, values.numel()), values)
+    assert torch.equal(master.values().storage, values)
+    assert master.values().spec == Spec(placement, torch.float32)
+    assert (master.view(3, 5) is None) == master.is_split == (kind == "split")
+    master.write(100, 103, torch.tensor([1.0, 2.0, 1e-42]))
+    assert master.read(99, 104).tolist() == [values[99], 1.0, 2.0, torch.tensor(1e-42), values[103]]
+
+
+def test_a_split_master_keeps_its_weight_rounded() -> None:
+    values = values_of(S)
+    master, expected = master_of("split", S, values), torch.empty(values.numel(), dtype=torch.bfloat16)
+    cast_master(values, expected)
+    assert master.weight is not None and torch.equal(master.weight, expected)
+
+
+@pytest.mark.parametrize("kind", ["split", "whole"])
+def test_a_new_weight_is_adopted_where_it_differs(kind: str) -> None:
+    values = values_of(S)
+    master = master_of(kind, S, values)
+    old = torch.empty(values.numel(), dtype=torch.bfloat16)
+    cast_master(values, old)
+    new = old.clone()
+    new[7] = 3.0
+    master.adopt(old != new, new)
+    if master.weight is not None:
+        master.weight.copy_(new)
+    found = master.read(0, values.numel())
+    assert found[7] == 3.0
+    found[7] = values[7]
+    assert torch.equal(found, values)
+
+
+def test_places_count_from_the_beginning_of_this_ranks_part() -> None:
+    low = LAYOUT.bounds(RANK)[0]
+    whole, part = (master_of("split", placement, values_of(placement)) for placement in (R, S))
+    for slot in LAYOUT.slots:
+        assert whole.held(slot) == (0, slot.numel, slot.start)
+        start, stop, place = part.held(slot)
+        assert part.owned(slot) == (place, place + stop - start)
+        if start < stop:
+            assert slot.start + start == low + place
+            assert whole.owned(slot) == (low + place, low + place + stop - start)
+        else:
+            assert slot.stop <= low
