@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test check sizes clean
+.PHONY: train test check sizes bench bench-full bench-growth clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
@@ -16,6 +16,15 @@ check: $(STAMP)  ## style, types, layers, sizes, exported names, spelling
 
 sizes: $(STAMP)  ## the three longest files, functions and classes
 	@$(BIN)/python scripts/sizes
+
+bench: $(STAMP)  ## this library, its peers and the floor side by side on two CPU ranks: GPT-125M, 20 minutes
+	@$(BIN)/python -m benchmarks.bench --budget-minutes 20
+
+bench-full: $(STAMP)  ## every model, number format and accumulation, three rounds; goes on where it stopped
+	@$(BIN)/python -m benchmarks.bench --cells full --rounds 3
+
+bench-growth: $(STAMP)  ## a step over the floor at 2 to 4 ranks, the cost of a unit at 8 to 96 units
+	@$(BIN)/python -m benchmarks.growth
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -20,13 +20,14 @@ def test_a_name_that_is_no_cell_is_refused(name: str) -> None:
         Cell.parse(name)
 
 
-@pytest.mark.parametrize(("size", "millions"), [("30m", 31.9), ("125m", 128.2), ("350m", 353.4), ("3x128", 0.7)])
-def test_a_shape_knows_its_number_of_parameters(size: str, millions: float) -> None:
-    shape = Cell(size, "fp32").shape
-    with torch.device("meta"):
-        model = build_model(shape)
-    assert shape.numel == sum(param.numel() for param in model.parameters())
-    assert shape.numel / 1e6 == pytest.approx(millions, abs=0.1)
+def test_a_shape_knows_the_number_of_parameters_of_its_model() -> None:
+    shape = Cell("3x128", "fp32").shape
+    assert shape.numel == sum(param.numel() for param in build_model(shape).parameters())
+
+
+@pytest.mark.parametrize(("size", "millions"), [("30m", 31.9), ("125m", 128.2), ("350m", 353.5)])
+def test_sizes_are_as_large_as_they_are_called(size: str, millions: float) -> None:
+    assert Cell(size, "fp32").shape.numel / 1e6 == pytest.approx(millions, abs=0.1)
 
 
 def test_the_parts_of_the_ranks_make_the_whole_batch_of_the_one_process() -> None:

@@ -1,0 +1,86 @@
+"""The GPT that every system trains, and the text it is trained on; nothing in it knows of ranks.
+
+Same seed, so that every system starts from the same fp32 weights; real text, so that a system which updates wrongly
+has other losses within a few steps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .cells import CONTEXT, SEQUENCES_PER_RANK, VOCABULARY, Cell, Shape
+
+TEXT = Path(__file__).resolve().parent.parent / "LICENSE"  # bytes that do not change from one version to the next
+Batch = tuple[Tensor, Tensor]  # tokens and targets, each (sequences, CONTEXT)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.heads = shape.heads
+        self.attention_norm = nn.LayerNorm(shape.width)
+        self.query_key_value = nn.Linear(shape.width, 3 * shape.width)
+        self.attention_out = nn.Linear(shape.width, shape.width)
+        self.mlp_norm = nn.LayerNorm(shape.width)
+        self.up = nn.Linear(shape.width, 4 * shape.width)
+        self.down = nn.Linear(4 * shape.width, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention_out(self.mix(self.attention_norm(x)))
+        return x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+
+    def mix(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.query_key_value(x).view(batch, length, 3, self.heads, width // self.heads)
+        query, key, value = heads.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return mixed.transpose(1, 2).reshape(batch, length, width)
+
+
+class GPT(nn.Module):
+    """Tokens and targets in, mean cross-entropy out; learned positions, untied head, torch's own initial values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, shape.width)
+        self.positions = nn.Embedding(CONTEXT, shape.width)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.LayerNorm(shape.width)
+        self.head = nn.Linear(shape.width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def build_model(shape: Shape) -> GPT:
+    torch.manual_seed(0)
+    return GPT(shape)
+
+
+class Batches:
+    """The micro-batches of each step, as one of `shares` equal parts of the global batch of `ranks` ranks."""
+
+    def __init__(self, cell: Cell, ranks: int, share: int, shares: int) -> None:
+        self.text = torch.frombuffer(bytearray(TEXT.read_bytes()), dtype=torch.uint8).long()
+        self.sequences = ranks * SEQUENCES_PER_RANK
+        self.accumulation = cell.accumulation
+        self.share = slice(share * self.sequences // shares, (share + 1) * self.sequences // shares)
+
+    def of_step(self, step: int) -> list[Batch]:
+        """Consecutive pieces of the text, from its start again at its end."""
+        return [self._micro_batch(step * self.accumulation + number) for number in range(self.accumulation)]
+
+    def _micro_batch(self, number: int) -> Batch:
+        numel = self.sequences * (CONTEXT + 1)
+        where = torch.arange(number * numel, (number + 1) * numel) % len(self.text)
+        pieces = self.text[where].view(self.sequences, CONTEXT + 1)[self.share]
+        return pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()

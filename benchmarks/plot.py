@@ -1,0 +1,76 @@
+"""The results as a picture: per cell one bar per system, its step time over the floor's.
+
+In the colours of the library's own plots.  Needs matplotlib (the extra "plots").
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from deepseek_zero.report.plots import BLUE, FAINT, GREY, INK, ORANGE
+
+from .summary import Summary
+
+PEER = "#9aa5ae"
+
+
+def draw(summaries: Sequence[Summary], path: Path) -> None:
+    """One panel per cell that has a floor; the tiny model, whose steps are all overhead, is left to the table."""
+    shown = [summary for summary in summaries if summary.over_floor("floor") and summary.cell.size != "tiny"]
+    counts = [len(_bars(summary)) for summary in shown] or [1]
+    columns = min(2, len(counts))
+    rows = [max(counts[start : start + columns]) for start in range(0, len(counts), columns)]
+    figure = Figure(figsize=(5.4 * columns, 1.1 * len(rows) + 0.27 * sum(rows)), dpi=160, layout="constrained")
+    grid = figure.subplots(len(rows), columns, squeeze=False, height_ratios=rows).flatten()
+    for axes, summary in zip(grid, shown, strict=False):
+        _panel(axes, summary)
+    for axes in grid[len(shown) :]:
+        axes.set_axis_off()
+    figure.suptitle(
+        "Step time over the floor: ranks that never talk", x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold"
+    )
+    save(figure, path)
+
+
+def _bars(summary: Summary) -> list[tuple[str, float]]:
+    found = [(name, summary.over_floor(name)) for name in summary.rows if name != "floor"]
+    return [(name, value) for name, value in found if value is not None]
+
+
+def _panel(axes: Any, summary: Summary) -> None:
+    bars = _bars(summary)
+    for place, (name, value) in enumerate(bars):
+        row = summary.rows[name]
+        colour = ORANGE if row.is_wrong else BLUE if name.startswith("ours") else PEER
+        axes.barh(place, value, 0.62, color=colour, alpha=0.35 if row.is_wrong else 1.0)
+        label = f" {value:.2f}" + (" (other losses)" if row.is_wrong else "")
+        axes.annotate(label, (value, place), va="center", color=INK, fontsize=8.5)
+    axes.axvline(1.0, color=INK, linewidth=1.2)
+    axes.set_yticks(range(len(bars)), [name for name, _ in bars])
+    axes.set_xlim(0, 1.22 * max((value for _, value in bars), default=1.0))
+    axes.invert_yaxis()
+    axes.set_title(summary.cell.name, loc="left", color=INK, fontsize=10.5, fontweight="bold")
+    dress(axes, "x")
+
+
+def dress(axes: Any, grid: str) -> None:
+    """The library's look: no frame, faint lines, grey ticks."""
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(colors=GREY, labelcolor=INK, length=0, labelsize=9)
+    axes.grid(axis=grid, color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write the picture whole: a reader never finds half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    figure.savefig(unfinished, format="png", facecolor="white")
+    os.replace(unfinished, path)

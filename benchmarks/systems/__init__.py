@@ -1,0 +1,57 @@
+"""The systems by name: which file builds each, and with what.  No torch here: the parent process reads this table.
+
+Each file has `build(make_model, job, ...)`, which returns a `System` (common.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEEPSPEED = ROOT / ".venv-deepspeed"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How to build one system.
+
+    alone: one process does the work of all ranks.  learns: its losses are those of the one-process run.  timed: its
+    steps are measured, not only its memory.
+    """
+
+    module: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    alone: bool = False
+    learns: bool = True
+    timed: bool = True
+
+    @property
+    def python(self) -> str:
+        return str(DEEPSPEED / "bin" / "python") if self.module == "deepspeed" else sys.executable
+
+    @property
+    def is_installed(self) -> bool:
+        return self.module != "deepspeed" or (DEEPSPEED / ".installed").exists()
+
+
+# In the order of the tables.
+SYSTEMS: dict[str, Entry] = {
+    "floor": Entry("floor", learns=False),
+    "single": Entry("single", alone=True),
+    "ddp": Entry("ddp"),
+    "zero1": Entry("zero1"),
+    "fsdp2-zero2": Entry("fsdp2", {"reshard_after_forward": False}),
+    "fsdp2": Entry("fsdp2", {"reshard_after_forward": True}),
+    "deepspeed-1": Entry("deepspeed", {"stage": 1}),
+    "deepspeed-2": Entry("deepspeed", {"stage": 2}),
+    "deepspeed-3": Entry("deepspeed", {"stage": 3}),
+    "ours-0": Entry("ours", {"stage": 0}),
+    "ours-1": Entry("ours", {"stage": 1}),
+    "ours-2": Entry("ours", {"stage": 2}),
+    "ours-3": Entry("ours", {"stage": 3}),
+    "ours-3-init": Entry("ours", {"stage": 3, "init": True}, timed=False),
+}

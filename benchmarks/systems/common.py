@@ -1,0 +1,91 @@
+"""What the systems share: what they return, one micro-batch after the other, and AdamW on fp32 masters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..cells import ADAMW, Cell
+from ..model import GPT, Batch
+
+MakeModel = Callable[[], GPT]
+Step = Callable[[list[Batch]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Where this process stands: its cell, its rank, and the number of ranks."""
+
+    cell: Cell
+    rank: int
+    size: int
+
+    @property
+    def is_bf16(self) -> bool:
+        return self.cell.dtype == "bf16"
+
+
+@dataclass
+class System:
+    """A model ready to train.  step: one optimizer step over its micro-batches, returning their losses."""
+
+    step: Step
+    sent_bytes: Callable[[], int] | None = None  # by the system's own count, since it was built
+    settings: dict[str, Any] = field(default_factory=dict)  # what it runs with, for the reader
+
+
+def join() -> None:
+    """Enter the group that the environment describes."""
+    dist.init_process_group("gloo")
+
+
+def backward_all(
+    model: nn.Module, batches: Sequence[Batch], quiet: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[Tensor]:
+    """Forward and backward of every micro-batch, the gradient of their mean; all but the last inside `quiet()`."""
+    losses = []
+    for number, (tokens, targets) in enumerate(batches):
+        with quiet() if number < len(batches) - 1 else nullcontext():
+            loss = model(tokens, targets)
+            (loss / len(batches)).backward()
+        losses.append(loss.detach())
+    return losses
+
+
+def to_bf16(params: Iterable[nn.Parameter]) -> None:
+    """Round the weights in place, parameter by parameter, so that never a second whole model exists."""
+    for param in params:
+        param.data = param.data.to(torch.bfloat16)
+
+
+class MasterAdamW:
+    """Fused AdamW over `part` of each weight; below bf16 weights it keeps fp32 masters, cut from the fp32 originals."""
+
+    def __init__(self, model: nn.Module, *, bf16: bool, part: Callable[[Tensor], Tensor] = Tensor.flatten) -> None:
+        self.weights, self.part, self.bf16 = list(model.parameters()), part, bf16
+        self.masters = []
+        for weight in self.weights:
+            mine = part(weight.detach())
+            self.masters.append(nn.Parameter(mine.clone() if bf16 else mine))
+            if bf16:
+                to_bf16([weight])
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **ADAMW)
+
+    def step(self) -> None:
+        """Update from the weights' gradients, and forget those."""
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            assert weight.grad is not None
+            master.grad = self.part(weight.grad).float()
+            if self.bf16:
+                weight.grad = None
+        self.optimizer.step()
+        for master, weight in zip(self.masters, self.weights, strict=True):
+            if self.bf16:
+                self.part(weight.detach()).copy_(master.detach())
+            master.grad = weight.grad = None

@@ -1,0 +1,32 @@
+"""Ranks that never talk: each trains on its own part of the batch and updates its own part of the elements.
+
+The computation that any ZeRO has, and nothing else: what a step takes beyond this is what sharding costs.  Each rank's
+weights go their own way, so its losses mean nothing.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..model import Batch
+from .common import Job, MakeModel, MasterAdamW, System, backward_all, join
+
+
+def build(make_model: MakeModel, job: Job) -> System:
+    join()
+    model = make_model()
+
+    def own_part(tensor: Tensor) -> Tensor:
+        flat = tensor.view(-1)
+        return flat[job.rank * len(flat) // job.size : (job.rank + 1) * len(flat) // job.size]
+
+    optimizer = MasterAdamW(model, bf16=job.is_bf16, part=own_part)
+
+    def step(batches: list[Batch]) -> list[Tensor]:
+        losses = backward_all(model, batches)
+        optimizer.step()
+        return losses
+
+    dist.barrier()  # silent from here on, but started together: ranks of one machine share its memory bus
+    return System(step)
