@@ -6,6 +6,7 @@ does not matter, and nobody without the descriptor can map one.  Called by comm/
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from contextlib import suppress
@@ -17,9 +18,28 @@ from .errors import OutOfMemoryError
 
 PAGE = mmap.PAGESIZE
 NAME = "deepseek_zero"  # what /proc/PID/maps calls these pages; nobody can open them by it
+KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of a model for a laptop take
+LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
 _ENTRY = 8  # bytes per page in /proc/self/pagemap
 _IS_SHARED = 61  # its bit for a page of shared memory; clear on one that was copied for us alone
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep what is freed on top of its heap, up to KEPT_BYTES, for the next allocation.
+
+    By default it hands such memory back at once and asks for it again a moment later, page by page: a unit's gradients
+    in every unit's backward.  True if it was changed: not where the user has set it (MALLOC_TRIM_THRESHOLD_,
+    GLIBC_TUNABLES), nor where another allocator or C library is in force.
+    """
+    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+        return False
+    try:
+        change = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return False
+    return bool(change(_MMAP_THRESHOLD, LARGEST_ON_HEAP) and change(_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 class Pages:

@@ -86,6 +86,7 @@ class Comm:
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._links: Links | None = None
+        self._met: Pending | None = None  # while a walk is under way, the meeting at its start
         self._last: Place | None = None  # the collective issued last
         self._transport: Transport = Alone(device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -96,7 +97,7 @@ class Comm:
             self._host_transport = self._agreed(links, transport)
             self._transport = self._host_transport
             if device.type == "cuda":
-                self._transport = self._between_gpus(links, device)
+                self._transport = _between_gpus(links, device)
 
     def _agreed(self, links: Links, transport: str) -> Transport:
         """How host tensors travel: as every rank was told, or an error; over gloo, which every rank has."""
@@ -108,11 +109,6 @@ class Comm:
                 "pass the same configuration on every rank.",
             )
         return links.gloo if transport == "gloo" else links.fastest
-
-    def _between_gpus(self, links: Links, device: torch.device) -> Transport:
-        if shares_gpu():
-            return Staged(links.gloo, self.rank, self.size, device)
-        return Nccl(self.rank, self.size, dist.new_group(backend="nccl", timeout=PATIENCE), device)
 
     # -- buffers
 
@@ -139,6 +135,20 @@ class Comm:
         self._issue("gather", f"pages of {what}", start).wait()
         return found[0]
 
+    def meet(self, what: str) -> None:
+        """Say that this rank has written what it had to write into common pages.
+
+        Until `part`, `see` waits for nothing but for all ranks to have said so.  Collective within "gather"; does not
+        wait.
+        """
+        transport = self._transport
+        if isinstance(transport, SameHost):
+            self._met = self._issue("gather", f"begin {what}", transport.meet)
+
+    def part(self) -> None:
+        """From now on slices may be written again: each `see` is a collective of its own."""
+        self._met = None
+
     def settle(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more, so that it may be written."""
         if self._links is not None and self._last is not None:
@@ -149,6 +159,15 @@ class Comm:
         self._transport.progress()
 
     # -- movements
+
+    def see(self, common: Common, what: str) -> Pending:
+        """Gather common pages, which moves nothing; counts the bytes that another transport would send."""
+        full, transport = common.whole, self._transport
+        self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
+        if self._met is not None:
+            return self._met
+        assert isinstance(transport, SameHost)
+        return self._issue("gather", f"gather {what}", transport.meet)
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
@@ -277,6 +296,12 @@ class Comm:
             "A rank was killed, ran out of memory or lost its network.",
             "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
         )
+
+
+def _between_gpus(links: Links, device: torch.device) -> Transport:
+    if shares_gpu():
+        return Staged(links.gloo, links.rank, links.size, device)
+    return Nccl(links.rank, links.size, dist.new_group(backend="nccl", timeout=PATIENCE), device)
 
 
 def _leave(received: Sequence[Tensor]) -> None:

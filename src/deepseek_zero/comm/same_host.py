@@ -56,7 +56,7 @@ class Theirs:
     reader: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Common:
     """Weights at rest: every rank writes its own slice and sees all of them.  own: (slice,), shared with everybody."""
 
@@ -87,7 +87,6 @@ class SameHost:
         self._ours: dict[int, Ours] = {}  # by address
         self._forgotten: list[Ours] = []
         self._theirs: dict[tuple[int, int], Theirs] = {}  # (rank, segment)
-        self._common: set[int] = set()  # addresses of views of common pages
         self._handed: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
         self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
         self._flights: dict[int, Flight] = {}  # by tag
@@ -140,19 +139,18 @@ class SameHost:
             look = segment.look(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
-            address = look.tensor.data_ptr()
-            self._common.add(address)
-            weakref.finalize(look, self._common.discard, address).atexit = False
             return Common(own, look)
 
         return wait
 
     # -- movements
 
+    def meet(self, mark: Mark) -> Wait:
+        """Wait until every rank has come here."""
+        return self.all_gather(torch.empty(0, dtype=torch.uint8), mark)
+
     def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         slices = list(full.chunk(self.size))
-        if _address(full) in self._common:  # all is here as soon as every owner says that it has written
-            slices = [full[:0]] * self.size
         pieces = dict.fromkeys(self.peers, slices[self.rank])
         return self._start(pieces, {peer: slices[peer] for peer in self.peers}, slices[self.rank], mark, _ignore)
 

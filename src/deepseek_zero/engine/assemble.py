@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
+from ..base.memory import keep_freed_memory
 from ..base.mesh import Mesh
 from ..comm.agreement import agree
 from ..comm.collectives import Comm
@@ -179,6 +180,8 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     refuse_wrapped(model)
     comm = Comm(mesh.device, deterministic=settings.deterministic, transport=settings.transport)
     groups, make, granularity = _optimizer_parts(config, model, client, params)
+    if mesh.device.type == "cpu":
+        keep_freed_memory()
     runtime = wrap_model(model, settings, comm, mesh.device)
     scaler = scaler_of(config)
     step_settings = step_settings_of(config, granularity, mesh.device)

@@ -20,8 +20,8 @@ from .unit import Unit, UnitState
 class Gatherer:
     """The gather lane of one wrapped model."""
 
-    def __init__(self, units: Sequence[Unit], settings: PlanSettings) -> None:
-        self.units, self.settings = list(units), settings
+    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm) -> None:
+        self.units, self.settings, self.comm = list(units), settings, comm
         self.schedule: Schedule = plan_schedule(self.sizes, list(range(len(units))), settings)
         self.order_is_agreed = False
         self._recorded: list[int] = []
@@ -36,7 +36,9 @@ class Gatherer:
         return [unit.gathered_numel for unit in self.units]
 
     def begin(self, walk: Pass) -> None:
-        """Start a walk; the one before must have ended."""
+        """Start a walk; the one before must have ended.  Collective within the gather lane."""
+        if any(group.weight.common is not None for unit in self.units for group in unit.sharded):
+            self.comm.meet("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._cursor = walk, 0
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
 
@@ -84,6 +86,7 @@ class Gatherer:
         self.issue_rest()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None
+            self.comm.part()
             for unit in self.units:
                 if unit.number not in keep and unit.number not in self._resident_before:
                     unit.release()
@@ -91,6 +94,7 @@ class Gatherer:
     def release_all(self) -> None:
         """Put every unit to rest; gathers under way are waited for."""
         self._walk = None
+        self.comm.part()
         for unit in self.units:
             unit.release()
 
@@ -102,11 +106,11 @@ class Gatherer:
             if other.has_frozen_shards and behind and (other.is_complete or not other.trained):
                 other.release()
 
-    def agree_on_order(self, comm: Comm) -> None:
+    def agree_on_order(self) -> None:
         """The order of the rank that used most units becomes everybody's; the rest comes last.  Collective."""
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
-        rows = comm.rows(row, "order of units")
+        rows = self.comm.rows(row, "order of units")
         fullest = int((rows >= 0).sum(dim=1).argmax())  # the first rank that used most units
         seen = [int(number) for number in rows[fullest] if number >= 0]
         order = [0, *(number for number in seen if number)]

@@ -187,7 +187,7 @@ class FlatGroup:
             return DONE
         if self.weight.common is not None:
             self.full = FlatBuffer(self.layout, spec, self.weight.common.whole)
-            return self.route.comm.all_gather(self.full.storage, "gather", what)
+            return self.route.comm.see(self.weight.common, what)
         storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
         self.full = FlatBuffer(self.layout, spec, storage)
         return move(self.weight, self.full, self.route, what)
@@ -254,9 +254,7 @@ class FlatGroup:
 
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
-        if (
-            self.weight.common is not None
-        ):  # others may be reading: they are where this rank is, or have still to come here
+        if self.weight.common is not None:  # others may still be reading the old one
             self.route.comm.fence(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)

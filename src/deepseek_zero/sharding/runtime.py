@@ -40,7 +40,7 @@ class Runtime:
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
-        self.gatherer = Gatherer(units, settings)
+        self.gatherer = Gatherer(units, settings, comm)
         self.reducer = Reducer(units, comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward.order)
         self.forward = Forward(self)
@@ -189,7 +189,7 @@ class Runtime:
             self.drop_grads()
         self.backwards = 0
         if not self.gatherer.order_is_agreed:
-            self.gatherer.agree_on_order(self.comm)
+            self.gatherer.agree_on_order()
             self.reducer.set_order(self.gatherer.schedule.backward.order)
         self.comm.meter.end_step()
 
