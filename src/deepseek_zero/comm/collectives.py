@@ -94,21 +94,10 @@ class Comm:
             self.rank, self.size = links.rank, links.size
             weakref.finalize(self, links.forget, self.name).atexit = False
             self._host_transport: Transport = links.gloo
-            self._host_transport = self._agreed(links, transport)
+            self._host_transport = _agreed(self, links, transport)
             self._transport = self._host_transport
             if device.type == "cuda":
                 self._transport = _between_gpus(links, device)
-
-    def _agreed(self, links: Links, transport: str) -> Transport:
-        """How host tensors travel: as every rank was told, or an error; over gloo, which every rank has."""
-        wants_gloo = self.rows(torch.tensor([int(transport == "gloo")], dtype=torch.uint8), "the transport")
-        if len(set(wants_gloo.flatten().tolist())) > 1:
-            raise ModelMismatchError(
-                "ranks differ in their transport: some are told to use gloo, others are not.",
-                "Two ranks that talk in different ways never meet.",
-                "pass the same configuration on every rank.",
-            )
-        return links.gloo if transport == "gloo" else links.fastest
 
     # -- buffers
 
@@ -296,6 +285,18 @@ class Comm:
             "A rank was killed, ran out of memory or lost its network.",
             "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
         )
+
+
+def _agreed(comm: Comm, links: Links, transport: str) -> Transport:
+    """How host tensors travel: as every rank was told, or an error; asked over gloo, which every rank has."""
+    wants_gloo = comm.rows(torch.tensor([int(transport == "gloo")], dtype=torch.uint8), "the transport")
+    if len(set(wants_gloo.flatten().tolist())) > 1:
+        raise ModelMismatchError(
+            "ranks differ in their transport: some are told to use gloo, others are not.",
+            "Two ranks that talk in different ways never meet.",
+            "pass the same configuration on every rank.",
+        )
+    return links.gloo if transport == "gloo" else links.fastest
 
 
 def _between_gpus(links: Links, device: torch.device) -> Transport:
