@@ -39,7 +39,7 @@ class Run:
     keep: int = ALL
     bucket: int = 500_000_000
     overlap: bool = True
-    transport: str = "auto"
+    transport: str = "fastest"
     master: str = "split"
 
     def config(self) -> dict[str, Any]:

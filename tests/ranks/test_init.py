@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepseek_zero as dz
+from deepseek_zero.base.memory import looks
 from deepseek_zero.sharding.handle import AtRest
 
 
@@ -149,7 +150,9 @@ class Peak(TorchDispatchMode):
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 storage = value.untyped_storage()
-                self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                if storage._cdata not in self.alive:  # what is only looked at is counted where it is held
+                    is_held = not any(storage.data_ptr() in addresses for addresses in looks())
+                    self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() * is_held)
         self.peak = max(self.peak, sum(count for _, count in self.alive.values()))
         return result
 

@@ -71,7 +71,7 @@ AXES = {
     "persistence": (0, 300),
     "bucket": (2048, ALL),
     "overlap": (True, False),
-    "transport": ("auto", "gloo"),
+    "transport": ("fastest", "gloo"),
 }
 
 

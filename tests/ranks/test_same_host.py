@@ -100,7 +100,7 @@ def test_a_system_that_forbids_it_is_no_error() -> None:
 @pytest.mark.ranks(2)
 def test_ranks_that_differ_in_transport_are_told() -> None:
     with pytest.raises(ModelMismatchError, match="transport"):
-        Comm(CPU, transport="gloo" if dist.get_rank() else "auto")
+        Comm(CPU, transport="gloo" if dist.get_rank() else "fastest")
 
 
 @pytest.mark.ranks(3)
@@ -285,7 +285,7 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(vict
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("transport", ["auto", "gloo"])
+@pytest.mark.parametrize("transport", ["fastest", "gloo"])
 def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     run = Run(3, transport=transport)
     engine = start_engine(run, seeded(Gpt))
@@ -295,7 +295,7 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
         train_step(engine, run, 1)
     calls = engine.runtime.comm.meter.calls
     assert Counter(event.lane for event in events) == {
-        "gather": 2 if transport == "auto" else calls["all_gather"],  # near ranks meet, and then see everything
+        "gather": 2 if transport == "fastest" else calls["all_gather"],  # near ranks meet, and then see everything
         "reduce": calls["reduce_scatter"],
         "rows": calls["rows"],
     }

@@ -75,12 +75,12 @@ DONE = Pending(nothing)
 class Comm:
     """The collectives of one group.  Making one is collective; its name keeps two engines' messages apart.
 
-    transport: "auto" takes shared memory between CPU ranks of one host, "gloo" never does.
+    transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.
     """
 
     _made = itertools.count()
 
-    def __init__(self, device: torch.device, *, deterministic: bool = False, transport: str = "auto") -> None:
+    def __init__(self, device: torch.device, *, deterministic: bool = False, transport: str = "fastest") -> None:
         # Engines are made in the same order on every rank, so their numbers agree.
         self.name, self.meter, self.deterministic = f"engine {next(self._made)}", Meter(), deterministic
         self.rank, self.size = 0, 1

@@ -271,8 +271,11 @@ class SameHost:
         offers = {peer: self._offers.pop((peer, tag)) for peer in flight.boxes}
         found = {}
         for peer, box in flight.boxes.items():
-            piece = self._piece(peer, offers[peer], flight)
-            found[peer] = piece if box is None else box.copy_(piece)
+            found[peer] = self._piece(peer, offers[peer], flight)
+            if box is not None:
+                with torch.inference_mode():  # the caller's tensor may be of that kind, whoever lands it for him
+                    box.copy_(found[peer])
+                found[peer] = box
         with torch.no_grad():
             flight.use(found)
         for peer, offer in offers.items():

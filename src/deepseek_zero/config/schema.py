@@ -107,8 +107,8 @@ class Config(Section):
         needs={"zero_optimization.stage": 3},
     )
     deterministic: bool = effective(False, "Ours. The same bits on every run, also on CUDA.", example=True)
-    transport: Literal["auto", "gloo"] = effective(
-        "auto",
+    transport: Literal["fastest", "gloo"] = effective(
+        "fastest",
         "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only.",
         example="gloo",
     )

@@ -147,7 +147,7 @@ class FlatGroup:
         """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by
         side.
         """
-        flat = torch.zeros(self.layout.padded_numel, dtype=dtype, device=self.route.pool.device)
+        flat = self.route.comm.empty(self.layout.padded_numel, dtype).zero_()
         for member in self.members:
             held_by = owner_of(member.param)
             if isinstance(held_by, FlatGroup) and held_by is not self:

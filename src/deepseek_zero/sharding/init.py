@@ -43,7 +43,7 @@ class InitShard:
     def whole(self) -> Tensor:
         """Every element, flat; a new tensor.  Collective."""
         comm = self.session.comm
-        padded = torch.empty(self.slice.numel() * comm.size, dtype=self.slice.dtype, device=self.slice.device)
+        padded = comm.empty(self.slice.numel() * comm.size, self.slice.dtype)
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
@@ -143,7 +143,7 @@ class Init:
     def _cut(self, param: nn.Parameter) -> None:
         comm = self.comm
         per_rank = -(-param.numel() // comm.size)
-        padded = torch.zeros(per_rank * comm.size, dtype=self.dtype or param.dtype, device=self._device)
+        padded = comm.empty(per_rank * comm.size, self.dtype or param.dtype).zero_()
         padded[: param.numel()].copy_(param.data.reshape(-1))
         mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
         if comm.size > 1 and per_rank:

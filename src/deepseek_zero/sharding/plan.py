@@ -110,7 +110,7 @@ class PlanSettings:
     prescale: bool = False
     predivide: float = 1.0
     deterministic: bool = False
-    transport: str = "auto"
+    transport: str = "fastest"
     unused_is_error: bool = False
     unit_names: tuple[str, ...] = ()
     leaf_classes: tuple[str, ...] = ()
