@@ -132,7 +132,7 @@ def _line(axes: Any, points: Sequence[Point], values: Sequence[float], across: s
     axes.margins(x=0.08)
     axes.set_xlabel(across, color=INK)
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
-    dress(axes, "y")
+    dress(axes, ticks=0)
 
 
 def main() -> None:

@@ -5,18 +5,15 @@ In the colours of the library's own plots.  Needs matplotlib (the extra "plots")
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from deepseek_zero.report.plots import BLUE, FAINT, GREY, INK, ORANGE
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, OTHER_COLOUR, dress, save
 
 from .summary import Summary
-
-PEER = "#9aa5ae"
 
 
 def draw(summaries: Sequence[Summary], path: Path) -> None:
@@ -46,7 +43,7 @@ def _panel(axes: Any, summary: Summary) -> None:
     bars = _bars(summary)
     for place, (name, value) in enumerate(bars):
         row = summary.rows[name]
-        colour = ORANGE if row.is_wrong else BLUE if name.startswith("ours") else PEER
+        colour = ORANGE if row.is_wrong else BLUE if name.startswith("ours") else OTHER_COLOUR
         axes.barh(place, value, 0.62, color=colour, alpha=0.35 if row.is_wrong else 1.0)
         label = f" {value:.2f}" + (" (other losses)" if row.is_wrong else "")
         axes.annotate(label, (value, place), va="center", color=INK, fontsize=8.5)
@@ -55,22 +52,4 @@ def _panel(axes: Any, summary: Summary) -> None:
     axes.set_xlim(0, 1.22 * max((value for _, value in bars), default=1.0))
     axes.invert_yaxis()
     axes.set_title(summary.cell.name, loc="left", color=INK, fontsize=10.5, fontweight="bold")
-    dress(axes, "x")
-
-
-def dress(axes: Any, grid: str) -> None:
-    """The library's look: no frame, faint lines, grey ticks."""
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    axes.tick_params(colors=GREY, labelcolor=INK, length=0, labelsize=9)
-    axes.grid(axis=grid, color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-
-
-def save(figure: Any, path: Path) -> None:
-    """Write the picture whole: a reader never finds half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, format="png", facecolor="white")
-    os.replace(unfinished, path)
+    dress(axes, along="y", ticks=0)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..cells import ADAMW, Cell
+from ..cells import ADAMW, SEQUENCES_PER_RANK, Cell
 from ..model import GPT, Batch
 
 MakeModel = Callable[[], GPT]
@@ -56,6 +56,32 @@ def backward_all(
             (loss / len(batches)).backward()
         losses.append(loss.detach())
     return losses
+
+
+def engine_settings(job: Job, zero: dict[str, Any]) -> dict[str, Any]:
+    """The cell in DeepSpeed's words, for the two systems that speak them."""
+    return {
+        "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
+        "gradient_accumulation_steps": job.cell.accumulation,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "bf16": {"enabled": job.is_bf16},
+        "zero_optimization": zero,
+    }
+
+
+def engine_step(engine: Any) -> Step:
+    """`engine(...)`, `engine.backward`, `engine.step` for every micro-batch."""
+
+    def step(batches: list[Batch]) -> list[Tensor]:
+        losses = []
+        for tokens, targets in batches:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return losses
+
+    return step
 
 
 def to_bf16(params: Iterable[nn.Parameter]) -> None:

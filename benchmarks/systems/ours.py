@@ -7,16 +7,11 @@ weights travel twice and its gradients once (3 Psi), as in FSDP2 that reshards.
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
-
-from torch import Tensor
 
 from deepseek_zero import initialize
 from deepseek_zero.zero import Init
 
-from ..cells import ADAMW, SEQUENCES_PER_RANK
-from ..model import Batch
-from .common import Job, MakeModel, System
+from .common import Job, MakeModel, System, engine_settings, engine_step
 
 STAGE_3 = {
     "stage3_param_persistence_threshold": 0,
@@ -29,25 +24,7 @@ STAGE_3 = {
 def build(make_model: MakeModel, job: Job, *, stage: int, init: bool = False) -> System:
     """init: build the model under `zero.Init`, sharded from the start."""
     zero = {"stage": stage, **(STAGE_3 if stage == 3 else {})}
-    settings: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
-        "gradient_accumulation_steps": job.cell.accumulation,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "bf16": {"enabled": job.is_bf16},
-        "zero_optimization": zero,
-        "steps_per_print": None,
-    }
     with Init() if init else nullcontext():
         model = make_model()
-    engine, *_ = initialize(model=model, config=settings)
-
-    def step(batches: list[Batch]) -> list[Tensor]:
-        losses = []
-        for tokens, targets in batches:
-            loss = engine(tokens, targets)
-            engine.backward(loss)
-            engine.step()
-            losses.append(loss.detach())
-        return losses
-
-    return System(step, engine.runtime.comm.meter.total_bytes, zero)
+    engine, *_ = initialize(model=model, config={**engine_settings(job, zero), "steps_per_print": None})
+    return System(engine_step(engine), engine.runtime.comm.meter.total_bytes, zero)

@@ -241,8 +241,18 @@ def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
 
 
 ENDLESS = """
-    import os, sys, torch
+    import os, signal, sys, torch
     import deepseek_zero
+    from deepseek_zero.comm.same_host import SameHost
+    folder, victim, rank = sys.argv[1], sys.argv[2], os.environ["RANK"]
+
+    def here():
+        open(os.path.join(folder, f"{rank}.pid"), "w").write(str(os.getpid()))
+
+    def stop(self, mark):
+        here()
+        signal.pause()
+
     layer = torch.nn.TransformerEncoderLayer(256, 4, dim_feedforward=1024, dropout=0.0, batch_first=True)
     model = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
@@ -253,17 +263,19 @@ ENDLESS = """
         loss = engine(torch.randn(1, 8, 256)).square().mean()
         engine.backward(loss)
         engine.step()
-        if step == 3:
-            open(os.path.join(sys.argv[1], f"{os.environ['RANK']}.pid"), "w").write(str(os.getpid()))
+        if step == 3 and victim == "rank in a gather" and rank == "1":
+            SameHost.meet = stop  # the others have begun the gather that this rank does not come to
+        elif step == 3:
+            here()
 """
 
 
-@pytest.mark.parametrize("victim", ["rank", "launcher"])
+@pytest.mark.parametrize("victim", ["rank", "rank in a gather", "launcher"])
 def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(victim: str, tmp_path: Path) -> None:
     script = tmp_path / "endless.py"
     script.write_text(textwrap.dedent(ENDLESS))
     before = set(os.listdir("/dev/shm"))
-    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script), str(tmp_path)]
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script), str(tmp_path), victim]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as launcher:
         deadline = time.monotonic() + 60
         while len(list(tmp_path.glob("*.pid"))) < 2 and time.monotonic() < deadline:
@@ -279,7 +291,7 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(vict
         out = launcher.communicate(timeout=10)[0]
     assert seconds < 5.0, out
     assert set(os.listdir("/dev/shm")) <= before
-    if victim == "rank":
+    if victim != "launcher":
         assert "rank 1" in out
         assert "PeerError" in out or "SIGKILL" in out, out
 

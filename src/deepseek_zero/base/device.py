@@ -41,6 +41,13 @@ def storage_users(tensor: torch.Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python storage object counts itself
 
 
+def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:
+    """Let step hooks of torch's kind, of either optimizer and of all optimizers, run around the outer one's step."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        setattr(outer, name, getattr(inner, name))
+    torch.optim.Optimizer._patch_step_function(outer)
+
+
 def without_torch_function() -> Any:
     """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through
     it).

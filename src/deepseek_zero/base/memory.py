@@ -1,7 +1,8 @@
 """Where bytes come from that torch's allocator does not give: pages of our own, and pages that processes share.
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
-does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py and sharding/buffer.py.
+does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py,
+sharding/gradient.py, engine/assemble.py and report/measure.py.
 """
 
 from __future__ import annotations
@@ -9,7 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
+from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -42,18 +46,33 @@ def keep_freed_memory() -> bool:
     return bool(change(_MMAP_THRESHOLD, LARGEST_ON_HEAP) and change(_TRIM_THRESHOLD, KEPT_BYTES))
 
 
-class Pages:
-    """Zeroed memory of this process whose pages can go back to the system while the tensor stays."""
+def private_pages(numel: int, dtype: torch.dtype) -> Tensor:
+    """Zeroed memory of this process, on pages of its own."""
+    pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)  # one fault for 2 MiB instead of 512
+    return torch.frombuffer(pages, dtype=dtype)
 
-    def __init__(self, numel: int, dtype: torch.dtype) -> None:
-        self._pages = mmap.mmap(-1, numel * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.tensor: Tensor = torch.frombuffer(self._pages, dtype=dtype)
-        with suppress(OSError):  # a kernel without them
-            self._pages.madvise(mmap.MADV_HUGEPAGE)  # one fault for 2 MiB instead of 512
 
-    def give_back(self) -> None:
-        """Forget the contents: until it is written again, the memory is the system's."""
-        self._pages.madvise(mmap.MADV_DONTNEED)
+def give_back(tensor: Tensor) -> None:
+    """Forget the contents of CPU memory: until it is written again, its whole pages are the system's.
+
+    Shared pages are gone for everybody who maps them.  Only Linux is asked; elsewhere nothing happens.
+    """
+    if sys.platform != "linux":
+        return
+    madvise = _madvise()
+    start = -(-tensor.data_ptr() // PAGE) * PAGE
+    nbytes = (tensor.data_ptr() + tensor.nbytes) // PAGE * PAGE - start
+    if nbytes > 0 and madvise(start, nbytes, mmap.MADV_REMOVE) != 0:  # refused unless the pages are shared
+        madvise(start, nbytes, mmap.MADV_DONTNEED)
+
+
+@lru_cache(maxsize=1)
+def _madvise() -> Callable[[int, int, int], int]:
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return madvise
 
 
 class Segment:
@@ -110,6 +129,11 @@ def looks() -> list[range]:
     return found
 
 
+@lru_cache(maxsize=1)
+def _page_map(process: int) -> int:
+    return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+
+
 class Look:
     """A segment to be read (copy on write): an in-place edit never reaches another process, and can be found out."""
 
@@ -123,8 +147,10 @@ class Look:
 
     def was_written(self) -> bool:
         """Whether a page was copied for this process because something wrote into it."""
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            os.preadv(pagemap.fileno(), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY)
+        try:
+            os.preadv(_page_map(os.getpid()), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY)
+        except OSError:  # a kernel that does not tell
+            return True
         if self._entries == self._clean:
             return False
         entries = torch.frombuffer(self._entries, dtype=torch.int64)

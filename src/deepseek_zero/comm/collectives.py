@@ -287,6 +287,17 @@ class Comm:
         )
 
 
+def hand_out(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
+    """Bring pieces[r] of the rank `source` into rank r's `into`; the source's own stays.  Collective within "gather".
+
+    into: one-dimensional, as long as the piece; pieces of other ranks than the source are not looked at.
+    """
+    nothing = into[:0]
+    outgoing = pieces if comm.rank == source else [nothing] * comm.size
+    incoming = [into if peer == source != comm.rank else nothing for peer in range(comm.size)]
+    comm.exchange(outgoing, incoming, "gather", what).wait()
+
+
 def _agreed(comm: Comm, links: Links, transport: str) -> Transport:
     """How host tensors travel: as every rank was told, or an error; asked over gloo, which every rank has."""
     wants_gloo = comm.rows(torch.tensor([int(transport == "gloo")], dtype=torch.uint8), "the transport")

@@ -96,7 +96,7 @@ class SameHost:
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer that neighbours can read in place; zeros."""
+        """A buffer that neighbours can read in place; arbitrary contents."""
         with self._lock:
             self._forget()
             if not numel:

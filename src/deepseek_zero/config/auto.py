@@ -202,9 +202,6 @@ def _sizes(run: _Resolver) -> None:
         ):
             if _ZERO + name in run.open:
                 run.decide(_ZERO + name, size, f"{why} ({hidden})")
-    if run.silent(_ZERO + "overlap_comm"):
-        stage = run.get(_ZERO + "stage", 0)
-        run.decide(_ZERO + "overlap_comm", stage == 3, f"stage {stage}")
 
 
 def _optimizer(run: _Resolver) -> None:

@@ -132,11 +132,9 @@ class ZeroOptimization(Section):
         inf=sys.maxsize,
     )
     overlap_comm: bool = effective(
-        False,
-        "Gather and reduce on streams of their own, beside the computation.",
-        auto="true at stage 3",
-        example=True,
-        needs=_STAGE_2,
+        True,
+        "Gather and reduce beside the computation, at every stage; costs one more unit's gradients.",
+        example=False,
     )
     load_from_fp32_weights: bool = later(
         True, "Take master weights from the checkpoint instead of the loaded weights.", Part.CHECKPOINTS, example=False

@@ -27,6 +27,7 @@ from ..report.monitor import CometSettings, FileSettings, MonitorSettings, Wandb
 from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
+from ..sharding.tuning import KEYS as TUNED
 from .observe import ObserverSettings
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -94,6 +95,12 @@ def policy_of(config: Config) -> Policy:
     )
 
 
+def is_open(config: Config, key: str) -> bool:
+    """Whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
+    decided = {decision.key for decision in config.decisions}
+    return key not in config.zero_optimization.model_fields_set or f"zero_optimization.{key}" in decided
+
+
 def plan_settings_of(config: Config) -> PlanSettings:
     """Everything about sharding and its schedule."""
     zero = config.zero_optimization
@@ -114,6 +121,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         deterministic=config.deterministic,
         transport=config.transport,
         unused_is_error=not zero.ignore_unused_parameters,
+        tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),
         leaf_classes=tuple(str(name).rpartition(".")[2] for name in zero.leaf_module.classes),
         leaf_names=tuple(zero.leaf_module.names),

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ..base.device import adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..precision.loss_scale import LossScaler
@@ -26,6 +27,7 @@ from ..sharding.master import Master
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .clip import Verdict, agree_on_norm, clip_factor
+from .lean import rule_of, unmarked
 from .lift import Lifter
 from .scratch import Scratch
 
@@ -122,17 +124,15 @@ class ShardedOptimizer(Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(runtime.device)
+        self.scratch = Scratch(runtime.pool.device)
         self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self._tiles = tiles_of(self._pieces, settings.tile_numel)
         self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in self._tiles), default=0)
-        self.inner = make_inner(
-            [
-                {**group, "params": [piece.param for piece in pieces]}
-                for group, pieces in zip(groups, self._pieces, strict=True)
-            ]
-        )
+        slices = [[piece.param for piece in pieces] for pieces in self._pieces]
+        with unmarked():
+            self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         _prefer_fused(self.inner)
+        adopt_step_hooks(self, self.inner)
         self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
@@ -280,7 +280,7 @@ class ShardedOptimizer(Optimizer):
         try:
             for number, group in enumerate(everything):
                 group["params"] = [piece.param for owner, piece in tile if owner == number]
-            self.inner.step()
+            rule_of(self.inner)()
         finally:
             for group, params in zip(everything, held, strict=True):
                 group["params"] = params

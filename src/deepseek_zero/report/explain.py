@@ -1,6 +1,6 @@
 """Where a step went, and what bounds it: phases of the clock, waits and sums of the meter, in sentences.
 
-Called by the engine's `explain` and at a run's end.
+Called by the engine's `explain`.
 """
 
 from __future__ import annotations
@@ -70,13 +70,24 @@ def _advice(lane: str, advice: Advice) -> str:
 
 def overlap_share(events: Sequence[Event]) -> float:
     """Of the time in which a collective was under way, the part in which this rank did something else; 0 if none."""
-    under_way = _merged([(event.issued, event.arrived) for event in events if event.arrived > event.issued])
+    total = under_way_seconds(events)
+    return (total - exposed_seconds(events)) / total if total else 0.0
+
+
+def under_way_seconds(events: Sequence[Event]) -> float:
+    """How long at least one collective was between its start and the arrival of its data."""
+    return sum(stop - start for start, stop in _under_way(events))
+
+
+def exposed_seconds(events: Sequence[Event]) -> float:
+    """How long this rank did nothing else than wait for one that was under way."""
     standing = _merged([event.waited for event in events])
-    total = sum(stop - start for start, stop in under_way)
-    exposed = sum(
-        max(0.0, min(stop, until) - max(start, since)) for start, stop in under_way for since, until in standing
-    )
-    return (total - exposed) / total if total else 0.0
+    pairs = ((span, wait) for span in _under_way(events) for wait in standing)
+    return sum(max(0.0, min(stop, until) - max(start, since)) for (start, stop), (since, until) in pairs)
+
+
+def _under_way(events: Sequence[Event]) -> list[tuple[float, float]]:
+    return _merged([(event.issued, event.arrived) for event in events if event.arrived > event.issued])
 
 
 def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

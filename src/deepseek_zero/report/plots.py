@@ -71,7 +71,7 @@ def loss_curve(records: Sequence[StepRecord], path: Path | str, words: Words = W
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss ({words.unit})")
     _titles(axes, words.title, words.subtitle)
-    _save(figure, path)
+    save(figure, path)
 
 
 def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memory per rank by ZeRO stage") -> None:
@@ -97,7 +97,7 @@ def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memor
     axes.margins(y=0.12)
     _state_legend(axes, states)
     _titles(axes, title, "bars: measured, by state; black lines: predicted by the plan")
-    _save(figure, path)
+    save(figure, path)
 
 
 def running_mean(values: Sequence[float], radius: int) -> list[float]:
@@ -117,20 +117,38 @@ def running_mean(values: Sequence[float], radius: int) -> list[float]:
     return means
 
 
+def dress(axes: Any, along: str = "x", ticks: float = 3) -> None:
+    """The look of every picture: a base line and no frame, grey ticks, faint lines across.
+
+    along: the axis on which places lie, drawn with ticks of that length; values are read on the other one's lines.
+    """
+    across = "y" if along == "x" else "x"
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(GREY)
+    axes.tick_params(colors=GREY, labelcolor=INK, length=ticks)
+    axes.tick_params(axis=across, length=0)
+    axes.grid(axis=across, color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.xaxis.label.set_color(INK)
+    axes.yaxis.label.set_color(INK)
+
+
+def save(figure: Any, path: Path | str) -> None:
+    """Write a picture whole: a reader never finds half of it."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    figure.savefig(unfinished, format="png", facecolor="white")
+    os.replace(unfinished, path)
+
+
 def _figure(width: float, height: float) -> tuple[Any, Any]:
     require_matplotlib()
     # Figure without pyplot: no global state, no window system, and Agg is what savefig picks for a PNG.
     figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=160, layout="constrained")
     axes = figure.add_subplot()
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
-    axes.spines["bottom"].set_color(GREY)
-    axes.tick_params(colors=GREY, labelcolor=INK, length=3)
-    axes.tick_params(axis="y", length=0)
-    axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.xaxis.label.set_color(INK)
-    axes.yaxis.label.set_color(INK)
+    dress(axes)
     return figure, axes
 
 
@@ -172,11 +190,3 @@ def _state_legend(axes: Any, states: Sequence[str]) -> None:
     patches = importlib.import_module("matplotlib.patches")
     handles = [patches.Patch(color=STATE_COLOURS.get(state, OTHER_COLOUR), label=state) for state in states]
     axes.legend(handles=handles, frameon=False, labelcolor=INK, loc="upper right", handlelength=1, handleheight=1)
-
-
-def _save(figure: Any, path: Path | str) -> None:
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    figure.savefig(unfinished, format="png", facecolor="white")
-    os.replace(unfinished, path)  # a reader never finds half a picture

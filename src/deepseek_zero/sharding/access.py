@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
+from ..comm.collectives import hand_out
 from .buffer import FlatBuffer, move
 from .group import FlatGroup
 from .handle import owner_of, put_to_rest, wake
@@ -99,7 +100,8 @@ class GatheredParameters:
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):
-            broadcast(copy, group, self.modifier_rank)
+            comm = group.route.comm
+            hand_out(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
             group.store(copy)
 
     def _refuse_changes(self) -> None:
@@ -122,7 +124,7 @@ class GatheredParameters:
             for member in group.members:
                 if group.is_sharded and group.full is None:
                     with without_torch_function():
-                        put_to_rest(member.param, group.placeholder)
+                        put_to_rest(member.param, member.nothing)
                 else:
                     source = group.full if group.full is not None else group.weight
                     wake(member.param, member.kind, source.view(member.slot))
@@ -137,17 +139,6 @@ def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:
 def member_names(group: FlatGroup) -> str:
     names = [member.name for member in group.members]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-
-
-def broadcast(flat: Tensor, group: FlatGroup, source: int) -> None:
-    """One rank's values of a flat tensor, to every rank.  Collective."""
-    comm = group.route.comm
-    if comm.size == 1:
-        return
-    nothing = flat[:0]
-    outgoing = [flat if comm.rank == source else nothing] * comm.size
-    incoming = [flat if peer == source and comm.rank != source else nothing for peer in range(comm.size)]
-    comm.exchange(outgoing, incoming, "gather", f"changed {group.members[0].name}").wait()
 
 
 def full_master(param: nn.Parameter) -> Tensor | None:

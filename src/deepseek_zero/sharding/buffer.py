@@ -15,11 +15,20 @@ import torch
 from torch import Tensor
 
 from ..base.device import storage_users
+from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
+
+WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
+
+
+def return_pages(tensor: Tensor) -> None:
+    """Forget the contents: on the CPU, the pages of a large buffer are the system's until it is written again."""
+    if tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING:
+        give_back(tensor)
 
 
 @dataclass
@@ -52,6 +61,12 @@ class Pool:
     def idle(self) -> list[Tensor]:
         """What waits to be lent."""
         return [tensor for tensors in self._idle.values() for tensor in tensors]
+
+    def rest(self) -> None:
+        """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
+        for tensor in self.idle():
+            self.comm.settle(tensor)
+            return_pages(tensor)
 
     def clear(self) -> None:
         """Free what is idle."""
@@ -100,7 +115,7 @@ class FlatBuffer:
 
     def view(self, slot: Slot) -> Tensor:
         """A parameter's elements in its own shape: a view.  Only of a buffer that holds every element."""
-        return self.storage[slot.start : slot.stop].view(slot.shape)
+        return self.storage.as_strided(slot.shape, slot.strides, self.storage.storage_offset() + slot.start)
 
     def held(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
@@ -196,9 +211,6 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     def rest() -> None:
         for cut in cuts[1:]:
             start(*cut).wait()
-        boxes_are_gone()
-
-    def boxes_are_gone() -> None:
         if inbox is not None:
             route.pool.give(inbox)
 

@@ -13,7 +13,7 @@ from torch import nn
 from ..base.device import default_device
 from ..base.errors import UsageError
 from ..comm.agreement import agree
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, hand_out
 from .buffer import Pool, Route
 from .group import FlatGroup, Member
 from .handle import owner_of
@@ -57,8 +57,9 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
             group = _group(choice, key, names, settings, route)
             groups.append(group)
         units.append(Unit(choice.name or "root", choice.module, groups, number))
+    pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
-    return Runtime(model, units, comm, settings, device)
+    return Runtime(model, units, route, settings)
 
 
 def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:
@@ -83,10 +84,7 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
             buffer.data = buffer.data.to(device)
         if comm.size > 1 and buffer.numel():
             flat = buffer.detach().reshape(-1).contiguous().clone()
-            nothing = flat[:0]
-            outgoing = [flat if comm.rank == 0 else nothing] * comm.size
-            incoming = [flat if peer == 0 and comm.rank != 0 else nothing for peer in range(comm.size)]
-            comm.exchange(outgoing, incoming, "gather", f"buffer {name}").wait()
+            hand_out(comm, [flat] * comm.size, flat, f"buffer {name}")
             buffer.data.copy_(flat.view(buffer.shape))
 
 

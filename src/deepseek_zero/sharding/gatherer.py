@@ -14,6 +14,7 @@ import torch
 from ..comm.collectives import Comm
 from .plan import PlanSettings
 from .schedule import Pass, Schedule, plan_schedule
+from .tuning import Tuner
 from .unit import Unit, UnitState
 
 
@@ -24,11 +25,14 @@ class Gatherer:
         self.units, self.settings, self.comm = list(units), settings, comm
         self.schedule: Schedule = plan_schedule(self.sizes, list(range(len(units))), settings)
         self.order_is_agreed = False
+        self.tuner = Tuner(settings, [unit.numel for unit in units], comm)
         self._recorded: list[int] = []
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None
         self._cursor = 0
         self._resident_before: frozenset[int] = frozenset()
+        sharded = [group for unit in units for group in unit.sharded]
+        self._rests_in_common = any(group.weight.common is not None for group in sharded)
 
     @property
     def sizes(self) -> list[int]:
@@ -37,7 +41,7 @@ class Gatherer:
 
     def begin(self, walk: Pass) -> None:
         """Start a walk; the one before must have ended.  Collective within the gather lane."""
-        if any(group.weight.common is not None for unit in self.units for group in unit.sharded):
+        if self._rests_in_common:
             self.comm.meet("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._cursor = walk, 0
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
@@ -117,6 +121,11 @@ class Gatherer:
         order += [number for number in range(len(self.units)) if number not in order]
         self.schedule = plan_schedule(self.sizes, order, self.settings)
         self.order_is_agreed = True
+
+    def replan(self, settings: PlanSettings) -> None:
+        """Go on with other sizes, in the same order; between two steps."""
+        self.settings = settings
+        self.schedule = plan_schedule(self.sizes, self.schedule.forward.order, settings)
 
     def _issue_up_to(self, position: int) -> None:
         assert self._walk is not None

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
-from ..base.memory import Pages
+from ..base.memory import private_pages
 from ..comm.collectives import Pending
-from .buffer import FlatBuffer, move
-from .handle import show_grad
+from .buffer import FlatBuffer, move, return_pages
+from .handle import GradAtRest, grad_at_rest
 from .layout import Slot
 from .placement import P, R, S
 from .plan import Spec
@@ -43,8 +43,8 @@ class Gradient:
     def __init__(self, group: FlatGroup, reduce_dtype: torch.dtype | None, predivide: float) -> None:
         self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
         self.buffer: FlatBuffer | None = None
-        self._pages: Pages | None = None
         self.arrivals = Arrivals()
+        self._at_rest: list[GradAtRest] = []
         self._shown = False
 
     @property
@@ -116,12 +116,11 @@ class Gradient:
         return pending.then(lambda: group.route.pool.give(partial.storage))
 
     def _shard(self, spec: Spec) -> FlatBuffer:
-        """This rank's slice of the sum.  On the CPU its pages are the system's between a step and the next backward."""
+        """This rank's slice of the sum."""
         layout, device = self.group.layout, self.group.route.pool.device
         if device.type != "cpu" or not layout.padded_numel:
             return FlatBuffer.empty(layout, spec, device)
-        self._pages = Pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
-        return FlatBuffer(layout, spec, self._pages.tensor)
+        return FlatBuffer(layout, spec, private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype))
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""
@@ -152,23 +151,29 @@ class Gradient:
         return self._own(self.buffer)
 
     def drop(self) -> None:
-        """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next."""
+        """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next.
+
+        On the CPU the pages of a shard are the system's until then.
+        """
         partial = self.arrivals.partial
         if partial is not None and partial is not self.buffer:
             self.group.route.pool.give(partial.storage)
         self.arrivals = Arrivals()
-        if self._pages is not None:
-            self._pages.give_back()
+        if self.buffer is not None and self.buffer.spec.placement is S:
+            return_pages(self.buffer.storage)
         self._shown = False
-        for member in self.group.members:
-            with without_torch_function():
+        with without_torch_function():
+            for member in self.group.members:
                 member.param.grad = None
 
     def show(self) -> None:
         """Let `.grad` of every member show that a reduced gradient exists."""
         self._shown = True
-        for member in self.group.members:
-            show_grad(member.param, self.group.placeholder)
+        if not self._at_rest:
+            self._at_rest = [grad_at_rest(member.param, member.nothing) for member in self.group.members]
+        with without_torch_function():
+            for member, grad in zip(self.group.members, self._at_rest, strict=True):
+                member.param.grad = grad
 
     def hide(self) -> None:
         """Take the shown gradients away before a backward, or autograd would add to them."""

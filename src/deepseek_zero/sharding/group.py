@@ -8,14 +8,14 @@ which work on the slices it shows them.  Called by unit.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
-from ..comm.collectives import DONE, Pending
+from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
@@ -35,6 +35,7 @@ class Member:
     slot: Slot
     kind: type[nn.Parameter]
     built_dtype: torch.dtype
+    nothing: Tensor = field(init=False)  # its data at rest
 
     @property
     def name(self) -> str:
@@ -65,6 +66,7 @@ class FlatGroup:
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=route.pool.device)
+        self._views: list[Tensor] = []  # of members in common pages, which stay where they are
         self.build("element")
 
     # -- building
@@ -87,18 +89,21 @@ class FlatGroup:
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
+        prepare_rest(self.members, self.placeholder)
         device, comm = self.route.pool.device, self.route.comm
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
-        scatter_values(full, self.route, names)
+        take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
         self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, self.members[0].name)
+        self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
         self._build_states(full)
+        self.route.pool.give(full.storage)
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
-                put_to_rest(member.param, self.placeholder)
+                put_to_rest(member.param, member.nothing)
             else:
                 wake(member.param, member.kind, self.weight.view(member.slot))
 
@@ -133,12 +138,13 @@ class FlatGroup:
         self.plan = self.plan.lifted()
         device = self.route.pool.device
         self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, what)
-        self.placeholder = self.placeholder.float()
+        self.placeholder, self._views = self.placeholder.float(), []
+        prepare_rest(self.members, self.placeholder)
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         for member in self.members:
             with without_torch_function():
                 if self.is_sharded:
-                    put_to_rest(member.param, self.placeholder)
+                    put_to_rest(member.param, member.nothing)
                 else:
                     wake(member.param, member.kind, self.weight.view(member.slot))
         self.refresh(what).wait()
@@ -147,7 +153,9 @@ class FlatGroup:
         """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by
         side.
         """
-        flat = self.route.comm.empty(self.layout.padded_numel, dtype).zero_()
+        flat = self.route.pool.take(self.layout.padded_numel, dtype)
+        for low, high in self.layout.gaps():
+            flat[low:high].zero_()
         for member in self.members:
             held_by = owner_of(member.param)
             if isinstance(held_by, FlatGroup) and held_by is not self:
@@ -157,7 +165,7 @@ class FlatGroup:
             del values
             # The original goes as soon as it is copied, so that a unit never stands here twice.
             member.param.__class__ = member.kind
-            member.param.data = self.placeholder.expand(member.slot.shape)
+            member.param.data = member.nothing
         return flat
 
     def _build_states(self, full: FlatBuffer) -> None:
@@ -195,16 +203,19 @@ class FlatGroup:
     def show(self) -> None:
         """Point every parameter at the gathered buffer."""
         if self.full is not None:
-            for member in self.members:
-                wake(member.param, member.kind, self.full.view(member.slot))
+            views = self._views or [self.full.view(member.slot) for member in self.members]
+            if self.weight.common is not None:
+                self._views = views
+            for member, view in zip(self.members, views, strict=True):
+                wake(member.param, member.kind, view)
 
     def release(self) -> None:
         """Put every parameter to rest and give the gathered buffer back."""
         if self.full is None:
             return
-        for member in self.members:
-            with without_torch_function():
-                put_to_rest(member.param, self.placeholder)
+        with without_torch_function():
+            for member in self.members:
+                put_to_rest(member.param, member.nothing)
         full, self.full = self.full, None
         if self.weight.common is not None:
             self.weight.common.release()
@@ -271,14 +282,15 @@ class FlatGroup:
         self.gradient.of(self.members[self.index[id(param)]].slot).mul_(factor)
 
 
-def scatter_values(full: FlatBuffer, route: Route, names: Sequence[str]) -> None:
-    """Rank 0's values of a whole buffer, to every rank.  Collective."""
-    if route.comm.size == 1:
-        return
-    comm, nothing = route.comm, full.storage[:0]
-    what = f"values of {names[0]}" if names else "values"
+def prepare_rest(members: Sequence[Member], placeholder: Tensor) -> None:
+    """Make what each member's data is at rest: the placeholder, expanded to its shape."""
+    for member in members:
+        member.nothing = placeholder.expand(member.slot.shape)
+
+
+def take_values_of_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
+    """Rank 0's values of a whole buffer, to every rank; `only_own`: each rank's slice alone.  Collective."""
     slices = [full.slice(rank) for rank in range(comm.size)]
-    outgoing = slices if comm.rank == 0 else [nothing] * comm.size
-    incoming = [slices[comm.rank] if peer == 0 and comm.rank != 0 else nothing for peer in range(comm.size)]
-    comm.exchange(outgoing, incoming, "gather", what).wait()
-    comm.all_gather(full.storage, "gather", what).wait()
+    hand_out(comm, slices, slices[comm.rank], what)
+    if not only_own:
+        comm.all_gather(full.storage, "gather", what).wait()

@@ -199,10 +199,9 @@ class GradAtRest(Tensor):
             return f"GradAtRest(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
-def put_to_rest(param: nn.Parameter, placeholder: Tensor) -> None:
-    """Turn a parameter in use into one at rest.  placeholder: 0-dim NaN of the parameter's dtype."""
-    shape = param.shape
-    param.data = placeholder.expand(shape)
+def put_to_rest(param: nn.Parameter, nothing: Tensor) -> None:
+    """Turn a parameter in use into one at rest.  nothing: one NaN of its dtype, expanded to its shape."""
+    param.data = nothing
     param.__class__ = AtRest
 
 
@@ -212,12 +211,11 @@ def wake(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
     param.data = data
 
 
-def show_grad(param: nn.Parameter, placeholder: Tensor) -> None:
-    """Let `.grad` show that a reduced gradient exists."""
-    grad = placeholder.expand(param.shape).as_subclass(GradAtRest)
+def grad_at_rest(param: nn.Parameter, nothing: Tensor) -> GradAtRest:
+    """What `.grad` shows where a reduced gradient exists.  nothing: as the parameter's at rest."""
+    grad = nothing.as_subclass(GradAtRest)
     grad.__dict__["param"] = weakref.ref(param)
-    with without_torch_function():
-        param.grad = grad
+    return grad
 
 
 def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..base.device import default_device, storage_users, without_torch_function
 from ..base.errors import UsageError
 from ..base.mesh import current_mesh
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, hand_out
 from .handle import owner_of, put_to_rest, set_owner, wake
 
 
@@ -147,16 +147,11 @@ class Init:
         padded[: param.numel()].copy_(param.data.reshape(-1))
         mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
         if comm.size > 1 and per_rank:
-            slices, nothing = padded.chunk(comm.size), padded[:0]
-            outgoing = list(slices) if comm.rank == 0 else [nothing] * comm.size
-            incoming = [mine if peer == 0 and comm.rank != 0 else nothing for peer in range(comm.size)]
-            comm.exchange(outgoing, incoming, "gather", "a parameter under construction").wait()
+            hand_out(comm, padded.chunk(comm.size), mine, "a parameter under construction")
         shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self)
         keep_alive(param, shard)
-        put_to_rest(
-            param,
-            torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device),
-        )
+        nothing = torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device)
+        put_to_rest(param, nothing.expand(param.shape))
 
     def settle(self) -> None:
         """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
@@ -170,7 +165,8 @@ class Init:
                 continue
             shard.write(param, full.view(shard.shape))
             shard.full = None
-            put_to_rest(param, torch.full((), float("nan"), dtype=full.dtype, device=full.device))
+            nothing = torch.full((), float("nan"), dtype=full.dtype, device=full.device)
+            put_to_rest(param, nothing.expand(shard.shape))
         self.awake = busy
 
 

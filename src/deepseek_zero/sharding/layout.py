@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 # Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
@@ -25,11 +26,16 @@ class Slot:
     shape: Shape
     start: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         return prod(self.shape)
 
-    @property
+    @cached_property
+    def strides(self) -> Shape:
+        """Of a contiguous tensor of that shape."""
+        return tuple(prod(self.shape[axis + 1 :]) for axis in range(len(self.shape)))
+
+    @cached_property
     def stop(self) -> int:
         return self.start + self.numel
 

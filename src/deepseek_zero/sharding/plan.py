@@ -93,7 +93,7 @@ class PlanSettings:
     window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered unit stays if it
     is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
     bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
-    ranks.
+    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).
     """
 
     stage: int = 3
@@ -112,6 +112,7 @@ class PlanSettings:
     deterministic: bool = False
     transport: str = "fastest"
     unused_is_error: bool = False
+    tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()

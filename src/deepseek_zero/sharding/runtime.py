@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ..base.clock import BETWEEN
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import UsageError
-from ..comm.collectives import Comm
-from . import hooks
+from . import hooks, tuning
+from .buffer import Route
 from .forward import Forward, Phase
 from .gatherer import Gatherer
 from .group import FlatGroup
@@ -31,17 +31,16 @@ from .watch import Watcher
 class Runtime:
     """One wrapped model at work."""
 
-    def __init__(
-        self, model: nn.Module, units: list[Unit], comm: Comm, settings: PlanSettings, device: torch.device
-    ) -> None:
-        self.model, self.units, self.comm, self.settings, self.device = model, units, comm, settings, device
+    def __init__(self, model: nn.Module, units: list[Unit], route: Route, settings: PlanSettings) -> None:
+        self.model, self.units, self.settings = model, units, settings
+        self.comm, self.pool = route.comm, route.pool
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
-        self.gatherer = Gatherer(units, settings, comm)
-        self.reducer = Reducer(units, comm, settings.overlap)
+        self.gatherer = Gatherer(units, settings, self.comm)
+        self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward.order)
         self.forward = Forward(self)
         self._backward_id = -1
@@ -192,6 +191,8 @@ class Runtime:
             self.gatherer.agree_on_order()
             self.reducer.set_order(self.gatherer.schedule.backward.order)
         self.comm.meter.end_step()
+        if (changed := self.gatherer.tuner.look()) is not None:
+            tuning.apply(self, changed)
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
@@ -199,6 +200,7 @@ class Runtime:
         self.reducer.late.clear()
         for group in self.trained_groups:
             group.gradient.drop()
+        self.pool.rest()
 
     # -- trouble
 

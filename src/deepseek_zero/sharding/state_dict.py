@@ -95,7 +95,7 @@ class _Loader:
                 if not group.is_sharded:
                     for member in group.members:
                         with without_torch_function():
-                            put_to_rest(member.param, group.placeholder)
+                            put_to_rest(member.param, member.nothing)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
         if self.outermost is not module:

@@ -61,6 +61,11 @@ class Unit:
         """Elements that a gather brings here."""
         return sum(group.layout.padded_numel for group in self.sharded)
 
+    @property
+    def numel(self) -> int:
+        """Elements of all its groups, padding included: what the largest message about it could hold."""
+        return sum(group.layout.padded_numel for group in self.groups)
+
     def explain(self) -> list[str]:
         """One line per group: where weight, gradient, master and moments live, and in which format."""
         return [

@@ -29,6 +29,7 @@ PRIVATE = (
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._storage_Use_Count",
     "torch._C.DisableTorchFunctionSubclass",
+    "torch.optim.Optimizer._patch_step_function",
 )
 
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from deepseek_zero.base.memory import Pages
+from deepseek_zero.base.memory import Segment, give_back, private_pages
 
 FAULTS = """
 import resource, sys, torch
@@ -32,14 +32,36 @@ def resident_bytes() -> int:
 
 
 def test_pages_that_are_given_back_are_the_systems_until_they_are_written_again() -> None:
-    pages = Pages(16 << 20, torch.float32)
+    pages = private_pages(16 << 20, torch.float32)
     empty = resident_bytes()
     for value in (1.0, 2.0):
-        pages.tensor.fill_(value)
+        pages.fill_(value)
         assert resident_bytes() - empty > 60 << 20
-        pages.give_back()
+        give_back(pages)
         assert resident_bytes() - empty < 8 << 20
-        assert pages.tensor[123] == 0
+        assert pages[123] == 0
+
+
+def test_shared_pages_that_are_given_back_are_gone_for_all_who_map_them() -> None:
+    segment = Segment.create(64 << 20)
+    ours = segment.map(0, 16 << 20, torch.float32)
+    theirs = segment.look(torch.float32).tensor
+    empty = resident_bytes()
+    for value in (1.0, 2.0):
+        ours.fill_(value)
+        assert theirs[-1] == value
+        give_back(ours)
+        assert theirs[-1] == 0
+        assert resident_bytes() - empty < 8 << 20
+    segment.close()
+
+
+def test_what_shares_a_page_with_others_is_not_given_back() -> None:
+    memory = private_pages(4096, torch.float32).fill_(1.0)
+    give_back(memory[100:4000])
+    assert (memory[:100] == 1).all()
+    assert (memory[4000:] == 1).all()
+    assert memory[2000] == 0
 
 
 @pytest.mark.parametrize("variables", [{}, {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}])

@@ -69,10 +69,10 @@ def test_a_stated_size_is_kept_beside_a_known_hidden_size() -> None:
     assert config.zero_optimization.reduce_bucket_size == 7
 
 
-@pytest.mark.parametrize("stage, overlaps", [(0, False), (2, False), (3, True)])
-def test_overlap_is_on_at_stage_3_unless_stated(stage: int, overlaps: bool) -> None:
-    assert resolved({"zero_optimization": {"stage": stage}}).zero_optimization.overlap_comm is overlaps
-    assert resolved({"zero_optimization": {"stage": stage, "overlap_comm": True}}).zero_optimization.overlap_comm
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_overlap_is_on_at_every_stage_unless_stated(stage: int) -> None:
+    for stated, overlaps in (({}, True), ({"overlap_comm": "auto"}, True), ({"overlap_comm": False}, False)):
+        assert resolved({"zero_optimization": {"stage": stage, **stated}}).zero_optimization.overlap_comm is overlaps
 
 
 # Precision ------------------------------------------------------------------------------------------------------------

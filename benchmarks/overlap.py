@@ -1,0 +1,168 @@
+"""How much of the communication runs beside the computation, by the event log of every rank (`engine.timeline`).
+
+    deepseek-zero run --nproc 2 benchmarks/overlap.py               # GPT-30M, two minutes
+    deepseek-zero run --nproc 2 benchmarks/overlap.py --cell tiny-fp32 --steps 2 --out /tmp/overlap.md
+
+Stages 2 and 3, through shared memory and through gloo, with `overlap_comm` and without, interleaved in one run.  A
+collective is under way from the call that starts it until its data is here; it is hidden while its rank does anything
+else than wait for it.  Leaves a table (.md) and the backward of each setting as a picture (.png).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+
+import deepseek_zero as dz
+from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
+from benchmarks.model import Batches, build_model
+from deepseek_zero.comm.meter import Event
+from deepseek_zero.report.explain import exposed_seconds, overlap_share, under_way_seconds
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
+
+RESULTS = Path(__file__).parent / "results" / "overlap.md"
+
+
+@dataclass
+class Setting:
+    """One engine and what was seen of it.  events: of its last step, seconds from the step's start."""
+
+    stage: int
+    transport: str
+    overlap: bool
+    engine: Any
+    seconds: list[float] = field(default_factory=list)
+    under_way: list[float] = field(default_factory=list)
+    exposed: list[float] = field(default_factory=list)
+    shares: list[float] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    began: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"stage {self.stage}, {self.transport}, overlap {'on' if self.overlap else 'off'}"
+
+    def step(self, batch: tuple[torch.Tensor, torch.Tensor], *, count: bool) -> None:
+        """One optimizer step with its log."""
+        self.engine.runtime.comm.fence("a step")
+        self.began = time.perf_counter()
+        with self.engine.timeline() as self.events:
+            loss = self.engine(*batch)
+            self.engine.backward(loss)
+            self.engine.step()
+        if count:
+            self.seconds.append(time.perf_counter() - self.began)
+            self.under_way.append(under_way_seconds(self.events))
+            self.exposed.append(exposed_seconds(self.events))
+            self.shares.append(overlap_share(self.events))
+
+    def row(self) -> str:
+        step, under_way, exposed = map(statistics.median, (self.seconds, self.under_way, self.exposed))
+        share = statistics.median(self.shares)
+        figures = f"{step * 1e3:.0f} | {under_way * 1e3:.0f} | {share:.0%} | {exposed / step:.1%}"
+        return f"| {self.stage} | {self.transport} | {'on' if self.overlap else 'off'} | {figures} |"
+
+
+def settings_of(cell: Cell) -> list[Setting]:
+    """An engine for each setting.  Collective."""
+    found = []
+    for stage, transport, overlap in product((2, 3), ("fastest", "gloo"), (True, False)):
+        config = {
+            "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
+            "optimizer": {"type": "AdamW", "params": ADAMW},
+            "bf16": {"enabled": cell.dtype == "bf16"},
+            "transport": transport,
+            "steps_per_print": None,
+            # A window of nothing, so that stage 3 gathers for backward again; prefetching one unit ahead.
+            "zero_optimization": {
+                "stage": stage,
+                "overlap_comm": overlap,
+                "stage3_param_persistence_threshold": 0,
+                "stage3_max_reuse_distance": 0,
+            },
+        }
+        engine, *_ = dz.initialize(model=build_model(cell.shape), config=config)
+        found.append(Setting(stage, transport, overlap, engine))
+    return found
+
+
+def draw(settings: list[Setting], path: Path) -> None:
+    """One line per lane and setting: when collectives were under way, and where their rank stood and waited."""
+    figure = Figure(figsize=(9.6, 0.62 * len(settings) + 1.2), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    for place, setting in enumerate(settings):
+        for event in setting.events:
+            if event.lane in ("gather", "reduce") and event.arrived > event.issued:
+                high = place - 0.2 if event.lane == "gather" else place + 0.2
+                start, length = (event.issued - setting.began) * 1e3, (event.arrived - event.issued) * 1e3
+                axes.barh(high, length, 0.34, start, color=BLUE, alpha=0.55)
+                since, until = max(event.issued, event.waited[0]), min(event.arrived, event.waited[1])
+                if until > since:
+                    axes.barh(high, (until - since) * 1e3, 0.34, (since - setting.began) * 1e3, color=ORANGE)
+    axes.set_yticks(range(len(settings)), [setting.name for setting in settings])
+    axes.invert_yaxis()
+    axes.set_xlabel("milliseconds of one step", color=INK)
+    axes.set_title(
+        "Collectives under way (above: gathers, below: reductions); orange: the rank waits for them",
+        loc="left",
+        color=INK,
+        fontsize=10.5,
+        fontweight="bold",
+    )
+    dress(axes, along="y", ticks=0)
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cell", type=Cell.parse, default=Cell.parse("30m-fp32"))
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    dz.init_distributed()
+    rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    cores = sorted(os.sched_getaffinity(0))
+    if size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    settings, batches = settings_of(asked.cell), Batches(asked.cell, size, rank, size)
+    for number in range(2 + asked.steps):
+        for setting in settings:
+            setting.step(batches.of_step(number)[0], count=number >= 2)
+    if rank:
+        return
+    lines = [
+        "# Communication beside computation",
+        "",
+        f"{date.today()}, torch {torch.__version__}, {asked.cell.name}, {size} ranks with one thread each, "
+        f"{len(cores)} cores; medians of {asked.steps} steps on rank 0.",
+        "Written by `benchmarks/overlap.py`. Under way: from the call that starts a collective until its data is here.",
+        "Hidden: of that, the part in which the rank did something else. Exposed: waiting, as a part of the step.",
+        "",
+        "| stage | transport | overlap_comm | step, ms | under way, ms | hidden | exposed |",
+        "|--:|---|---|--:|--:|--:|--:|",
+        *(setting.row() for setting in settings),
+        "",
+        f"![when collectives were under way]({asked.out.with_suffix('.png').name})",
+    ]
+    asked.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(settings, asked.out.with_suffix(".png"))
+    asked.out.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[5:-2]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""torch's optimizers without torch's compiler, which they import at their first use: a second, and 70 MB per rank.
+
+Their `add_param_group` and `step` carry marks for torch.compile.  A sharded optimizer is not compiled, so it calls
+what is under the marks.  Called by sharded.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+@contextmanager
+def unmarked() -> Iterator[None]:
+    """While torch's optimizers are built."""
+    marked = Optimizer.add_param_group
+    Optimizer.add_param_group = inspect.unwrap(marked)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.add_param_group = marked  # type: ignore[method-assign]
+
+
+def rule_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """The bare update of one of torch's own optimizers or ours; any other's `step`.  Runs inside `torch.no_grad()`.
+
+    Hooks are the outer step's: they run once a step and not once a tile.
+    """
+    cls = type(optimizer)
+    is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero") and "step" not in vars(optimizer)
+    return inspect.unwrap(cls.step).__get__(optimizer) if is_known else optimizer.step

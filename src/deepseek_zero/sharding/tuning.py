@@ -1,0 +1,95 @@
+"""Sizes that grow while that shortens waiting: seed 000's dynamic adjustment, on all ranks alike.
+
+Every PERIOD steps the ranks compare how long the slowest of them waited.  Where that is worth it a size doubles; it
+stays if the wait fell, else it goes back for good.  Only sizes that nobody stated are touched, and no result depends on
+them: a sum's order is the plan's, whatever the message.  Called by runtime.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..base.log import log_once
+from ..comm.collectives import Comm
+from .plan import PlanSettings
+
+if TYPE_CHECKING:
+    from .runtime import Runtime
+
+PERIOD = 4  # steps between two looks
+WORTH = 0.02  # of a step: shorter waits are left alone
+GAIN = 0.9  # a larger size stays if at most so much of the wait is left
+KEYS = {"ahead_numel": "stage3_prefetch_bucket_size", "bucket_numel": "reduce_bucket_size"}
+LANES = {"ahead_numel": "gather", "bucket_numel": "reduce"}
+
+
+@dataclass
+class Knob:
+    """One size, in elements.  floor, ceiling: what it may be once it is touched."""
+
+    name: str
+    value: int
+    floor: int
+    ceiling: int
+    before: tuple[int, float] | None = None  # the value and the wait before the last change
+    is_done: bool = False
+
+    def turn(self, share: float) -> bool:
+        """Go on from the share of a step that the slowest rank waited; True if the value changed."""
+        if self.before is not None and share > GAIN * self.before[1]:
+            self.value, self.is_done = self.before[0], True
+            return True
+        if share < WORTH or self.value >= self.ceiling:
+            self.is_done = True
+            return False
+        self.before = self.value, share
+        self.value = min(self.ceiling, max(2 * self.value, self.floor))
+        return True
+
+
+class Tuner:
+    """Looks at the waits of one engine, one knob after the other."""
+
+    def __init__(self, settings: PlanSettings, sizes: Sequence[int], comm: Comm) -> None:
+        self.settings, self.comm, self.steps = settings, comm, 0
+        self._seen: dict[str, float] = {}
+        largest, total = max(sizes, default=0), sum(sizes)
+        limits = {
+            "ahead_numel": (largest, min(settings.window_numel, total)),
+            "bucket_numel": (0, largest),
+        }
+        travels = comm.size > 1 and settings.overlap and not comm.reads_in_place
+        names = settings.tunes if travels else ()
+        self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
+
+    def look(self) -> PlanSettings | None:
+        """After a step: the settings to go on with, where they change.  Collective every PERIOD steps until done."""
+        self.steps += 1
+        knob = next((knob for knob in self.knobs if not knob.is_done), None)
+        if knob is None or self.steps % PERIOD:
+            return None
+        meter, lane = self.comm.meter, LANES[knob.name]
+        totals = {**meter.wait_seconds, "all": sum(meter.clock.seconds.values())}
+        waited, passed = (totals.get(name, 0.0) - self._seen.get(name, 0.0) for name in (lane, "all"))
+        self._seen = totals
+        shares = self.comm.rows(torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits")
+        share, old = float(shares.max()), knob.value
+        if not knob.turn(share):
+            return None
+        log_once(f"{KEYS[knob.name]} {old:,} -> {knob.value:,} elements: {share:.1%} of a step waits for a {lane}")
+        changed: dict[str, Any] = {knob.name: knob.value}
+        self.settings = replace(self.settings, **changed)
+        return self.settings
+
+
+def apply(runtime: Runtime, settings: PlanSettings) -> None:
+    """Go on with other sizes, between two steps; every rank does so after the same step."""
+    runtime.settings = settings
+    runtime.gatherer.replan(settings)
+    runtime.pool.clear()  # buffers of the old sizes
+    for group in runtime.groups:
+        group.route = replace(group.route, bucket_numel=settings.bucket_numel)
