@@ -6,6 +6,8 @@ Hosts are posed: a process takes another key for its host, so that two ranks are
 from __future__ import annotations
 
 import gc
+import io
+import logging
 import os
 import signal
 import subprocess
@@ -15,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -24,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
+from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
 from deepseek_zero.comm import links, neighbours
 from deepseek_zero.comm.collectives import Comm
@@ -296,11 +300,24 @@ def test_kill_9_ends_the_job_in_seconds_and_leaves_nothing_in_shared_memory(vict
         assert "PeerError" in out or "SIGKILL" in out, out
 
 
+def said_by(call: Callable[[], object]) -> str:
+    """What a call logs."""
+    written = io.StringIO()
+    handler = logging.StreamHandler(written)
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return written.getvalue()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
 def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     run = Run(3, transport=transport)
     engine = start_engine(run, seeded(Gpt))
+    engine.observer.settings = replace(engine.observer.settings, steps_per_print=1000)
     train_step(engine, run, 0)
     engine.runtime.comm.meter.reset()
     with engine.timeline() as events:
@@ -314,3 +331,5 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     assert all(event.issued <= event.arrived and event.issued <= event.waited[1] for event in events)
     train_step(engine, run, 2)
     assert "computing" in engine.explain().splitlines()[-1] or "waiting" in engine.explain()
+    assert ("where the run went" in said_by(engine.destroy)) is (dist.get_rank() == 0)
+    assert not said_by(engine.destroy), "once"

@@ -166,11 +166,14 @@ class Engine(nn.Module):
 
     def explain(self) -> str:
         """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local."""
-        runtime = self.runtime
+        return "\n".join([self.plan(), *self._where_steps_went()])
+
+    def _where_steps_went(self) -> list[str]:
+        settings, gatherer, comm = self.runtime.settings, self.runtime.gatherer, self.runtime.comm
         advice = Advice(
-            runtime.settings.ahead_numel, max(runtime.gatherer.sizes, default=0), runtime.comm.reads_in_place
+            settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
-        return "\n".join([self.plan(), *where_steps_went(runtime.comm.meter, advice)])
+        return where_steps_went(comm.meter, advice)
 
     @contextmanager
     def timeline(self) -> Iterator[list[Event]]:
@@ -189,7 +192,12 @@ class Engine(nn.Module):
         return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
 
     def destroy(self) -> None:
-        """Unhook the model and free what the engine lent; calling it twice is harmless."""
+        """Unhook the model and free what the engine lent; calling it twice is harmless.
+
+        Rank 0 logs where its steps went, unless steps_per_print says that nothing is printed.
+        """
+        if not self.runtime.is_destroyed and self.observer.settings.steps_per_print and self.global_steps > 1:
+            log_once("\n".join(["where the run went", *self._where_steps_went()]))
         self.runtime.remove_hooks()
         self.observer.close()
 

@@ -19,10 +19,12 @@ LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "ro
 class Advice:
     """What of the settings a sentence of advice is made from.  ahead_numel: elements gathered ahead of their use.
 
-    largest_numel: of a unit.  in_place: gathers move nothing, so a wait is for a slower rank.
+    window_numel: gathered elements at a time.  largest_numel: of a unit.  in_place: gathers move nothing, so a wait is
+    for a slower rank.
     """
 
     ahead_numel: int
+    window_numel: int
     largest_numel: int
     in_place: bool
 
@@ -60,9 +62,13 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
 
 
 def _advice(lane: str, advice: Advice) -> str:
-    if lane == "gather" and not advice.in_place and advice.ahead_numel < 2 * advice.largest_numel:
-        wanted = format_count(2 * advice.largest_numel)
-        return f"stage3_prefetch_bucket_size of {wanted} elements would start them two units ahead"
+    if lane == "gather" and not advice.in_place:
+        two, three = (format_count(units * advice.largest_numel) for units in (2, 3))
+        if advice.ahead_numel < 2 * advice.largest_numel:
+            return f"stage3_prefetch_bucket_size of {two} elements would start them two units ahead"
+        if advice.window_numel < 3 * advice.largest_numel:
+            return f"stage3_max_live_parameters of {three} elements would let them start earlier"
+        return "weights travel slower than they are used; a larger micro-batch computes more with each"
     if lane == "reduce" and not advice.in_place:
         return "gradients travel slower than backward makes them; fewer micro-batch boundaries would send fewer"
     return "another rank comes later; give ranks equal batches and equal machines"

@@ -26,18 +26,19 @@ def test_the_parts_of_a_step_add_up_to_it() -> None:
 
 
 def test_before_there_are_two_steps_it_says_so() -> None:
-    assert where_steps_went(Meter(), Advice(0, 0, True)) == ["steps: measured from the second one on"]
+    assert where_steps_went(Meter(), Advice(0, 0, 0, True)) == ["steps: measured from the second one on"]
     assert shares(Meter()) == {}
 
 
 @pytest.mark.parametrize(
     ("lane", "advice", "sentence"),
     [
-        ("gather", Advice(0, 5_000_000, False), "stage3_prefetch_bucket_size of 10.0M elements"),
-        ("gather", Advice(10_000_000, 5_000_000, False), "another rank comes later"),
-        ("gather", Advice(0, 5_000_000, True), "another rank comes later"),
-        ("reduce", Advice(0, 0, False), "gradients travel slower"),
-        ("rows", Advice(0, 0, False), "another rank comes later"),
+        ("gather", Advice(0, 9**9, 5_000_000, False), "stage3_prefetch_bucket_size of 10.0M elements"),
+        ("gather", Advice(10_000_000, 14_000_000, 5_000_000, False), "stage3_max_live_parameters of 15.0M elements"),
+        ("gather", Advice(10_000_000, 15_000_000, 5_000_000, False), "a larger micro-batch"),
+        ("gather", Advice(0, 9**9, 5_000_000, True), "another rank comes later"),
+        ("reduce", Advice(0, 0, 0, False), "gradients travel slower"),
+        ("rows", Advice(0, 0, 0, False), "another rank comes later"),
     ],
 )
 def test_a_wait_that_matters_comes_with_advice(lane: str, advice: Advice, sentence: str) -> None:

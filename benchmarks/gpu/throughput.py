@@ -1,0 +1,284 @@
+"""One GPU: our engine at one rank against plain PyTorch and FSDP2, on GPTs of 350M, 1.3B and 7B.
+
+    python benchmarks/gpu/throughput.py               # under 8 minutes on one H200; writes benchmarks/results/gpu.json
+    python benchmarks/gpu/throughput.py --dry-run     # a few steps of each with a tiny model, on any device
+
+All train in bf16 with fp32 masters and fused AdamW, interleaved round by round.  Plain PyTorch keeps bf16 weights and
+fp32 masters and casts after each step.  TFLOP/s are the model's: products of weights and of causal attention, three
+times for forward and backward; what checkpointing computes again is not counted, nor is padding (there is none).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a file
+
+import deepseek_zero as dz
+from benchmarks.cells import ADAMW, Shape
+from benchmarks.model import Block
+from benchmarks.systems.common import MasterAdamW
+
+RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu.json"
+VOCABULARY = 32_000
+WARM = 3  # steps before the first that counts
+
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Size:
+    """A model and its batch.  checkpointed: each block is computed again in backward."""
+
+    shape: Shape
+    context: int
+    batch: int
+    systems: tuple[str, ...]
+    rounds: int = 2
+    checkpointed: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.context
+
+    @property
+    def flops(self) -> float:
+        """Of one step: 2 per weight and token in forward, 2 x context x width per layer for causal attention."""
+        shape = self.shape
+        products = 12 * shape.layers * shape.width**2 + VOCABULARY * shape.width
+        attention = shape.layers * self.context * shape.width
+        return 3.0 * 2 * (products + attention) * self.tokens
+
+
+ALL = ("plain", "fsdp2", "ours-0", "ours-3")
+SIZES = {
+    "tiny": Size(Shape(2, 64), 64, 2, ALL, rounds=1),
+    "350m": Size(Shape(24, 1024), 1024, 8, ALL),
+    "1.3b": Size(Shape(24, 2048), 2048, 8, ALL),
+    # Plain PyTorch takes 20 bytes a parameter: 134 GB and the activations are more than the GPU has.
+    "7b": Size(Shape(32, 4096), 2048, 8, ("fsdp2", "ours-3"), rounds=1, checkpointed=True),
+}
+
+
+class Model(nn.Module):
+    """The GPT of the CPU benchmarks with a vocabulary and a context of usual size."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.shape.width
+        self.is_checkpointed = size.checkpointed
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(size.context, width)
+        self.blocks = nn.ModuleList(Block(size.shape) for _ in range(size.shape.layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_checkpointed else block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def plain(model: Model, device: torch.device) -> tuple[Step, Any]:
+    optimizer = MasterAdamW(model, bf16=True)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step, None
+
+
+def fsdp2(model: Model, device: torch.device) -> tuple[Step, Any]:
+    mesh = init_device_mesh(device.type, (1,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return step, None
+
+
+def ours(stage: int) -> Callable[[Model, torch.device], tuple[Step, Any]]:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # no loader is made, so nothing depends on it
+        "steps_per_print": None,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": stage},
+    }
+
+    def build(model: Model, device: torch.device) -> tuple[Step, Any]:
+        engine, *_ = dz.initialize(model=model, config=config)
+
+        def step(tokens: Tensor, targets: Tensor) -> Tensor:
+            loss = engine(tokens, targets)
+            engine.backward(loss)
+            engine.step()
+            return loss
+
+        return step, engine
+
+    return build
+
+
+SYSTEMS: dict[str, Callable[[Model, torch.device], tuple[Step, Any]]] = {
+    "plain": plain,
+    "fsdp2": fsdp2,
+    "ours-0": ours(0),
+    "ours-3": ours(3),
+}
+
+
+@dataclass
+class Row:
+    """What one system did at one size.  states: bytes of its memory report, predicted and measured."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    states: tuple[int, int] | None = None
+    failed: str = ""
+
+
+def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -> None:
+    """One round of one system, added to its row."""
+    torch.manual_seed(0)
+    data = torch.randint(0, VOCABULARY, (size.batch, size.context + 1), device=device)
+    tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    with device:
+        model = Model(size)
+    step, engine = SYSTEMS[name](model, device)
+    losses = []
+    for number in range(WARM + steps):
+        if number == WARM and device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        _wait(device)
+        began = time.perf_counter()
+        losses.append(step(tokens, targets).detach())
+        _wait(device)
+        if number >= WARM:
+            row.seconds.append(time.perf_counter() - began)
+    row.losses = [float(loss) for loss in losses]
+    row.peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    if engine is not None:
+        report = engine.memory_report()
+        row.states = report.predicted_total, report.measured_total
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def compare(size: Size, device: torch.device, steps: int) -> dict[str, Row]:
+    """All systems of one size, interleaved; one that does not fit says so and is not tried again."""
+    rows = {name: Row() for name in size.systems}
+    for _ in range(size.rounds):
+        for name, row in rows.items():
+            if not row.failed:
+                try:
+                    measure(row, name, size, device, steps)
+                except torch.cuda.OutOfMemoryError:
+                    row.failed = "out of memory"
+            gc.collect()
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+    return rows
+
+
+def figures(size: Size, rows: dict[str, Row]) -> dict[str, dict[str, Any]]:
+    """What is written down of each system; `over_plain` is a ratio of medians, `loss_gap` to the first that ran."""
+    ran = {name: row for name, row in rows.items() if not row.failed}
+    base = statistics.median(ran["plain"].seconds) if "plain" in ran else None
+    truth = next(iter(ran.values())).losses if ran else []
+    found: dict[str, dict[str, Any]] = {name: {"failed": row.failed} for name, row in rows.items() if row.failed}
+    for name, row in ran.items():
+        seconds = statistics.median(row.seconds)
+        found[name] = {
+            "median_seconds": seconds,
+            "over_plain": seconds / base if base else None,
+            "tokens_per_second": size.tokens / seconds,
+            "model_tflops": size.flops / seconds / 1e12,
+            "peak_bytes": row.peak_bytes,
+            "states_predicted_and_measured": row.states,
+            "loss_gap": max(abs(one - other) for one, other in zip(row.losses, truth, strict=True)),
+        }
+    return found
+
+
+def show(name: str, size: Size, found: dict[str, dict[str, Any]]) -> None:
+    """One line per system."""
+    remark = ", blocks checkpointed" if size.checkpointed else ""
+    print(f"{name}: {size.shape.layers} x {size.shape.width}, {size.batch} x {size.context} tokens{remark}")
+    for system, row in found.items():
+        if "failed" in row:
+            print(f"  {system:8} {row['failed']}")
+            continue
+        over = f"{row['over_plain']:.3f} x plain" if row["over_plain"] else ""
+        print(
+            f"  {system:8} {row['median_seconds'] * 1e3:9.1f} ms  {row['tokens_per_second']:10,.0f} tokens/s  "
+            f"{row['model_tflops']:6.1f} TFLOP/s  {row['peak_bytes'] / 2**30:6.1f} GiB peak  "
+            f"loss gap {row['loss_gap']:.1e}  {over}"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="350m,1.3b,7b")
+    parser.add_argument("--steps", type=int, default=8, help="timed steps of a round")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--dry-run", action="store_true")
+    asked = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    for name, value in world.items():
+        os.environ.setdefault(name, value)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    report: dict[str, Any] = {
+        "date": str(date.today()),
+        "hardware": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "sizes": {},
+    }
+    for name in ["tiny"] if asked.dry_run else asked.sizes.split(","):
+        size = SIZES[name]
+        found = figures(size, compare(size, device, 1 if asked.dry_run else asked.steps))
+        show(name, size, found)
+        report["sizes"][name] = found
+        if not asked.dry_run:  # after every size: a run that is cut short has what it measured
+            asked.out.parent.mkdir(parents=True, exist_ok=True)
+            asked.out.write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

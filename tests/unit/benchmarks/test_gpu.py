@@ -1,0 +1,51 @@
+"""benchmarks/gpu: ready for a GPU, its arithmetic checked without one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.cells import Shape
+from benchmarks.gpu.throughput import SIZES, VOCABULARY, Model, Row, Size, figures
+
+SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "throughput.py"
+
+
+def test_flops_are_those_of_the_products_that_torch_counts() -> None:
+    size = Size(Shape(2, 64), 32, 2, ())
+    tokens = torch.randint(0, VOCABULARY, (2, 32))
+    with FlopCounterMode(display=False) as counter:
+        Model(size)(tokens, tokens).backward()
+    # The counter knows no attention kernel of the CPU's: two products, of which a causal mask leaves half, three times.
+    attention = 3 * 2 * 2 * size.shape.layers * size.context * size.shape.width * size.tokens / 2
+    assert counter.get_total_flops() == size.flops - attention
+
+
+def test_figures_are_ratios_of_medians_and_say_what_did_not_fit() -> None:
+    rows = {
+        "plain": Row([1.0, 2.0, 9.0], [3.0, 2.0], 5),
+        "ours-3": Row([3.0, 1.0, 2.0], [3.0, 2.25], 4, (7, 7)),
+        "fsdp2": Row(failed="out of memory"),
+    }
+    found = figures(SIZES["350m"], rows)
+    assert found["ours-3"]["over_plain"] == 1.0
+    assert found["ours-3"]["loss_gap"] == 0.25
+    assert found["ours-3"]["tokens_per_second"] == 8 * 1024 / 2
+    assert found["fsdp2"] == {"failed": "out of memory"}
+
+
+def test_it_runs_dry_without_a_gpu() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--dry-run"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in SIZES["tiny"].systems:
+        assert f"  {name} " in done.stdout, done.stderr
