@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-DEEPSPEED = ROOT / ".venv-deepspeed"
+DEEPSPEED = (ROOT / ".venv-deepspeed").resolve()  # a link to another checkout's: one path, or it compiles anew
 
 
 @dataclass(frozen=True)
