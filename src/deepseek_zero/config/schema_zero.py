@@ -175,7 +175,7 @@ class ZeroOptimization(Section):
     )
     stage3_prefetch_bucket_size: int = effective(
         50_000_000,
-        "Weights fetched ahead of their use, at most.",
+        "Weights fetched ahead of their use, at most; the next unit in any case, unless 0.",
         unit="elements",
         example=1000,
         needs=_STAGE_3,

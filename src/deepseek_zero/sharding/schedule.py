@@ -125,7 +125,7 @@ def _walk(
     ahead: int,
     stays: frozenset[int],
 ) -> Pass:
-    """Gathers as late as the window says and as early as `ahead` allows."""
+    """Gathers as late as the window says and as early as `ahead` allows: at least the next unit, unless it is 0."""
     root = order[0]
     issued = set(resident)
     live = sum(sizes[unit] for unit in resident)
@@ -140,7 +140,8 @@ def _walk(
         for later in order[k + 1 :]:
             if later in issued:
                 continue
-            if early + sizes[later] > ahead or live + sizes[later] > window:
+            is_far = early + sizes[later] > ahead and (early or not ahead)  # the next one may be larger than `ahead`
+            if is_far or live + sizes[later] > window:
                 break
             now.append(later)
             issued.add(later)

@@ -59,7 +59,7 @@ class Tuner:
         self._seen: dict[str, float] = {}
         largest, total = max(sizes, default=0), sum(sizes)
         limits = {
-            "ahead_numel": (largest, min(settings.window_numel, total)),
+            "ahead_numel": (2 * largest, min(settings.window_numel, total)),
             "bucket_numel": (0, largest),
         }
         travels = comm.size > 1 and settings.overlap and not comm.reads_in_place

@@ -43,7 +43,9 @@ def test_ahead_gathers_the_next_unit_before_it_is_needed_while_the_window_allows
     assert str(schedule_of(window=209, ahead=100, keep=-1)).startswith("G0 G1 F0 F1 R1 G2 F2"), (
         "the window closes first"
     )
-    assert str(schedule_of(window=10**9, ahead=99, keep=-1)) == str(schedule_of(window=0)), "smaller than any unit"
+    one_ahead = str(schedule_of(window=10**9, ahead=100, keep=-1))
+    assert str(schedule_of(window=10**9, ahead=1, keep=-1)) == one_ahead, "the next unit, whatever its size"
+    assert str(schedule_of(window=10**9, ahead=0, keep=-1)) == str(schedule_of(window=0))
 
 
 def test_without_overlap_nothing_is_gathered_ahead() -> None:
