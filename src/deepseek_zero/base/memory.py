@@ -2,7 +2,7 @@
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
 does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py,
-sharding/gradient.py, engine/assemble.py and report/measure.py.
+sharding/buffer.py, sharding/gradient.py, engine/assemble.py and report/measure.py.
 """
 
 from __future__ import annotations

@@ -25,10 +25,9 @@ from .plan import Spec
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
 
-def return_pages(tensor: Tensor) -> None:
-    """Forget the contents: on the CPU, the pages of a large buffer are the system's until it is written again."""
-    if tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING:
-        give_back(tensor)
+def has_pages_to_return(tensor: Tensor) -> bool:
+    """Whether `give_back` is worth its while: a large buffer on the CPU."""
+    return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
 
 
 @dataclass
@@ -64,9 +63,9 @@ class Pool:
 
     def rest(self) -> None:
         """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
-        for tensor in self.idle():
+        for tensor in filter(has_pages_to_return, self.idle()):
             self.comm.settle(tensor)
-            return_pages(tensor)
+            give_back(tensor)
 
     def clear(self) -> None:
         """Free what is idle."""

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
-from ..base.memory import private_pages
+from ..base.memory import give_back, private_pages
 from ..comm.collectives import Pending
-from .buffer import FlatBuffer, move, return_pages
+from .buffer import FlatBuffer, has_pages_to_return, move
 from .handle import GradAtRest, grad_at_rest
 from .layout import Slot
 from .placement import P, R, S
@@ -159,8 +159,9 @@ class Gradient:
         if partial is not None and partial is not self.buffer:
             self.group.route.pool.give(partial.storage)
         self.arrivals = Arrivals()
-        if self.buffer is not None and self.buffer.spec.placement is S:
-            return_pages(self.buffer.storage)
+        shard = self.buffer.storage if self.buffer is not None and self.buffer.spec.placement is S else None
+        if shard is not None and has_pages_to_return(shard):
+            give_back(shard)
         self._shown = False
         with without_torch_function():
             for member in self.group.members:
