@@ -34,6 +34,7 @@ from tests.plain import (
     engine_for,
     here,
     on_stage_3,
+    on_stages_0_to_3,
     on_stages_1_and_3,
     on_stages_1_to_3,
     seeded,
@@ -141,12 +142,15 @@ def test_a_forward_whose_output_is_thrown_away_changes_nothing(setting: Setting)
     assert_trains_like_plain(Model, body, setting)
 
 
-@on_stages_1_to_3
-def test_the_model_called_inside_its_own_forward_counts_once(setting: Setting) -> None:
-    class Recursive(Model):
-        def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-            return super().forward(x) if depth == 0 else self(x * 0.5, depth - 1) + super().forward(x)
+class Recursive(Model):
+    """Every block runs three times in one forward; each gets its last gradient long after backward first met it."""
 
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        return super().forward(x) if depth == 0 else self(x * 0.5, depth - 1) + super().forward(x)
+
+
+@on_stages_0_to_3
+def test_the_model_called_inside_its_own_forward_counts_once(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         loss = loss_of(model, rank, step)
         backward(loss)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.memory import give_back, private_pages
-from ..comm.collectives import Pending
+from ..comm.collectives import DONE, Pending
 from .buffer import FlatBuffer, has_pages_to_return, move
 from .handle import GradAtRest, grad_at_rest
 from .layout import Slot
@@ -34,6 +34,7 @@ class Arrivals:
     collected: set[int] = field(default_factory=set)  # indices of members that are in `partial`
     reduced: bool = False  # `buffer` holds a reduced sum
     partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
+    reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
     carry: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
 
 
@@ -79,6 +80,7 @@ class Gradient:
         if group.plan.grad.placement is P:
             if self.buffer is None:
                 self.buffer = FlatBuffer.travelling(group.layout, group.plan.grad, group.route.comm)
+            state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
             group.route.comm.settle(self.buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
                 state.carry = self._own(self.buffer).clone()
@@ -142,7 +144,8 @@ class Gradient:
                 own.add_(state.carry)
                 state.carry = None
 
-        return pending.then(settle)
+        state.reduction = pending.then(settle)
+        return state.reduction
 
     def reduced(self) -> Tensor | None:
         """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
