@@ -6,6 +6,7 @@ tests/reference.py's.
 
 from __future__ import annotations
 
+import tempfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ ALL = 10**9  # a window that never closes
 @dataclass(frozen=True)
 class Run:
     """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take torch's default
-    kernels.
+    kernels.  tier: where everything rests that the stage lets rest elsewhere.
     """
 
     stage: int
@@ -41,6 +42,7 @@ class Run:
     overlap: bool = True
     transport: str = "fastest"
     master: str = "split"
+    tier: str = "none"
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -59,8 +61,16 @@ class Run:
                 "stage3_prefetch_bucket_size": self.ahead,
                 "reduce_bucket_size": self.bucket,
                 "overlap_comm": self.overlap,
+                **offload(self.tier, states=self.stage >= 1, weights=self.stage == 3),
             },
         }
+
+
+def offload(tier: str, *, states: bool = True, weights: bool = True) -> dict[str, Any]:
+    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme")."""
+    place = {"device": tier, "nvme_path": tempfile.gettempdir()}
+    asked = {"offload_optimizer": states, "offload_param": weights}
+    return {name: place for name, is_asked in asked.items() if is_asked}
 
 
 def start_engine(run: Run, model: nn.Module, make: MakeOptimizer | None = None) -> Any:

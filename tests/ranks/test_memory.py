@@ -7,6 +7,7 @@ group, the optimizer's step counters of 4 bytes per piece, and its scratch where
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -72,6 +73,7 @@ AXES = {
     "bucket": (2048, ALL),
     "overlap": (True, False),
     "transport": ("fastest", "gloo"),
+    "tier": ("none", "cpu", "nvme"),
 }
 
 
@@ -88,10 +90,12 @@ def test_the_prediction_holds_whatever_the_settings(
     bucket: int,
     overlap: bool,
     transport: str,
+    tier: str,
 ) -> None:
     run = Run(
         stage, dtype, accumulation, window, clipping, "adamw", persistence, ahead, ALL, bucket, overlap, transport
     )
+    run = replace(run, tier=tier)
     assert_prediction_holds(run)
 
 

@@ -28,9 +28,10 @@ AXES = {
     "clipping": (0.0, 0.3),  # the norm of these gradients is about 1, so 0.3 always cuts
     "optimizer": ("sgd", "adamw"),
     "transport": ("fastest", "gloo"),
+    "tier": ("none", "cpu", "nvme"),
 }
 # Only three fp32 summands show in which order they were added: two commute, and bf16 ones add up exactly in fp32.
-SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "fastest") for stage in AXES["stage"]]
+SHOWS_ORDER = [(stage, "fp32", 2, 3, 0, 0.0, "adamw", "fastest", "none") for stage in AXES["stage"]]
 
 
 def masters_of(engine: object) -> dict[str, Tensor]:
@@ -64,8 +65,9 @@ def test_training_gives_the_bits_of_one_process_that_runs_every_ranks_micro_batc
     clipping: float,
     optimizer: str,
     transport: str,
+    tier: str,
 ) -> None:
-    run = Run(stage, dtype, accumulation, window, clipping, optimizer, transport=transport)
+    run = Run(stage, dtype, accumulation, window, clipping, optimizer, transport=transport, tier=tier)
     engine = start_engine(run, seeded())
     reference = Reference(
         seeded(), ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS[optimizer], max_norm=clipping

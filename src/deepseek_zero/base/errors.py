@@ -56,6 +56,12 @@ class UsageError(DeepSeekZeroError):
     """A call out of order or with arguments that cannot be right."""
 
 
+class StorageError(DeepSeekZeroError, OSError):
+    """A disk that holds states refused, is full, or gave back other bytes than it was given; nobody computes with
+    them.
+    """
+
+
 class OutOfMemoryError(DeepSeekZeroError, MemoryError):
     """Memory that a buffer needs cannot be had; raised before anything is written into it."""
 

@@ -54,6 +54,16 @@ def private_pages(numel: int, dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(pages, dtype=dtype)
 
 
+def lock_pages(tensor: Tensor) -> None:
+    """Page-lock CPU memory for a GPU's copies, exactly these bytes; for as long as the process lives."""
+    if torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0) != 0:
+        raise OutOfMemoryError(
+            f"{tensor.nbytes:,} bytes of host memory cannot be page-locked.",
+            "The system limits what a process may lock (ulimit -l).",
+            'raise that limit, or set "pin_memory": false.',
+        )
+
+
 def give_back(tensor: Tensor) -> None:
     """Forget the contents of CPU memory: until it is written again, its whole pages are the system's.
 

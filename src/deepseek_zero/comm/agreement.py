@@ -1,17 +1,21 @@
-"""Ranks compare what they are about to do before they do it.
+"""Ranks compare what they are about to do before they do it, and hear of it where one of them cannot.
 
 Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
-Called by sharding/build.py, optim/sharded.py and engine/assemble.py.
+Called by sharding/build.py, optim/sharded.py, engine/assemble.py and engine/tiers.py.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
 
-from ..base.errors import ModelMismatchError
+from ..base.errors import ModelMismatchError, PeerError
 from .collectives import Comm
+
+T = TypeVar("T")
 
 
 def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> None:
@@ -30,3 +34,29 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
     raise ModelMismatchError(f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix)
+
+
+@contextmanager
+def telling(comm: Comm) -> Iterator[None]:
+    """What ends this block with an error is told to the ranks that wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        comm.post_error(error)
+        raise
+
+
+def together(comm: Comm, what: str, action: Callable[[], T]) -> T:
+    """Do something that may fail on one rank alone; then it raises there, and `PeerError` elsewhere.  Collective."""
+    problem: Exception | None = None
+    try:
+        done = action()
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        problem = error
+    said = comm.texts("" if problem is None else f"{type(problem).__name__}: {problem}", what)
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(said):
+        if text:
+            raise PeerError(f"rank {rank} failed in {what}: {text}")
+    return done

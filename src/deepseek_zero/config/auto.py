@@ -239,21 +239,17 @@ def _scheduler(run: _Resolver) -> None:
 
 
 def _tiers(run: _Resolver) -> None:
-    """Device "cpu" where the training device is the CPU is what we do already; elsewhere the host tier is not built."""
+    """The tiers have never run beside a GPU, and nobody's training is the place to try."""
     for name in ("offload_optimizer", "offload_param"):
         key = f"{_ZERO}{name}.device"
-        if run.get(key) != "cpu":
-            continue
-        if run.facts.device_type == "cpu":
-            run.decide(key, "none", "host memory is the training device")
-            run.news.append(f'{key} is "cpu" and so is the training device: nothing is moved')
-        else:
+        device = run.get(key, "none")
+        if device != "none" and run.facts.device_type != "cpu":
             run.problems.found.append(
                 Problem(
                     key,
                     f"is not built on {run.facts.device_type}: it comes with {Part.TIERS}",
                     'remove it or write "none"; more ranks at stage 3 also lower the memory per device',
-                    "cpu",
+                    device,
                     not_built=True,
                 )
             )

@@ -45,6 +45,7 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _loss_scale(values, problems)
     _optimizer(values, problems)
     _types(values, autos, problems)
+    _tiers(values, problems)
     _packages(values, problems)
     _not_built(Config, values, "", None, problems)
 
@@ -96,6 +97,35 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
         fix = "take another optimizer, for example AdamW"
         problems.found.append(
             Problem("optimizer.type", f"is not built: {OTHER_OPTIMIZERS[name]}", fix, name, not_built=True)
+        )
+
+
+def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
+    """Offloading needs something sharded to offload, and a disk needs a directory."""
+    stage = lookup(values, "zero_optimization.stage", 0) or 0
+    paths = {}
+    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        key = f"zero_optimization.{name}"
+        device = lookup(values, f"{key}.device")
+        if device in (None, "none"):
+            continue
+        if stage < least:
+            problems.add(
+                f"{key}.device",
+                f"needs stage {least} or more: at stage {stage} every rank holds all of it",
+                f'write "stage": {least}, or "device": "none"',
+                device,
+            )
+        if device == "nvme":
+            paths[name] = lookup(values, f"{key}.nvme_path")
+            if not paths[name]:
+                problems.add(f"{key}.nvme_path", "is missing", "name a directory on a fast local disk", paths[name])
+    if len(set(paths.values())) > 1:
+        problems.add(
+            "zero_optimization.offload_param.nvme_path",
+            "differs from that of offload_optimizer: a rank keeps its states in one file",
+            "name one directory for both",
+            paths["offload_param"],
         )
 
 

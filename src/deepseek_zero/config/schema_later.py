@@ -11,16 +11,17 @@ from typing import Any, ClassVar, Literal
 from deepseek_zero.config.fields import Part, Section, accepted, later, section
 
 _ON: tuple[str, ...] = ("enabled",)
+_DISK = "how a disk is spoken to, not what is on it"
 
 
 class Aio(Section):
-    block_size: int = accepted(1_048_576, "Bytes per disk request.", "read by the NVMe tier, which is not built", ge=1)
-    queue_depth: int = accepted(8, "Requests in flight.", "read by the NVMe tier, which is not built", ge=1)
-    intra_op_parallelism: int = accepted(1, "Threads per transfer.", "read by the NVMe tier, which is not built", ge=1)
-    thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "read by the NVMe tier, which is not built")
-    single_submit: bool = accepted(False, "One request at a time.", "read by the NVMe tier, which is not built")
-    overlap_events: bool = accepted(True, "Submit while waiting.", "read by the NVMe tier, which is not built")
-    use_gds: bool = accepted(False, "Disk straight to the GPU.", "read by the NVMe tier, which is not built")
+    block_size: int = accepted(1_048_576, "Bytes of the largest single request to a disk.", _DISK, ge=4096)
+    queue_depth: int = accepted(8, "Transfers under way at once, each in a thread of its own.", _DISK, ge=1)
+    intra_op_parallelism: int = accepted(1, "Threads per transfer.", "a transfer has one; queue_depth says how many")
+    thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
+    single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
+    overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
+    use_gds: bool = later(False, "Disk straight to the GPU.", Part.UNPLANNED, example=True)
 
 
 class ActivationCheckpointing(Section):

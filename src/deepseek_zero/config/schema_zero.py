@@ -11,7 +11,10 @@ Device = Literal["none", "cpu", "nvme"]
 
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
-_TIER = "read by the host and NVMe tiers, which are not built; asking for one of those devices is the error"
+_PLACE = "it is where, not what; without it device nvme is an error"
+_WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
+_PIN = "it says how memory is held, not what is in it; only a GPU's copies care"
+_PIPELINE = "pipeline_read and pipeline_write decide"
 # DeepSpeed's own list; a class whose package is not installed is never met and costs nothing.
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -21,41 +24,50 @@ MOE_BLOCKS = (
 
 
 class OffloadParam(Section):
-    part: ClassVar[Part | None] = Part.TIERS
-    # "cpu" passes here: on a CPU the resolver turns it into "none", on another training device it refuses it.
-    device: Device = later(
+    device: Device = effective(
         "none",
-        "Where sharded weights rest between uses; where the training device is the CPU, cpu is what happens anyway.",
-        also=("cpu",),
-        example="nvme",
+        "Where sharded weights rest between uses (stage 3).",
+        example="cpu",
+        needs={"zero_optimization.stage": 3},
     )
-    nvme_path: str | None = accepted(None, "Directory on the disk that holds the weights.", _TIER)
-    buffer_count: int = accepted(5, "Buffers between disk and host memory.", _TIER, ge=1)
-    buffer_size: int = accepted(100_000_000, "Size of one such buffer.", _TIER, unit="elements", ge=1)
+    nvme_path: str | None = accepted(None, "Directory on the disk that holds the weights.", _PLACE)
+    buffer_count: int = accepted(5, "Buffers between disk and host memory.", _WINDOW, ge=1)
+    buffer_size: int = accepted(100_000_000, "Size of one such buffer.", _WINDOW, unit="elements", ge=1)
     max_in_cpu: int = accepted(
-        1_000_000_000, "Weights kept in host memory beside the disk.", _TIER, unit="elements", ge=0, inf=sys.maxsize
+        1_000_000_000, "Weights kept in host memory beside the disk.", _WINDOW, unit="elements", ge=0, inf=sys.maxsize
     )
-    pin_memory: bool = accepted(True, "Keep offloaded weights in page-locked memory.", _TIER)
+    pin_memory: bool = accepted(True, "Keep offloaded weights in page-locked memory.", _PIN)
 
 
 class OffloadOptimizer(Section):
     part: ClassVar[Part | None] = Part.TIERS
-    device: Device = later(
+    device: Device = effective(
         "none",
-        "Where master weights and moments rest; where the training device is the CPU, cpu is what happens anyway.",
-        also=("cpu",),
-        example="nvme",
+        "Where moments, masters of their own and gradient shards rest (stage 1 and above).",
+        example="cpu",
+        needs={"zero_optimization.stage": 3},
     )
-    nvme_path: str | None = accepted(None, "Directory on the disk that holds the optimizer states.", _TIER)
-    buffer_count: int = accepted(4, "Buffers between disk and host memory.", _TIER, ge=1)
-    pin_memory: bool = accepted(True, "Keep offloaded states in page-locked memory.", _TIER)
-    pipeline: bool = accepted(False, "Read and write ahead; DeepSpeed sets it from the two keys below.", _TIER)
-    pipeline_read: bool = accepted(False, "Read the next tile while this one is updated.", _TIER)
-    pipeline_write: bool = accepted(False, "Write the last tile while this one is updated.", _TIER)
-    fast_init: bool = accepted(False, "Write the first states to disk in large pieces.", _TIER)
-    ratio: float = accepted(1.0, "Share of the states that is offloaded (Twin-Flow).", _TIER, ge=0, le=1)
-    super_offload: bool = accepted(False, "Update on the host speculatively, before the norm is known.", _TIER)
-    cpuadam_cores_perc: float = accepted(0.8, "Share of the cores that update on the host.", _TIER, gt=0, le=1)
+    nvme_path: str | None = accepted(None, "Directory on the disk that holds the optimizer states.", _PLACE)
+    buffer_count: int = effective(
+        4,
+        "Tiles of optimizer state that may be on their way from and to the disk, besides the one that is updated.",
+        ge=1,
+        example=2,
+    )
+    pin_memory: bool = accepted(True, "Keep offloaded states in page-locked memory.", _PIN)
+    pipeline: bool = accepted(True, "DeepSpeed sets it from the two keys below.", _PIPELINE)
+    pipeline_read: bool = effective(
+        True, "Read the next tiles while one is updated (DeepSpeed's default: false).", example=False
+    )
+    pipeline_write: bool = effective(
+        True, "Write the last tiles while one is updated (DeepSpeed's default: false).", example=False
+    )
+    fast_init: bool = accepted(False, "Write the first states to disk in large pieces.", "they always are")
+    ratio: float = later(1.0, "Share of the states that is offloaded (Twin-Flow).", example=0.5, ge=0, le=1)
+    super_offload: bool = later(False, "Update on the host speculatively, before the norm is known.", example=True)
+    cpuadam_cores_perc: float = accepted(
+        0.8, "Share of the cores that update on the host.", "torch's own number of threads holds", gt=0, le=1
+    )
 
 
 class LeafModule(Section):

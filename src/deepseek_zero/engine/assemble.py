@@ -19,8 +19,9 @@ from ..base.mesh import Mesh
 from ..comm.agreement import agree
 from ..comm.collectives import Comm
 from ..config import Config
+from ..optim.flow import FlowSettings
 from ..optim.registry import granularity_of, resolve_optimizer
-from ..optim.sharded import TILE_NUMEL, ShardedOptimizer, StepSettings
+from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
@@ -29,6 +30,7 @@ from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
 from .observe import ObserverSettings
+from .tiers import TIERS, admit, tiers_of
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -120,6 +122,8 @@ def plan_settings_of(config: Config) -> PlanSettings:
         predivide=config.gradient_predivide_factor,
         deterministic=config.deterministic,
         transport=config.transport,
+        weight_tier=TIERS[zero.offload_param.device],
+        state_tier=TIERS[zero.offload_optimizer.device],
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),
@@ -147,9 +151,15 @@ def scaler_of(config: Config) -> LossScaler | None:
 
 
 def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    tile_numel = min(zero.sub_group_size, TILE_NUMEL[device.type])
     return StepSettings(
         max_norm=config.gradient_clipping,
-        tile_numel=min(config.zero_optimization.sub_group_size, TILE_NUMEL[device.type]),
+        tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
+        flow=FlowSettings(
+            ahead=offload.buffer_count // 2 if offload.pipeline_read else 0,
+            behind=-(-offload.buffer_count // 2) if offload.pipeline_write else 0,
+        ),
         granularity=granularity,
         check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
         lift=config.precision == "auto",
@@ -190,9 +200,11 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     if mesh.device.type == "cpu":
         keep_freed_memory()
-    runtime = wrap_model(model, settings, comm, mesh.device)
-    scaler = scaler_of(config)
     step_settings = step_settings_of(config, granularity, mesh.device)
+    tiers = tiers_of(config, comm, mesh.device, step_settings.tile_numel)
+    admit(tiers, model, settings, comm, _optimizer_name(config, client))
+    runtime = wrap_model(model, settings, comm, mesh.device, tiers)
+    scaler = scaler_of(config)
     optimizer = ShardedOptimizer(runtime, groups, make, step_settings, scaler) if make is not None else None
     factor = 1.0 / config.gradient_accumulation_steps
     if scaler is not None or factor != 1.0:
@@ -217,6 +229,10 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         "pass the same configuration on every rank.",
     )
     return parts
+
+
+def _optimizer_name(config: Config, client: Client) -> str | None:
+    return type(client).__name__ if isinstance(client, Optimizer) else config.optimizer.type
 
 
 Make = Callable[[list[dict[str, Any]]], Optimizer]

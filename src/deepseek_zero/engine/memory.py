@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 from torch import Tensor, nn
 
 from ..optim.sharded import ShardedOptimizer
@@ -10,6 +12,7 @@ from ..report.lending import buffer_bytes, lent_buffers
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.volume import StepVolume, step_volume
 from ..sharding.runtime import Runtime
+from ..tiers.tier import Extent
 
 
 def unit_facts(runtime: Runtime) -> list[UnitFacts]:
@@ -33,6 +36,7 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
         casts_grads=scales or any(map(grad_is_cast, plans)),
         joins_masters=any(plan.master_is_split for plan in plans),
         device_type=optimizer.runtime.pool.device.type,
+        tier=optimizer.runtime.settings.state_tier,
     )
 
 
@@ -58,14 +62,27 @@ def predicted_volume(runtime: Runtime) -> StepVolume:
 
 def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> MemoryReport:
     """Bytes on this rank by state.  Local."""
-    seen: set[int] = set()
+    resting = [extent.memory for extent in extents_of(runtime, optimizer)]
+    seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
     measured = {
         state: bytes_of([tensor for tensor in tensors if tensor is not None], seen)
         for state, tensors in _held(runtime, optimizer).items()
     }
+    for group in runtime.groups:
+        measured |= {tier.value: memory.reserved_bytes for tier, memory in group.route.tiers.memories.items()}
     everything = live_storages(runtime.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(predicted_bytes(runtime, optimizer), measured)
+
+
+def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
+    """What an engine keeps in other memories."""
+    found = list(optimizer.moments.extents()) if optimizer is not None else []
+    for group in runtime.groups:
+        buffers = [group.weight, *([group.gradient.buffer] if group.gradient.buffer is not None else [])]
+        found += [buffer.extent for buffer in buffers if buffer.extent is not None]
+        found += group.master.extents() if group.master is not None else []
+    return found
 
 
 def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:
@@ -76,10 +93,10 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
     pools = {id(group.route.pool): group.route.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
     return {
-        "weight": [tensor for group in groups for tensor in (group.weight.storage, group.placeholder)],
-        "grad": [buffer.storage for buffer in gradients if buffer is not None],
-        "master": [master.buffer.storage for master in masters if master is not None],
-        "moments": [*moments_of(optimizer.state)] if optimizer is not None else [],
+        "weight": [tensor for group in groups for tensor in (group.weight.memory, group.placeholder)],
+        "grad": [buffer.memory for buffer in gradients if buffer is not None],
+        "master": [master.buffer.memory for master in masters if master is not None],
+        "moments": [*moments_of(cast("Any", optimizer.inner.state))] if optimizer is not None else [],
         "buffers": [*lent, *(optimizer.scratch.kept.values() if optimizer is not None else [])],
         "module_buffers": _registered(runtime.model),
     }

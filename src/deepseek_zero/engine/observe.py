@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..base.device import allocated_bytes
 from ..base.log import is_rank_zero, log_once, logger
+from ..base.quantities import format_bytes, format_count, format_seconds
 from ..report.monitor import MonitorMaster, MonitorSettings
-from ..report.quantities import format_bytes, format_count, format_seconds
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 

@@ -29,6 +29,11 @@ def _norm(engine: Engine) -> float | None:
     return last.norm if last is not None else None
 
 
+def _offload(section: Any) -> Any:
+    """The section, None where nothing is offloaded; as DeepSpeed answers."""
+    return section if section.device != "none" else None
+
+
 def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
     fp16 = engine.config.fp16
     if not fp16.enabled or fp16.loss_scale:
@@ -72,9 +77,9 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "zero_max_reuse_distance": lambda e: e.config.zero_optimization.stage3_max_reuse_distance,
     "zero_ignore_unused_parameters": lambda e: e.config.zero_optimization.ignore_unused_parameters,
     "zero_allow_untested_optimizer": lambda e: e.config.zero_allow_untested_optimizer,
-    "zero_offload_optimizer": lambda e: None,
-    "zero_offload_param": lambda e: None,
-    "zero_cpu_offload": lambda e: False,
+    "zero_offload_optimizer": lambda e: _offload(e.config.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda e: _offload(e.config.zero_optimization.offload_param),
+    "zero_cpu_offload": lambda e: e.config.zero_optimization.offload_optimizer.device == "cpu",
     # Precision
     "fp16_enabled": lambda e: e.config.fp16.enabled,
     "fp16_auto_cast": lambda e: e.config.fp16.auto_cast,

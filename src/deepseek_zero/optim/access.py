@@ -192,7 +192,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
 def local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup) or not owner.trainable or owner.gradient.reduced() is None:
+    if not isinstance(owner, FlatGroup) or not owner.trainable or not owner.gradient.is_reduced:
         return None
     return owner.gradient.of(_slot(owner, param)).float().clone()
 
@@ -200,7 +200,7 @@ def local_grad(param: nn.Parameter) -> Tensor | None:
 def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
     """Write a reduced gradient: this rank's part (`local`, flat), or a whole one that every rank passes."""
     owner = _owner(param)
-    if not owner.trainable or owner.gradient.reduced() is None:
+    if not owner.trainable or not owner.gradient.is_reduced:
         raise UsageError(
             f"'{owner.name_of(param)}' has no reduced gradient to change.",
             "It is frozen, or no backward has ended since the last step.",

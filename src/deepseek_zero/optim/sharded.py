@@ -8,8 +8,9 @@ weights.  Called by engine.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 
 from ..base.device import adopt_step_hooks
 from ..base.errors import UsageError
-from ..comm.agreement import agree
+from ..comm.agreement import agree, telling
 from ..precision.loss_scale import LossScaler
 from ..precision.split import scratch_numel
 from ..sharding.group import FlatGroup
@@ -26,14 +27,18 @@ from ..sharding.handle import owner_of
 from ..sharding.master import Master
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
+from ..tiers.tier import Tier
 from .clip import Verdict, agree_on_norm, clip_factor
+from .flow import FlowSettings, Stretch, flow
 from .lean import rule_of, unmarked
 from .lift import Lifter
+from .moments import Moments
 from .scratch import Scratch
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
 # and the call itself is a few per cent of its time.
 TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the size of an element
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
@@ -62,8 +67,16 @@ class Piece:
         return self.group.master
 
     def grad(self) -> Tensor | None:
-        reduced = self.group.gradient.reduced()
-        return None if reduced is None else reduced[self.start : self.stop].view(self.param.shape)
+        part = self.group.gradient.part(self.start, self.stop)
+        return None if part is None else part.view(self.param.shape)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """What of master, weight and gradient rests in other memories and its update needs."""
+        for extent in self.master.extents():
+            yield Stretch(extent, self.start, self.stop)
+        gradient = self.group.gradient.buffer
+        if gradient is not None and gradient.extent is not None:
+            yield Stretch(gradient.extent, self.start, self.stop, changes=False)
 
     def show(self, scratch: Scratch) -> None:
         """Let `param` hold the values."""
@@ -76,11 +89,12 @@ class Piece:
 
     def hide(self, scratch: Scratch, *, keep: bool) -> None:
         """Undo `show`.  keep: the values that `param` holds now become the master's."""
-        if not self.master.is_split:
-            return
-        if keep:
+        if keep and self.master.view(self.start, self.stop) is None:
             self.master.absorb(self.start, self.stop, self.param.data.reshape(-1))
-        self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
+        if keep:
+            self.master.publish(self.start, self.stop)
+        if self.master.is_elsewhere:
+            self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
 
 
 @dataclass(frozen=True)
@@ -92,6 +106,7 @@ class StepSettings:
     granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
+    flow: FlowSettings = field(default_factory=FlowSettings)
     lift: bool = False  # precision "auto"
 
 
@@ -119,18 +134,20 @@ class ShardedOptimizer(Optimizer):
         self.overflow = False
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
+        self._ended_halfway = False
         whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(runtime.pool.device)
+        self.scratch = Scratch(home_of(runtime))
         self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self._tiles = tiles_of(self._pieces, settings.tile_numel)
         self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in self._tiles), default=0)
         slices = [[piece.param for piece in pieces] for pieces in self._pieces]
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
+        self.moments = Moments(self.inner.state, self.scratch)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
@@ -149,6 +166,8 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        for piece in self.pieces():
+            self.moments.show(piece)
         return self.inner.state
 
     @property
@@ -209,7 +228,7 @@ class ShardedOptimizer(Optimizer):
 
     def _piece(self, group: FlatGroup, span: Span) -> Piece:
         assert group.master is not None
-        values = group.master.view(span.start, span.stop)
+        values = None if group.master.is_elsewhere else group.master.view(span.start, span.stop)
         values = values.view(span.shape) if values is not None else self.scratch.nothing(span.shape, group.master.dtype)
         return Piece(group, span.start, span.stop, nn.Parameter(values), span.names)
 
@@ -225,8 +244,14 @@ class ShardedOptimizer(Optimizer):
                 "A closure would run forward and backward inside the update of one slice.",
                 "call forward, backward and step() in turn.",
             )
+        if self._ended_halfway:
+            raise UsageError(
+                "an earlier step ended with an error while states were being updated.",
+                "Some have taken that step and some have not, so going on would compute with a mixture.",
+                "load the last checkpoint into a new engine.",
+            )
         runtime, groups = self.runtime, self.runtime.trained_groups
-        with torch.no_grad():
+        with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
             verdict = agree_on_norm(groups, runtime.comm)
             scale = self.loss_scale
@@ -241,12 +266,15 @@ class ShardedOptimizer(Optimizer):
             self.scaler.update(skip)
 
     def _update(self, factor: float) -> None:
-        for tile in self._tiles:
+        self._ended_halfway = True
+        touched = partial(stretches_of, moments=self.moments)
+        for tile in flow(self._tiles, touched, self.settings.flow):
             self._update_tile(tile, factor)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
+        self._ended_halfway = False
 
     def _update_tile(self, tile: Tile, factor: float) -> None:
         shown: list[Piece] = []
@@ -255,6 +283,7 @@ class ShardedOptimizer(Optimizer):
             for _, piece in tile:
                 if (grad := piece.grad()) is not None:
                     piece.show(self.scratch)
+                    self.moments.show(piece)
                     shown.append(piece)
                     piece.param.grad = self._scaled(piece, grad, factor)
             self._step_inner(tile)
@@ -262,16 +291,18 @@ class ShardedOptimizer(Optimizer):
         finally:
             for piece in shown:
                 piece.hide(self.scratch, keep=done)
+                self.moments.hide(piece)
                 piece.param.grad = None
 
     def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
         dtype = piece.param.dtype
-        if grad.dtype == dtype and factor == 1.0:
+        if grad.dtype == dtype and factor == 1.0 and grad.device == self.scratch.device:
             return grad
         into = self.scratch.take("grads", dtype)[piece.at : piece.at + piece.numel].view(grad.shape)
         if factor == 1.0:
             return into.copy_(grad)
-        return torch.mul(grad, factor, out=into) if grad.dtype == dtype else into.copy_(grad).mul_(factor)
+        is_alike = grad.dtype == dtype and grad.device == into.device
+        return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
 
     def _step_inner(self, tile: Tile) -> None:
         """One call of the inner optimizer, over the pieces of a tile."""
@@ -292,6 +323,7 @@ class ShardedOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter."""
+        self.state  # noqa: B018 - brings what rests elsewhere
         return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -305,6 +337,13 @@ class ShardedOptimizer(Optimizer):
 
 
 Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
+
+
+def stretches_of(tile: Tile, moments: Moments) -> Iterator[Stretch]:
+    """What a tile's update needs that may rest elsewhere."""
+    for _, piece in tile:
+        yield from piece.stretches()
+        yield from moments.stretches(piece)
 
 
 def tiles_of(pieces: Sequence[Sequence[Piece]], tile_numel: int) -> list[Tile]:
@@ -350,24 +389,15 @@ def _spans(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -
         else:
             runs.append((start, stop, (slot.name,)))
     for start, stop, names in runs:
-        for cut, end in _cuts(start, stop, group.layout.slice_numel, tile_numel):
+        for cut, end in group.layout.cuts(start, stop, tile_numel):
             spans.append(Span(cut, end, names, torch.Size((end - cut,))))
     return spans
 
 
-def _cuts(start: int, stop: int, slice_numel: int, tile_numel: int) -> list[tuple[int, int]]:
-    """[start, stop) cut where ranks' slices end and into tiles.
-
-    A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  A
-    replicated master (stage 0) is therefore cut where a sharded one would be, so that every stage has the same last
-    elements.
-    """
-    cuts = []
-    while start < stop:
-        end = min(stop, (start // slice_numel + 1) * slice_numel, start + tile_numel)
-        cuts.append((start, end))
-        start = end
-    return cuts
+def home_of(runtime: Runtime) -> torch.device:
+    """Where optimizers compute: on the host where moments rest outside the training device."""
+    tiers = {group.plan.moments.tier for group in runtime.trained_groups if group.plan.moments is not None}
+    return runtime.pool.device if tiers <= {Tier.DEVICE} else torch.device("cpu")
 
 
 def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:

@@ -21,8 +21,10 @@ from ..sharding.layout import LAYOUTS, FlatLayout, Slot
 from ..sharding.placement import R, S
 from ..sharding.plan import PlanSettings, ShardPlan, Spec, plan_for
 from ..sharding.wrap import choose_units, full_precision_names, group_params, persistent_names
+from ..tiers.tier import Tier
 
 STATES = ("weight", "grad", "master", "moments")
+PAGE = 4096  # bytes that another memory gives at once
 COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 
@@ -57,12 +59,7 @@ class GroupFacts:
         runs = [(slot.start, slot.stop) if whole else layout.owned(slot, rank) for slot in self.slots]
         low = min((start for start, stop in runs if start < stop), default=0)
         high = max((stop for start, stop in runs if start < stop), default=0)
-        sizes = []
-        while low < high:
-            end = min(high, (low // layout.slice_numel + 1) * layout.slice_numel, low + tile_numel)
-            sizes.append(end - low)
-            low = end
-        return sizes
+        return [end - start for start, end in layout.cuts(low, high, tile_numel)]
 
 
 @dataclass(frozen=True)
@@ -115,14 +112,24 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
 
 
 def group_bytes(facts: GroupFacts, moments_per_element: int) -> dict[str, int]:
-    """Bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as weight."""
-    plan, numel, ranks = facts.plan, facts.padded_numel, facts.ranks
-    return {
-        "weight": spec_bytes(plan.weight, numel, ranks),
-        "grad": spec_bytes(plan.grad, numel, ranks),
-        "master": 0 if plan.master_is_weight else spec_bytes(plan.master, numel, ranks),
-        "moments": spec_bytes(plan.moments, numel, ranks) * moments_per_element,
+    """Bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as weight.
+
+    What rests in another memory counts there ("host", "nvme"), in whole pages.
+    """
+    plan, found = facts.plan, dict.fromkeys(STATES, 0)
+    rows = {
+        "weight": (plan.weight, 1),
+        "grad": (plan.grad, 1),
+        "master": (None if plan.master_is_weight else plan.master, 1),
+        "moments": (plan.moments, moments_per_element),
     }
+    for state, (spec, count) in rows.items():
+        nbytes = spec_bytes(spec, facts.padded_numel, facts.ranks)
+        if spec is None or spec.tier is Tier.DEVICE:
+            found[state] += nbytes * count
+        else:
+            found[spec.tier.value] = found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
+    return found
 
 
 def total_bytes(groups: Sequence[GroupFacts], moments_per_element: int = 2) -> dict[str, int]:
@@ -130,7 +137,7 @@ def total_bytes(groups: Sequence[GroupFacts], moments_per_element: int = 2) -> d
     total = dict.fromkeys(STATES, 0)
     for facts in groups:
         for state, count in group_bytes(facts, moments_per_element).items():
-            total[state] += count
+            total[state] = total.get(state, 0) + count
     return total
 
 
@@ -145,10 +152,13 @@ class Moments:
     counters: int = 0
     options: Mapping[str, int] = field(default_factory=dict)
 
+    def count(self, group: Mapping[str, Any]) -> int:
+        """Values per element under one parameter group's hyper-parameters."""
+        return self.per_element + sum(count for option, count in self.options.items() if group.get(option))
+
     def bytes_of(self, numel: int, group: Mapping[str, Any]) -> int:
         """Bytes for one piece under one parameter group's hyper-parameters."""
-        per_element = self.per_element + sum(count for option, count in self.options.items() if group.get(option))
-        return numel * per_element * torch.float32.itemsize + self.counters * COUNTER_BYTES
+        return numel * self.count(group) * torch.float32.itemsize + self.counters * COUNTER_BYTES
 
 
 _ADAM = Moments(2, 1, {"amsgrad": 1})
@@ -189,14 +199,23 @@ class StepFacts:
     casts_grads: bool
     joins_masters: bool = False
     device_type: str = "cpu"
+    tier: Tier = Tier.DEVICE
 
     @property
     def moments_bytes(self) -> int:
+        """On the device: counters alone where the elements rest elsewhere."""
         return sum(
-            moments_for(self.optimizer, options).bytes_of(numel, options)
+            moments_for(self.optimizer, options).bytes_of(numel if self.tier is Tier.DEVICE else 0, options)
             for options, sizes in self.groups
             for numel in sizes
         )
+
+    @property
+    def resting_per_element(self) -> int:
+        """Moments of an element that rest in another memory."""
+        if self.tier is Tier.DEVICE:
+            return 0
+        return max((moments_for(self.optimizer, options).count(options) for options, _ in self.groups), default=0)
 
     @property
     def scratch_bytes(self) -> int:
@@ -207,7 +226,9 @@ class StepFacts:
             fullest = max(fullest, filled)
         elements = fullest * (self.casts_grads + self.joins_masters)
         if self.joins_masters:
-            elements += scratch_numel(self.device_type, fullest) + 1
+            elements += scratch_numel(self.device_type, fullest)
+        if self.joins_masters or self.tier is Tier.NVME:
+            elements += 1  # the NaN that stands for what is not here
         return elements * torch.float32.itemsize
 
 
@@ -237,7 +258,7 @@ def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) ->
     piece.
     """
     groups = [group for unit in units for group in unit.groups]
-    total = total_bytes(groups, moments_per_element=0)
+    total = total_bytes(groups, moments_per_element=step.resting_per_element if step is not None else 0)
     total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)  # the placeholders
     total["moments"] = step.moments_bytes if step is not None else 0
     return total

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..base.quantities import format_count, format_seconds
 from ..comm.meter import Event, Meter
-from .quantities import format_count, format_seconds
 
 WORTH_SAYING = 0.02  # of a step
 LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "rows": "waiting to agree"}

@@ -18,6 +18,7 @@ from ..sharding.buffer import message_numel
 from ..sharding.placement import S
 from ..sharding.plan import PlanSettings
 from ..sharding.schedule import Kind, Schedule, plan_schedule
+from ..tiers.tier import Tier
 from .estimate import GroupFacts, UnitFacts
 
 Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
@@ -55,15 +56,20 @@ class _Player:
         for action in schedule.actions():
             unit = self.units[action.unit]
             match action.kind:
-                case Kind.GATHER if not self.in_place:
-                    self.ledger.take(map(gathered_size, unit.sharded))
-                case Kind.RELEASE if not self.in_place:
-                    self.ledger.give(map(gathered_size, unit.sharded))
+                case Kind.GATHER:
+                    self.ledger.take(self._gathered(unit))
+                case Kind.RELEASE:
+                    self.ledger.give(self._gathered(unit))
                 case Kind.BACKWARD:
                     self.ledger.take(self._partials(unit))
                 case Kind.REDUCE:
                     self._reduce(unit)
         self._wait()
+
+    def _gathered(self, unit: UnitFacts) -> list[Size]:
+        """Weights on the device are seen where they lie if all ranks can; others need room here."""
+        groups = [group for group in unit.sharded if not self.in_place or group.plan.weight.tier is not Tier.DEVICE]
+        return [gathered_size(group) for group in groups]
 
     def _partials(self, unit: UnitFacts) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
@@ -74,7 +80,7 @@ class _Player:
 
     def _reduce(self, unit: UnitFacts) -> None:
         self._wait()
-        self.is_reducing = bool(unit.trained)
+        self.is_reducing = any(group.ranks > 1 or _is_cut(group) for group in unit.trained)
         for group in unit.trained:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
@@ -120,10 +126,12 @@ def lent_buffers(
     agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
-    read each other's memory.  In a world of one nothing is lent.
+    read each other's memory.  In a world of one nothing is lent but for states that rest in other memories.
     """
     if next((group.ranks for unit in units for group in unit.groups), 1) == 1:
-        return Counter()
+        if settings.weight_tier is settings.state_tier is Tier.DEVICE:
+            return Counter()
+        in_place = True
     declared = plan_schedule([unit.gathered_numel for unit in units], range(len(units)), settings)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import NotBuiltError
-from .quantities import format_bytes
+from ..base.quantities import format_bytes
 from .records import MemoryRow, StepRecord
 from .tables import common_unit, states_of
 

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 
 from ..base.log import is_rank_zero
-from .quantities import format_bytes, format_count, format_seconds
+from ..base.quantities import format_bytes, format_count, format_seconds
 from .records import StepRecord
 
 

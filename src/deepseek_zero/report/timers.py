@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..base.errors import UsageError
-from .quantities import format_seconds
+from ..base.quantities import format_seconds
 
 NAMES = ("forward", "backward", "reduce", "step")
 

@@ -44,7 +44,7 @@ def whole(buffer: FlatBuffer, group: FlatGroup, what: str) -> Tensor:
     full = FlatBuffer(
         group.layout,
         replace(buffer.spec, placement=R),
-        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=buffer.storage.device),
+        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.route.pool.device),
     )
     if buffer.spec.placement is S:
         move(buffer, full, group.route, what).wait()

@@ -7,8 +7,8 @@ only.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,6 +18,7 @@ from ..base.device import storage_users
 from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
+from ..tiers.tier import Extent, Ticket, Tier, Tiers
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
@@ -77,12 +78,29 @@ class Pool:
 class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where
     sharded.
+
+    memory: its elements; where it has an `extent` they may be elsewhere, and `storage` and `part` bring them.  common:
+    of a weight at rest, the pages that it shares with the other slices.
     """
 
     layout: FlatLayout
     spec: Spec
-    storage: Tensor
-    common: Common | None = None  # of a weight at rest: the pages that it shares with the other slices
+    memory: Tensor
+    common: Common | None = None
+    extent: Extent | None = None
+
+    @property
+    def storage(self) -> Tensor:
+        """All elements that this rank holds."""
+        return self.memory if self.extent is None else self.extent.part(0, self.memory.numel())
+
+    def part(self, low: int, high: int) -> Tensor:
+        """Some of them: a view."""
+        return self.memory[low:high] if self.extent is None else self.extent.part(low, high)
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        return self.extent is not None and self.extent.rests_elsewhere
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
@@ -90,15 +108,26 @@ class FlatBuffer:
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
 
     @classmethod
-    def of_weight(cls, layout: FlatLayout, spec: Spec, comm: Comm, device: torch.device, what: str) -> FlatBuffer:
+    def at_rest(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
+        """Memory for a state where its plan wants it."""
+        if spec.tier is Tier.DEVICE:
+            return cls.empty(layout, spec, route.pool.device)
+        numel = spec.numel(layout.padded_numel, layout.ranks)
+        extent = route.tiers.reserve(spec.tier, numel, spec.dtype, what)
+        return cls(layout, spec, extent.memory, extent=extent)
+
+    @classmethod
+    def of_weight(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
         """Memory for a weight: where ranks can share pages, a sharded one rests in them and is whole for everybody.
 
         Collective.
         """
         if spec.placement is not S:
-            return cls.travelling(layout, spec, comm)
-        common = comm.common(layout.padded_numel, spec.dtype, what)
-        return cls.empty(layout, spec, device) if common is None else cls(layout, spec, common.own, common)
+            return cls.travelling(layout, spec, route.comm)
+        if spec.tier is not Tier.DEVICE:
+            return cls.at_rest(layout, spec, route, f"the weights of {what}")
+        common = route.comm.common(layout.padded_numel, spec.dtype, what)
+        return cls.at_rest(layout, spec, route, what) if common is None else cls(layout, spec, common.own, common)
 
     @classmethod
     def travelling(cls, layout: FlatLayout, spec: Spec, comm: Comm) -> FlatBuffer:
@@ -119,7 +148,7 @@ class FlatBuffer:
     def held(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
         if self.spec.placement is R:
-            return 0, slot.numel, self.storage[slot.start : slot.stop]
+            return 0, slot.numel, self.part(slot.start, slot.stop)
         view = self.owned(slot, rank)
         start = self.layout.owned(slot, rank)[0] - slot.start
         return start, start + view.numel(), view
@@ -128,19 +157,58 @@ class FlatBuffer:
         """The part of a parameter that a rank owns, flat: a view."""
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
-        return self.storage[start - low : max(start, stop) - low]
+        return self.part(start - low, max(start, stop) - low)
+
+
+class Turns:
+    """Collectives that wait for a transfer first: issued in the order they were asked for, which all ranks share."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[Turn] = deque()
+
+    def add(self, transfer: Ticket, start: Callable[[], Pending]) -> Pending:
+        """`start` issues the collective when the transfer is over, at the latest when somebody waits for it."""
+        turn = Turn(transfer, start)
+        self._waiting.append(turn)
+        self.advance()
+        return Pending(lambda: self._finish(turn))
+
+    def advance(self) -> None:
+        """Issue what is ready."""
+        while self._waiting and self._waiting[0].transfer.is_done():
+            self._waiting.popleft().issue()
+
+    def _finish(self, turn: Turn) -> None:
+        while turn.pending is None:
+            self._waiting.popleft().issue()
+        turn.pending.wait()
+
+
+@dataclass(eq=False)
+class Turn:
+    """One collective in the queue."""
+
+    transfer: Ticket
+    start: Callable[[], Pending]
+    pending: Pending | None = None
+
+    def issue(self) -> None:
+        self.transfer.wait()
+        self.pending = self.start()
 
 
 @dataclass(frozen=True)
 class Route:
     """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided
-    by.
+    by.  tiers: other memories that states rest in.  turns: gathers out of them.
     """
 
     comm: Comm
     pool: Pool
     bucket_numel: int = 1 << 62
     divisor: float = 1.0
+    tiers: Tiers = field(default_factory=Tiers)
+    turns: Turns = field(default_factory=Turns)
 
 
 def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
@@ -203,6 +271,9 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
             ordered_sum(received, own[low:high], scratch, divisor=route.divisor, add=add)
             route.pool.give(scratch)
 
+        if comm.size == 1:
+            add_up(pieces)  # the one summand goes where the sum is kept
+            return DONE
         return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
     first = start(*cuts[0])

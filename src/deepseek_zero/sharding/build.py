@@ -14,6 +14,7 @@ from ..base.device import default_device
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, hand_out
+from ..tiers.tier import Tiers
 from .buffer import Pool, Route
 from .group import FlatGroup, Member
 from .handle import owner_of
@@ -38,8 +39,17 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: torch.device | None = None) -> Runtime:
-    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings."""
+def wrap_model(
+    model: nn.Module,
+    settings: PlanSettings,
+    comm: Comm,
+    device: torch.device | None = None,
+    tiers: Tiers | None = None,
+) -> Runtime:
+    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings.
+
+    tiers: the memories that `settings` names beside the training device.
+    """
     device = device or default_device()
     if any(param.is_meta for param in model.parameters()):
         materialise(model, comm, device)
@@ -47,7 +57,7 @@ def wrap_model(model: nn.Module, settings: PlanSettings, comm: Comm, device: tor
     compare_ranks(model, choices, settings, comm)
     pool = Pool(device, comm)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
-    route = Route(comm, pool, settings.bucket_numel, divisor)
+    route = Route(comm, pool, settings.bucket_numel, divisor, tiers or Tiers())
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     units = []

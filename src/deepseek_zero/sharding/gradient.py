@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..base.device import without_torch_function
 from ..base.memory import give_back, private_pages
 from ..comm.collectives import DONE, Pending
+from ..tiers.tier import Tier
 from .buffer import FlatBuffer, has_pages_to_return, move
 from .handle import GradAtRest, grad_at_rest
 from .layout import Slot
@@ -45,6 +46,7 @@ class Gradient:
         self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
         self.buffer: FlatBuffer | None = None
         self.arrivals = Arrivals()
+        self._squares: float | None = None  # of a shard that went to rest elsewhere
         self._at_rest: list[GradAtRest] = []
         self._shown = False
 
@@ -115,13 +117,21 @@ class Gradient:
             self.buffer = self._shard(group.plan.grad)
         pending = move(partial, self.buffer, group.route, what, add=state.reduced)
         state.reduced = True
-        return pending.then(lambda: group.route.pool.give(partial.storage))
+        return pending.then(lambda: self._finish_shard(partial))
+
+    def _finish_shard(self, partial: FlatBuffer) -> None:
+        """The sum is here: what it was made of goes back; where it rests elsewhere, its norm is taken on the way."""
+        self.group.route.pool.give(partial.storage)
+        buffer = self.buffer
+        if buffer is not None and buffer.extent is not None and buffer.rests_elsewhere:
+            self._squares = sum_of_squares(buffer.storage)
+            buffer.extent.store(0, buffer.memory.numel())
 
     def _shard(self, spec: Spec) -> FlatBuffer:
         """This rank's slice of the sum."""
         layout, device = self.group.layout, self.group.route.pool.device
-        if device.type != "cpu" or not layout.padded_numel:
-            return FlatBuffer.empty(layout, spec, device)
+        if spec.tier is not Tier.DEVICE or device.type != "cpu" or not layout.padded_numel:
+            return FlatBuffer.at_rest(layout, spec, self.group.route, f"gradients of {self.group.members[0].name}")
         return FlatBuffer(layout, spec, private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype))
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
@@ -147,11 +157,22 @@ class Gradient:
         state.reduction = pending.then(settle)
         return state.reduction
 
+    @property
+    def is_reduced(self) -> bool:
+        """Whether there is a reduced gradient."""
+        return self.buffer is not None and self.arrivals.reduced
+
     def reduced(self) -> Tensor | None:
         """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
+        return self._own(self.buffer) if self.buffer is not None and self.arrivals.reduced else None
+
+    def part(self, low: int, high: int) -> Tensor | None:
+        """Elements [low, high) of `reduced`."""
         if self.buffer is None or not self.arrivals.reduced:
             return None
-        return self._own(self.buffer)
+        if self.buffer.spec.placement is S:
+            return self.buffer.part(low, high)
+        return self._own(self.buffer)[low:high]
 
     def drop(self) -> None:
         """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next.
@@ -162,9 +183,12 @@ class Gradient:
         if partial is not None and partial is not self.buffer:
             self.group.route.pool.give(partial.storage)
         self.arrivals = Arrivals()
-        shard = self.buffer.storage if self.buffer is not None and self.buffer.spec.placement is S else None
-        if shard is not None and has_pages_to_return(shard):
-            give_back(shard)
+        self._squares = None
+        shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
+        if shard is not None and shard.extent is not None:
+            shard.extent.forget(0, shard.memory.numel())
+        elif shard is not None and has_pages_to_return(shard.memory):
+            give_back(shard.memory)
         self._shown = False
         with without_torch_function():
             for member in self.group.members:
@@ -193,6 +217,7 @@ class Gradient:
     def of(self, slot: Slot) -> Tensor:
         """This rank's part of one member's reduced gradient, flat: a view."""
         assert self.buffer is not None
+        self._squares = None  # whoever asks may change it
         if self.is_whole:
             return self.buffer.storage[slot.start : slot.stop]
         return self.buffer.owned(slot, self.group.route.comm.rank)
@@ -210,8 +235,12 @@ class Gradient:
 
     def squares(self) -> list[float]:
         """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
-        grad, comm = self.reduced(), self.group.route.comm
+        comm = self.group.route.comm
         sums = [0.0] * comm.size
+        if self._squares is not None:
+            sums[comm.rank] = self._squares
+            return sums
+        grad = self.reduced()
         if grad is not None and self.is_whole:
             sums = [sum_of_squares(part) for part in grad.chunk(comm.size)]
         elif grad is not None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..base.device import without_torch_function
 from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
+from ..tiers.tier import Extent, Tier
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
@@ -24,7 +25,7 @@ from .init import take_values
 from .layout import LAYOUTS, FlatLayout, Slot
 from .master import Master
 from .placement import R, S
-from .plan import ShardPlan
+from .plan import ShardPlan, Spec
 
 
 @dataclass(eq=False)
@@ -90,16 +91,20 @@ class FlatGroup:
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
         prepare_rest(self.members, self.placeholder)
-        device, comm = self.route.pool.device, self.route.comm
+        comm = self.route.comm
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, self.members[0].name)
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, names[0])
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
-        self._build_states(full)
+        self.master = master_over(self.weight, self.plan, self.route)
+        if self.master is not None and not self.plan.master_is_weight:
+            values = full.storage if self.master.placement is R else full.slice(comm.rank)
+            self.master.absorb(0, values.numel(), values)
         self.route.pool.give(full.storage)
+        put_away(self.weight, self.master)
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
@@ -134,10 +139,11 @@ class FlatGroup:
         """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
-        self.master = Master(self.master.values(), self.master.rank, self.master.dtype)
+        values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.lifted()
-        device = self.route.pool.device
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route.comm, device, what)
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, what)
+        self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)
+        self.master.publish(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
         prepare_rest(self.members, self.placeholder)
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
@@ -168,28 +174,15 @@ class FlatGroup:
             member.param.data = member.nothing
         return flat
 
-    def _build_states(self, full: FlatBuffer) -> None:
-        plan, rank = self.plan, self.route.comm.rank
-        if plan.master is None or plan.moments is None:
-            return
-        alike = plan.master.placement is plan.weight.placement
-        beneath = self.weight.storage if alike else self.weight.slice(rank)
-        if plan.master_is_weight:
-            self.master = Master(FlatBuffer(self.layout, plan.master, beneath), rank, plan.moments.dtype)
-            return
-        buffer = FlatBuffer.empty(self.layout, plan.master, self.route.pool.device)
-        exposed = not self.is_sharded or self.route.comm.size == 1
-        self.master = Master(buffer, rank, plan.moments.dtype, beneath if plan.master_is_split else None, exposed)
-        values = full.storage if plan.master.placement is R else full.slice(rank)
-        self.master.absorb(0, values.numel(), values)
-
     # -- weights
 
     def gather(self, what: str) -> Pending:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
         if not self.is_sharded or self.full is not None or self.is_held:
             return DONE
-        spec = replace(self.plan.weight, placement=R)
+        spec = replace(self.plan.weight, placement=R, tier=Tier.DEVICE)
+        if self.weight.extent is not None:
+            return self._gather_from(self.weight.extent, spec, what)
         if self.route.comm.size == 1:
             self.full = FlatBuffer(self.layout, spec, self.weight.storage)
             return DONE
@@ -199,6 +192,19 @@ class FlatGroup:
         storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
         self.full = FlatBuffer(self.layout, spec, storage)
         return move(self.weight, self.full, self.route, what)
+
+    def _gather_from(self, extent: Extent, spec: Spec, what: str) -> Pending:
+        """Out of another memory: this rank's slice comes here first, and goes when it has been copied."""
+        numel = self.weight.memory.numel()
+        full = self.full = FlatBuffer(self.layout, spec, self.route.pool.take(self.layout.padded_numel, spec.dtype))
+
+        def start() -> Pending:
+            own = FlatBuffer(self.layout, self.weight.spec, extent.look(0, numel))
+            pending = move(own, full, self.route, what)
+            extent.drop(0, numel)
+            return pending
+
+        return self.route.turns.add(extent.fetch(0, numel), start)
 
     def show(self) -> None:
         """Point every parameter at the gathered buffer."""
@@ -219,19 +225,14 @@ class FlatGroup:
         full, self.full = self.full, None
         if self.weight.common is not None:
             self.weight.common.release()
-        elif self.route.comm.size > 1:
+        elif self.route.comm.size > 1 or self.weight.extent is not None:
             self.route.pool.give(full.storage)
 
     def refresh(self, what: str) -> Pending:
-        """After the optimizer changed the master: cast it into the weight (a split one is there already) and bring the
-        weight to its placement.
-        """
+        """After the master changed and was published: bring the weight to its placement."""
         plan, rank = self.plan, self.route.comm.rank
-        if self.master is None or plan.master is None:
+        if plan.master is None:
             return DONE
-        if not plan.master_is_weight and not plan.master_is_split:
-            into = self.weight.storage if plan.master.placement is R else self.weight.slice(rank)
-            cast_master(self.master.buffer.storage, into)
         if plan.weight.placement is R and plan.master.placement is S:
             own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.slice(rank))
             return move(own, self.weight, self.route, what)
@@ -280,6 +281,35 @@ class FlatGroup:
 
     def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None:
         self.gradient.of(self.members[self.index[id(param)]].slot).mul_(factor)
+
+
+def part_of(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
+    """The part of a weight whose values this rank's master has."""
+    if plan.master is None or plan.master.placement is plan.weight.placement:
+        return weight
+    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.slice(rank))
+
+
+def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | None:
+    """An empty master beside a weight, or on it; None where nothing is trained."""
+    if plan.master is None or plan.moments is None:
+        return None
+    layout, rank = weight.layout, route.comm.rank
+    home = route.pool.device if plan.moments.tier is Tier.DEVICE else torch.device("cpu")
+    beneath = part_of(weight, plan, rank)
+    if plan.master_is_weight:
+        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent)
+        return Master(buffer, rank, plan.moments.dtype, home=home)
+    buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
+    exposed = plan.weight.placement is not S or route.comm.size == 1
+    return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home)
+
+
+def put_away(weight: FlatBuffer, master: Master | None) -> None:
+    """Weight and master go where their tiers keep them."""
+    for buffer in (weight, master.buffer if master is not None else None):
+        if buffer is not None and buffer.extent is not None:
+            buffer.extent.store(0, buffer.memory.numel()).wait()
 
 
 def prepare_rest(members: Sequence[Member], placeholder: Tensor) -> None:

@@ -66,6 +66,21 @@ class FlatLayout:
         low, high = self.bounds(rank)
         return max(slot.start, low), min(slot.stop, high)
 
+    def cuts(self, start: int, stop: int, tile_numel: int) -> list[tuple[int, int]]:
+        """Flat [start, stop) cut where ranks' slices end, and at every `tile_numel` elements of a slice.
+
+        A fused kernel treats the last few elements of a tensor by other instructions, which may round otherwise.  So
+        the cuts are where the layout has them, whatever the stage (a replicated master is cut where a sharded one would
+        be), the tier and the parameters that an optimizer treats alike.
+        """
+        found = []
+        while start < stop:
+            low = start // self.slice_numel * self.slice_numel
+            end = min(stop, low + self.slice_numel, low + ((start - low) // tile_numel + 1) * tile_numel)
+            found.append((start, end))
+            start = end
+        return found
+
     def gaps(self) -> list[tuple[int, int]]:
         """The padding: flat [start, stop) ranges that belong to no parameter."""
         edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)

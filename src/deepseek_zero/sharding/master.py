@@ -12,34 +12,41 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..precision.policy import cast_master
 from ..precision.split import join, split
+from ..tiers.tier import Extent
 from .buffer import FlatBuffer
 from .layout import Slot
 from .placement import Placement, R
 
+CPU = torch.device("cpu")
 _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 
 @dataclass(eq=False)
 class Master:
-    """buffer: values, or remainders where `weight` (this rank's part of the live weight) holds the upper halves.
+    """buffer: values, or remainders where the master `is_split` and `weight` holds the upper halves.
 
-    is_exposed: programs see that weight between steps and may change it.
+    weight: this rank's part of the live weight, None where the master is that weight.  is_exposed: programs see it
+    between steps and may change it.
     """
 
     buffer: FlatBuffer
     rank: int
     dtype: torch.dtype  # of the values
-    weight: Tensor | None = None
+    weight: FlatBuffer | None = None
+    is_split: bool = False
     is_exposed: bool = True
+    home: torch.device = CPU  # where it is updated
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the values do not lie together at home between steps."""
+        return self.is_split or self.buffer.rests_elsewhere or self.buffer.memory.device != self.home
 
     @property
     def placement(self) -> Placement:
         return self.buffer.spec.placement
-
-    @property
-    def is_split(self) -> bool:
-        return self.weight is not None
 
     # -- where a parameter lies
 
@@ -61,22 +68,26 @@ class Master:
     # -- values
 
     def view(self, place: int, end: int) -> Tensor | None:
-        """The values where they lie; None where they lie in two halves."""
-        return None if self.is_split else self.buffer.storage[place:end]
+        """The values where they lie; None where they lie in two halves, or not where they are updated."""
+        together = not self.is_split and self.buffer.memory.device == self.home
+        return self.buffer.part(place, end) if together else None
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         """The values: a view where they lie together, a copy (in `out`) where they must be joined."""
-        if self.weight is None:
-            return self.buffer.storage[place:end]
+        lower = self.buffer.part(place, end)
+        if not self.is_split or self.weight is None:
+            return lower if out is None else out.copy_(lower)
         if out is None:
-            out = torch.empty(end - place, dtype=self.dtype, device=self.weight.device)
-        join(self.weight[place:end], self.buffer.storage[place:end], out, scratch, is_exposed=self.is_exposed)
+            out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        upper = self.weight.part(place, end).to(lower.device)
+        join(upper, lower, out, scratch, is_exposed=self.is_exposed)
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
-        """Take new values; where the master is split, this rank's part of the weight has them too."""
-        if self.weight is None:
-            self.buffer.storage[place:end].copy_(values)
+        """Take new values; this rank's part of the weight has them too."""
+        if not self.is_split:
+            self.buffer.part(place, end).copy_(values)
+            self.publish(place, end)
             return
         for start in range(place, end, _WRITE_NUMEL):
             part = values[start - place : start - place + _WRITE_NUMEL]
@@ -84,15 +95,30 @@ class Master:
 
     def absorb(self, place: int, end: int, values: Tensor) -> None:
         """`write` for values that are not needed any more, in the master's dtype."""
-        if self.weight is None:
-            self.buffer.storage[place:end].copy_(values)
-        else:
-            split(values, self.weight[place:end], self.buffer.storage[place:end])
+        lower = self.buffer.part(place, end)
+        if not self.is_split or self.weight is None:
+            lower.copy_(values)
+            return
+        upper = self.weight.part(place, end)
+        near = upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)
+        split(values, near, lower)
+        if near is not upper:
+            upper.copy_(near)
+
+    def publish(self, place: int, end: int) -> None:
+        """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
+        if self.weight is not None and not self.is_split:
+            cast_master(self.buffer.part(place, end), self.weight.part(place, end))
+
+    def extents(self) -> list[Extent]:
+        """What of the values rests in other memories."""
+        found = [self.buffer.extent, self.weight.extent if self.weight is not None else None]
+        return [extent for extent in found if extent is not None]
 
     def adopt(self, changed: Tensor, weight: Tensor) -> None:
         """Where a mask says so, take the values of a new weight; the weight itself is the caller's to change."""
         storage = self.buffer.storage
-        storage[changed] = weight[changed].to(storage.dtype) if self.weight is None else 0
+        storage[changed] = 0 if self.is_split else weight[changed].to(storage.dtype)
 
     def values(self) -> FlatBuffer:
         """All values of this rank: the buffer itself, or a copy."""

@@ -13,18 +13,12 @@ The plan is printed (`explain`), estimated (report/estimate.py multiplies it out
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from enum import Enum
 
 import torch
 
 from ..precision.policy import Policy
+from ..tiers.tier import Tier
 from .placement import P, Placement, R, S
-
-
-class Tier(Enum):
-    """Which memory holds a state.  Host and NVMe come with the memory-tier part."""
-
-    DEVICE = "device"
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,8 @@ class PlanSettings:
     window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered unit stays if it
     is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
     bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
-    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).
+    ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
+    where sharded weights rest.  state_tier: where moments, masters of their own and gradient shards do.
     """
 
     stage: int = 3
@@ -111,6 +106,8 @@ class PlanSettings:
     predivide: float = 1.0
     deterministic: bool = False
     transport: str = "fastest"
+    weight_tier: Tier = Tier.DEVICE
+    state_tier: Tier = Tier.DEVICE
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -127,14 +124,22 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
 def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, persistent: bool, ranks: int) -> ShardPlan:
     """The plan of parameters of one dtype.  dtype: what they were built with.
 
-    In a world of one a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage.
+    In a world of one a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage,
+    unless it rests in another memory.  A master that is the weight itself rests where the weight does.
     """
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
-    weight = Spec(weight_place, settings.policy.weight_dtype(dtype))
+    weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
+    weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier)
     if not trainable:
         return ShardPlan(weight)
     policy = settings.policy
-    moments = Spec(state_place, policy.master_dtype(weight.dtype))
+    tier = settings.state_tier
+    moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
     master = replace(moments, dtype=policy.stored_dtype(weight.dtype))
-    grad = Spec(P if ranks == 1 else grad_place, policy.grad_dtype(weight.dtype, settings.accumulation))
-    return ShardPlan(weight, grad, master, moments, master_is_weight=master.dtype == weight.dtype)
+    is_weight = master.dtype == weight.dtype
+    if is_weight:
+        master = replace(master, tier=weight.tier)
+    in_place = grad_place is P or (ranks == 1 and tier is Tier.DEVICE)
+    grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
+    grad = Spec(P, grad_dtype) if in_place else Spec(S, grad_dtype, tier)
+    return ShardPlan(weight, grad, master, moments, master_is_weight=is_weight)

@@ -14,6 +14,7 @@ import torch
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm
+from .placement import S
 from .unit import Unit
 
 
@@ -22,6 +23,8 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, overlap: bool) -> None:
         self.units, self.comm, self.overlap = list(units), comm, overlap
+        grads = [group.plan.grad for unit in self.units for group in unit.trained]
+        self.shards = any(grad is not None and grad.placement is S for grad in grads)  # so every backward reduces
         self.order: list[int] = []
         self.late: set[int] = set()
         self._cursor = 0

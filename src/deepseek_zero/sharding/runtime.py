@@ -142,7 +142,7 @@ class Runtime:
     @property
     def _reduces_now(self) -> bool:
         """Sharded gradients are reduced in every backward, partial ones at the boundary."""
-        return self.is_boundary or (self.settings.stage >= 2 and self.comm.size > 1)
+        return self.is_boundary or self.reducer.shards
 
     def end_backward(self) -> None:
         """Every gradient of this backward has been computed on this rank."""

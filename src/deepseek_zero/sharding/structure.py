@@ -27,7 +27,7 @@ def check_structure(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_held:
             continue  # at rest a parameter guards itself (handle.py)
-        start, step = group.weight.storage.data_ptr(), group.weight.storage.element_size()
+        start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
         for member in group.members:
             if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:
                 raise UsageError(

@@ -204,8 +204,8 @@ def test_an_unknown_key_can_be_a_warning_instead() -> None:
     "given, key, value",
     [
         ({"bfloat16": {"enabled": True}}, "bf16.enabled", True),
-        (zero(cpu_offload=True), "zero_optimization.offload_optimizer.device", "cpu"),
-        (zero(cpu_offload_param=True), "zero_optimization.offload_param.device", "cpu"),
+        (zero(stage=2, cpu_offload=True), "zero_optimization.offload_optimizer.device", "cpu"),
+        (zero(stage=3, cpu_offload_param=True), "zero_optimization.offload_param.device", "cpu"),
         (zero(cpu_offload=False), "zero_optimization.offload_optimizer.device", None),
         (
             zero(stage3_gather_fp16_weights_on_model_save=True),
@@ -282,7 +282,7 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "given, key",
     [
-        (zero(offload_param={"device": "nvme"}), "zero_optimization.offload_param.device"),
+        (zero(offload_optimizer={"ratio": 0.5}), "zero_optimization.offload_optimizer.ratio"),
         (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         ({"pp_degree": 2}, "pp_degree"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deepseek_zero.report.quantities import format_bytes, format_count, format_seconds
+from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,137 @@
+"""What holds states that are not in the training device's own memory: `Memory` hands out `Extent`s.
+
+An extent is a flat tensor at one address for as long as it lives.  What differs from tier to tier is where its bytes
+are while nobody uses them, and who needs that never learns more than: `fetch` before use, `store` after a change,
+`drop` after a look.  Whoever forgets to fetch waits for it.  Called by sharding/buffer.py and optim/flow.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Tier(Enum):
+    """Which memory holds a state between uses."""
+
+    DEVICE = "device"  # where forward and backward compute
+    HOST = "host"
+    NVME = "nvme"
+
+
+@dataclass
+class Traffic:
+    """What one rank has moved over one link since the last `take`.  seconds: some transfer was under way."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    seconds: float = 0.0
+    waited_seconds: float = 0.0  # of these, somebody stood and waited
+    spans: list[tuple[float, float]] = field(default_factory=list)
+
+    def take(self) -> Traffic:
+        """The figures so far; counting starts again."""
+        found = Traffic(self.read_bytes, self.written_bytes, covered(self.spans), self.waited_seconds)
+        self.read_bytes = self.written_bytes = 0
+        self.waited_seconds = 0.0
+        self.spans.clear()
+        return found
+
+
+def covered(spans: list[tuple[float, float]]) -> float:
+    """Seconds that lie in any of these spans."""
+    total, end = 0.0, float("-inf")
+    for begin, stop in sorted(spans):
+        total += max(0.0, stop - max(begin, end))
+        end = max(end, stop)
+    return total
+
+
+class Ticket(Protocol):
+    """A transfer under way."""
+
+    def wait(self) -> None:
+        """Return when it is over; StorageError where it failed."""
+
+    def is_done(self) -> bool:
+        """Whether `wait` would return at once."""
+
+
+class Over:
+    """A transfer that was none."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+    def is_done(self) -> bool:
+        return True
+
+
+OVER = Over()
+
+
+class Extent:
+    """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+
+    def fetch(self, low: int, high: int) -> Ticket:
+        """Start bringing these elements to their address; nothing where they are there."""
+        return OVER
+
+    def look(self, low: int, high: int) -> Tensor:
+        """These elements, to be read until `store` or `drop`: a view."""
+        return self.memory[low:high]
+
+    def part(self, low: int, high: int) -> Tensor:
+        """As `look`, and they may be written."""
+        return self.look(low, high)
+
+    def store(self, low: int, high: int) -> Ticket:
+        """They were changed and are not needed for a while."""
+        return OVER
+
+    def drop(self, low: int, high: int) -> None:
+        """They are not needed for a while; stored first where somebody asked for them to write."""
+
+    def forget(self, low: int, high: int) -> None:
+        """Their values are over; the next ones are written before they are read."""
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether a view shows nothing between `store` and `fetch`."""
+        return False
+
+
+class Memory(Protocol):
+    """One tier of one rank."""
+
+    traffic: Traffic
+    reserved_bytes: int
+
+    def admit(self, nbytes: int, sharers: int) -> None:
+        """Raise if so many bytes cannot be had by each of `sharers` ranks of this host; reserves nothing."""
+
+    def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
+        """A zeroed state, moved in chunks of so many elements."""
+
+    def close(self) -> None:
+        """Let go of everything; extents must not be used any more."""
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """The memories one rank's states may rest in.  chunk_numel: elements that are moved, and updated, together."""
+
+    memories: Mapping[Tier, Memory] = field(default_factory=dict)
+    chunk_numel: int = 1 << 20
+
+    def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Extent:
+        """A zeroed state on a tier."""
+        return self.memories[tier].reserve(numel, dtype, self.chunk_numel, what)

@@ -1,0 +1,272 @@
+"""States that rest on the host or on a disk: the same bits as without, no memory taken, a name for every failure."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
+from deepseek_zero.sharding.plan import Tier
+from deepseek_zero.tiers.disk import DiskExtent
+from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from tests.models import Gpt, seeded
+from tests.pairwise import cases
+from tests.training import ALL, Run, offload, start_engine, train_step
+
+STEPS = 3
+AXES = {
+    "stage": (1, 2, 3),
+    "dtype": ("fp32", "bf16", "fp16"),
+    "accumulation": (1, 3),
+    "ranks": (1, 2, 3),
+    "tier": ("cpu", "nvme"),
+    "states": (True, False),
+    "weights": (True, False),
+    "optimizer": ("adamw", "groups", "muon"),
+    "persistence": (0, 300),
+}
+
+
+def engine_of(stage: int, zero: dict[str, Any], optimizer: str = "adamw", **top: Any) -> Any:
+    """An engine that clips, in tiles as small as they come."""
+    model = seeded(Gpt)
+    if optimizer == "groups":  # stretches of two groups take turns inside every unit
+        plain = [param for param in model.parameters() if param.dim() > 1]
+        rest = [param for param in model.parameters() if param.dim() <= 1]
+        client = torch.optim.AdamW([{"params": plain, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+        top["client"] = client
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.3,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "sub_group_size": 4096, "stage3_max_live_parameters": 0, **zero},
+        **top,
+    }
+    client = config.pop("client", None)
+    if client is None:
+        config["optimizer"] = {"type": optimizer, "params": {"lr": 0.01}}
+    return deepseek_zero.initialize(model=model, optimizer=client, config=config)[0]
+
+
+def everything(engine: Any, run: Run) -> list[Tensor]:
+    """Losses of a few steps, then weights, masters and moments, whole."""
+    found = [torch.stack(train_step(engine, run, step)) for step in range(STEPS)]
+    found += [value.clone() for value in engine.state_dict().values()]
+    for param in engine.module.parameters():
+        found += [value for value in (safe_get_full_fp32_param(param),) if value is not None]
+        for key in ("exp_avg", "exp_avg_sq", "momentum_buffer"):
+            found += [value for value in (safe_get_full_optimizer_state(param, key),) if value is not None]
+    return found
+
+
+def assert_equal(left: list[Tensor], right: list[Tensor]) -> None:
+    assert len(left) == len(right)
+    assert all(map(torch.equal, left, right))
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize(*cases(AXES))
+def test_a_tier_changes_no_bit(
+    stage: int,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    tier: str,
+    states: bool,
+    weights: bool,
+    optimizer: str,
+    persistence: int,
+) -> None:
+    run = Run(stage, accumulation=accumulation)
+    top: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
+    if dtype != "fp32":
+        top[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
+    zero = {"stage3_param_persistence_threshold": persistence}
+    plain = everything(engine_of(stage, zero, optimizer, **top), run)
+    away = offload(tier, states=states, weights=weights and stage == 3)
+    engine = engine_of(stage, zero | away, optimizer, **top)
+    assert_equal(everything(engine, run), plain)
+    tiers = {spec.tier for group in engine.runtime.trained_groups for spec in specs_of(group)}
+    assert (Tier[{"cpu": "HOST", "nvme": "NVME"}[tier]] in tiers) == bool(away)
+
+
+def specs_of(group: Any) -> list[Any]:
+    plan = group.plan
+    return [spec for spec in (plan.weight, plan.grad, plan.master, plan.moments) if spec is not None]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
+    engine = engine_of(
+        3, offload("nvme") | {"stage3_param_persistence_threshold": 0}, bf16={"enabled": dtype == "bf16"}
+    )
+    for step in range(2):
+        train_step(engine, Run(3), step)
+    extents = extents_of(engine)
+    assert len(extents) >= 4 * len(engine.runtime.groups)
+    for extent in extents:
+        numel = extent.memory.numel()
+        extent.store(0, 0)
+        for number in range(len(extent._states)):
+            extent._settle(number)
+        gradients = extent._sums.count(None) == len(extent._sums)
+        assert gradients or extent.here_bytes == 0, (extent.place.what, numel)
+
+
+def extents_of(engine: Any) -> list[DiskExtent]:
+    found: list[Any] = list(engine.optimizer.moments._extents.values())
+    for group in engine.runtime.groups:
+        found += [group.weight.extent, group.gradient.buffer.extent, *group.master.extents()]
+    return list({id(extent): extent for extent in found if extent is not None}.values())
+
+
+@pytest.mark.ranks(2)
+def test_what_is_read_and_changed_between_steps_is_what_the_next_step_uses() -> None:
+    def meddle(engine: Any) -> list[Tensor]:
+        run, found = Run(3), []
+        for step in range(3):
+            train_step(engine, run, step)
+            param = next(iter(engine.module.parameters()))
+            value = safe_get_full_fp32_param(param)
+            assert value is not None
+            found.append(value)
+            safe_set_full_fp32_param(param, value * 0.5)
+            with deepseek_zero.zero.GatheredParameters(list(engine.module.parameters())[2], modifier_rank=0):
+                if dist.get_rank() == 0:
+                    list(engine.module.parameters())[2].data.mul_(1.5)
+        return found + [value.clone() for value in engine.state_dict().values()]
+
+    zero = {"stage3_param_persistence_threshold": 0}
+    assert_equal(meddle(engine_of(3, zero | offload("nvme"))), meddle(engine_of(3, zero)))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("before", "after"), [("nvme", "none"), ("none", "nvme"), ("nvme", "nvme"), ("cpu", "nvme")])
+def test_a_checkpoint_crosses_tiers(before: str, after: str, tmp_path: Path) -> None:
+    run, zero = Run(3), {"stage3_param_persistence_threshold": 0}
+    first = engine_of(3, zero | offload(before))
+    train_step(first, run, 0)
+    first.save_checkpoint(tmp_path)
+    expected = [torch.stack(train_step(first, run, step)) for step in (1, 2)]
+    second = engine_of(3, zero | offload(after))
+    second.load_checkpoint(tmp_path)
+    assert_equal([torch.stack(train_step(second, run, step)) for step in (1, 2)], expected)
+    assert_equal(list(second.state_dict().values()), list(first.state_dict().values()))
+
+
+@pytest.mark.ranks(1)
+def test_the_moments_of_a_disk_are_nan_to_whoever_looks_past_the_door() -> None:
+    model = seeded(Gpt)
+    client = torch.optim.AdamW(model.parameters(), lr=0.01)
+    engine = start_engine(Run(3, tier="nvme"), model, lambda params: client)
+    train_step(engine, Run(3), 0)
+    assert all(bool(entry["exp_avg"].isnan().all()) for entry in client.state.values())
+    assert not any(bool(entry["exp_avg"].isnan().any()) for entry in engine.optimizer.state.values())
+
+
+# -- failures
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    mine = tmp_path / f"rank{dist.get_rank()}"
+    if dist.get_rank() == 0:
+        mine.mkdir()
+    place = {"device": "nvme", "nvme_path": str(mine)}
+    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="No such file or directory"):
+        engine_of(3, {"offload_param": place, "offload_optimizer": place})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+@pytest.mark.parametrize("call", ["pwritev", "preadv"])
+def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
+    number: int, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = engine_of(3, offload("nvme") | {"stage3_param_persistence_threshold": 0})
+    train_step(engine, Run(3), 0)
+
+    def refuse(*given: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as broken:
+        if dist.get_rank() == 1:
+            broken.setattr(os, call, refuse)
+        with pytest.raises(StorageError if dist.get_rank() == 1 else PeerError, match=os.strerror(number)):
+            for step in range(1, 4):
+                train_step(engine, Run(3), step)
+
+
+@pytest.mark.ranks(1)
+def test_after_a_step_that_ended_halfway_no_other_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(2, offload("nvme", weights=False))
+    train_step(engine, Run(2), 0)
+
+    def refuse(*given: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", refuse)
+        with pytest.raises(StorageError):
+            for step in range(1, 4):
+                train_step(engine, Run(2), step)
+    with pytest.raises((UsageError, StorageError), match=r"load the last checkpoint|start again"):
+        for step in range(4, 8):
+            train_step(engine, Run(2), step)
+
+
+@pytest.mark.ranks(2)
+def test_what_cannot_fit_is_refused_before_anything_is_allocated() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(1 << 17, 1 << 17) for _ in range(4)))
+    for tier, error in (("cpu", OutOfMemoryError), ("nvme", StorageError)):
+        with pytest.raises(error, match=r"offloaded states need 1\.00 TiB .*for each of 2 ranks\), .* are free"):
+            deepseek_zero.initialize(
+                model=model,
+                config={
+                    "train_micro_batch_size_per_gpu": 1,
+                    "optimizer": {"type": "AdamW"},
+                    "zero_optimization": {"stage": 3, **offload(tier)},
+                },
+            )
+
+
+@pytest.mark.parametrize(
+    ("zero", "says"),
+    [
+        ({"stage": 0, "offload_optimizer": {"device": "cpu"}}, "needs stage 1 or more"),
+        ({"stage": 2, "offload_param": {"device": "cpu"}}, "needs stage 3 or more"),
+        ({"stage": 3, "offload_param": {"device": "nvme"}}, "nvme_path = None.*is missing"),
+        (
+            {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": "/a"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/b"},
+            },
+            "name one directory for both",
+        ),
+    ],
+)
+def test_a_tier_that_makes_no_sense_is_named(zero: dict[str, Any], says: str) -> None:
+    with pytest.raises(DeepSeekZeroError, match=says):
+        deepseek_zero.initialize(
+            model=nn.Linear(2, 2), config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+        )
+
+
+def test_the_directory_is_left_empty() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        place = {"device": "nvme", "nvme_path": folder}
+        engine = engine_of(3, {"offload_param": place, "offload_optimizer": place})
+        train_step(engine, Run(3, window=ALL), 0) if dist.is_initialized() else None
+        assert os.listdir(folder) == []

@@ -1,0 +1,261 @@
+"""The disk tier: what is stored comes back bit for bit, takes no memory meanwhile, and every failure has a name."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_zero.base.errors import StorageError
+from deepseek_zero.tiers.disk import Disk, DiskExtent, DiskSettings, State
+from deepseek_zero.tiers.tier import Extent
+from tests.unit.base.test_memory import resident_bytes
+
+CHUNK = 1 << 12
+NUMEL = 5 * CHUNK + 777
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return Disk(tmp_path)
+
+
+def filled(disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> tuple[Extent, torch.Tensor]:
+    """An extent and the values that were put into it."""
+    extent, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
+    extent.part(0, numel).copy_(values)
+    return extent, values
+
+
+def states(extent: Extent) -> set[State]:
+    assert isinstance(extent, DiskExtent)
+    return set(extent._states)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str)
+def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
+    extent = disk.reserve(NUMEL, dtype, CHUNK, "values")
+    values = torch.arange(NUMEL).to(dtype)
+    extent.part(0, NUMEL).copy_(values)
+    extent.store(0, NUMEL).wait()
+    assert states(extent) == {State.AWAY}
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_a_chunk_changes_alone(disk: Disk) -> None:
+    extent, values = filled(disk)
+    extent.store(0, NUMEL).wait()
+    extent.part(CHUNK, 2 * CHUNK).add_(1)
+    extent.store(CHUNK, 2 * CHUNK).wait()
+    values[CHUNK : 2 * CHUNK] += 1
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_what_is_away_takes_no_memory(disk: Disk) -> None:
+    numel = 16 << 20
+    before = resident_bytes()
+    extent = disk.reserve(numel, torch.float32, 1 << 20, "values")
+    extent.part(0, numel).fill_(1)
+    assert resident_bytes() - before > 60 << 20
+    extent.store(0, numel).wait()
+    assert resident_bytes() - before < 4 << 20
+    assert float(extent.part(numel - 4, numel).sum()) == 4  # one chunk alone
+    assert resident_bytes() - before < 12 << 20
+
+
+def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
+    extent, values = filled(disk)
+    extent.store(0, NUMEL).wait()
+    disk.traffic.take()
+    extent.look(0, NUMEL)
+    extent.drop(0, NUMEL)
+    assert states(extent) == {State.AWAY} and disk.traffic.take().written_bytes == 0
+    assert torch.equal(extent.look(0, NUMEL), values)
+
+
+def test_a_change_outlives_a_drop(disk: Disk) -> None:
+    extent, values = filled(disk)
+    extent.store(0, NUMEL).wait()
+    extent.part(NUMEL - 1, NUMEL).fill_(7)
+    extent.drop(0, NUMEL)
+    values[-1] = 7
+    assert torch.equal(extent.look(0, NUMEL), values)
+
+
+def test_what_is_forgotten_is_not_read_again(disk: Disk) -> None:
+    extent, _ = filled(disk)
+    extent.store(0, NUMEL).wait()
+    disk.traffic.take()
+    extent.forget(0, NUMEL)
+    extent.part(0, NUMEL).fill_(2)
+    assert disk.traffic.take().read_bytes == 0
+    extent.store(0, NUMEL).wait()
+    assert float(extent.part(0, NUMEL).sum()) == 2 * NUMEL
+
+
+def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
+    extent, values = filled(disk)
+    for _ in range(20):
+        extent.store(0, NUMEL)
+        extent.fetch(0, NUMEL).wait()
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> None:
+    pairs = [filled(disk, numel) for numel in (1, 100, CHUNK, CHUNK + 1, NUMEL)]
+    for extent, _ in pairs:
+        extent.store(0, len(extent.memory))
+    for extent, values in reversed(pairs):
+        assert torch.equal(extent.part(0, len(values)), values)
+
+
+def test_bytes_are_counted(disk: Disk) -> None:
+    extent, _ = filled(disk, 2 * CHUNK)
+    extent.store(0, 2 * CHUNK).wait()
+    extent.part(0, CHUNK)
+    moved = disk.traffic.take()
+    assert (moved.written_bytes, moved.read_bytes) == (8 * CHUNK, 4 * CHUNK)
+    assert moved.seconds > 0
+    assert disk.traffic.take().written_bytes == 0
+
+
+def test_an_empty_state_needs_nothing(disk: Disk) -> None:
+    extent = disk.reserve(0, torch.float32, CHUNK, "nothing")
+    extent.store(0, 0).wait()
+    assert extent.part(0, 0).numel() == 0
+
+
+# -- privacy
+
+
+def test_the_file_has_no_name_and_belongs_to_the_user_alone(disk: Disk, tmp_path: Path) -> None:
+    assert list(tmp_path.iterdir()) == []
+    assert os.fstat(disk.descriptor).st_mode & 0o777 == 0o600
+    assert os.fstat(disk.descriptor).st_nlink == 0
+
+
+def test_a_file_system_without_unnamed_files_gets_one_that_loses_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "O_TMPFILE")
+    disk = Disk(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    extent, values = filled(disk)
+    extent.store(0, NUMEL).wait()
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_two_jobs_may_share_a_directory(tmp_path: Path) -> None:
+    pairs = [filled(Disk(tmp_path)) for _ in range(2)]
+    for extent, _ in pairs:
+        extent.store(0, NUMEL)
+    for extent, values in pairs:
+        assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    extent, _ = filled(disk)
+    extent.store(0, NUMEL)
+    disk.close()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(disk.descriptor)
+
+
+# -- failures
+
+
+def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nowhere' failed: No such file.*\n.*\n.*make that directory"):
+        Disk(tmp_path / "nowhere")
+
+
+def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="Not a directory"):
+        Disk(tmp_path / "file")
+
+
+def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> None:
+    with pytest.raises(StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"):
+        disk.admit(1 << 50, 2)
+
+
+def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
+    """What a read says after somebody changed the file of an extent; the extent can be read again once it is mended."""
+    disk = Disk(tmp_path)
+    extent, _ = filled(disk)
+    extent.store(0, NUMEL).wait()
+    other = os.open(f"/proc/self/fd/{disk.descriptor}", os.O_RDWR)
+    change(other, NUMEL * 4)
+    os.close(other)
+    with pytest.raises(StorageError) as caught:
+        extent.part(0, NUMEL)
+    return caught.value
+
+
+def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
+    def flip(descriptor: int, nbytes: int) -> None:
+        byte = os.pread(descriptor, 1, nbytes // 2)
+        os.pwrite(descriptor, bytes([byte[0] ^ 1]), nbytes // 2)
+
+    error = altered(flip, tmp_path)
+    assert "reading values" in str(error) and "not those that were written" in str(error)
+
+
+def test_a_stale_block_is_found(tmp_path: Path) -> None:
+    def overwrite(descriptor: int, nbytes: int) -> None:
+        os.pwrite(descriptor, bytes(4096), 4096)
+
+    assert "not those that were written" in str(altered(overwrite, tmp_path))
+
+
+def test_a_truncated_file_is_found(tmp_path: Path) -> None:
+    error = altered(lambda descriptor, nbytes: os.ftruncate(descriptor, 3 * CHUNK * 4 + 100), tmp_path)
+    assert "reading values" in str(error)
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
+def test_a_write_that_fails_loses_nothing(disk: Disk, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    def refuse(*given: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    extent, values = filled(disk)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", refuse)
+        with pytest.raises(StorageError, match=f"writing values .*{os.strerror(number)}"):
+            extent.store(0, NUMEL).wait()
+        for _ in range(10):  # chunk after chunk tells
+            try:
+                part = extent.part(0, NUMEL)
+            except StorageError:
+                continue
+            assert torch.equal(part, values)
+            break
+        else:
+            pytest.fail("the values never came back")
+    extent.store(0, NUMEL).wait()
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_short_writes_and_reads_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    real_write, real_read = os.pwritev, os.preadv
+    monkeypatch.setattr(os, "pwritev", lambda fd, views, at: real_write(fd, [views[0][:4096]], at))
+    monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:4096]], at))
+    extent, values = filled(disk)
+    extent.store(0, NUMEL).wait()
+    assert torch.equal(extent.part(0, NUMEL), values)
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_any_number_of_threads(tmp_path: Path, threads: int) -> None:
+    disk = Disk(tmp_path, DiskSettings(threads, 4096))
+    extent, values = filled(disk)
+    for _ in range(5):
+        extent.store(0, NUMEL)
+        extent.fetch(0, NUMEL).wait()
+    assert torch.equal(extent.part(0, NUMEL), values)

@@ -1,0 +1,98 @@
+"""Real file systems that fail: full, read-only, and with blocks missing underneath.  Only root can make them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_zero.base.errors import StorageError
+from deepseek_zero.tiers.disk import Disk
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+MIB = 1 << 20
+
+
+def run(*words: str | Path) -> None:
+    subprocess.run([str(word) for word in words], check=True, capture_output=True)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """8 MiB of tmpfs."""
+    place = tmp_path / "small"
+    place.mkdir()
+    run("mount", "-t", "tmpfs", "-o", "size=8m", "none", place)
+    yield place
+    run("umount", "-l", place)
+
+
+@pytest.fixture
+def loop(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """(mount point, backing file) of an ext4 in a file."""
+    backing, place = tmp_path / "backing", tmp_path / "loop"
+    place.mkdir()
+    with backing.open("wb") as file:
+        file.truncate(48 * MIB)
+    run("mkfs.ext4", "-q", "-O", "^has_journal", backing)
+    run("mount", "-o", "loop", backing, place)
+    yield place, backing
+    run("umount", "-l", place)
+
+
+def test_a_full_disk_is_named_before_anything_is_lost(small: Path) -> None:
+    disk = Disk(small)
+    with pytest.raises(StorageError, match=r"need 9\.00 MiB .* 8\.00 MiB are free|7\.\d+ MiB are free"):
+        disk.admit(9 * MIB, 1)
+    extent = disk.reserve(MIB, torch.float32, MIB, "the first")
+    with pytest.raises(StorageError, match=r"reserving 8\.00 MiB for the second .*No space left on device"):
+        disk.reserve(2 * MIB, torch.float32, MIB, "the second")
+    extent.part(0, MIB).fill_(3)
+    extent.store(0, MIB).wait()
+    assert float(extent.part(0, MIB).sum()) == 3 * MIB
+
+
+def test_a_disk_that_somebody_else_filled_since_still_takes_what_was_reserved(small: Path) -> None:
+    disk = Disk(small)
+    extent = disk.reserve(MIB, torch.float32, MIB, "the first")
+    with pytest.raises(OSError, match="No space"):
+        (small / "other").write_bytes(bytes(8 * MIB))
+    extent.part(0, MIB).fill_(3)
+    extent.store(0, MIB).wait()
+    assert float(extent.part(0, MIB).sum()) == 3 * MIB
+
+
+def test_a_read_only_disk_is_named(small: Path) -> None:
+    run("mount", "-o", "remount,ro", small)
+    with pytest.raises(StorageError, match=r"Read-only file system.*\n.*\n.*mount it for writing"):
+        Disk(small)
+
+
+def test_a_disk_that_turns_read_only_fails_the_next_transfer_or_none(loop: tuple[Path, Path]) -> None:
+    disk = Disk(loop[0])
+    extent = disk.reserve(MIB, torch.float32, MIB, "values")
+    extent.part(0, MIB).fill_(3)
+    subprocess.run(["mount", "-o", "remount,ro", str(loop[0])], check=False, capture_output=True)
+    try:
+        extent.store(0, MIB).wait()
+    except StorageError as error:
+        assert "writing values" in str(error)
+    assert float(extent.part(0, MIB).sum()) == 3 * MIB
+
+
+def test_blocks_that_are_gone_are_an_error_and_never_other_numbers(loop: tuple[Path, Path]) -> None:
+    """The backing file ends early, so the device answers EIO for what lies behind."""
+    place, backing = loop
+    disk = Disk(place)
+    numel = 8 * MIB
+    extent = disk.reserve(numel, torch.float32, MIB, "values")
+    extent.part(0, numel).copy_(torch.arange(numel))
+    extent.store(0, numel).wait()
+    os.sync()
+    os.truncate(backing, 8 * MIB)
+    with pytest.raises(StorageError, match="reading values"):
+        extent.part(0, numel)
