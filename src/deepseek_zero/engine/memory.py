@@ -12,7 +12,7 @@ from ..report.lending import buffer_bytes, lent_buffers
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.volume import StepVolume, step_volume
 from ..sharding.runtime import Runtime
-from ..tiers.tier import Extent
+from ..tiers.tier import Extent, Tier
 
 
 def unit_facts(runtime: Runtime) -> list[UnitFacts]:
@@ -36,8 +36,18 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
         casts_grads=scales or any(map(grad_is_cast, plans)),
         joins_masters=any(plan.master_is_split for plan in plans),
         device_type=optimizer.runtime.pool.device.type,
+        resting=_resting(optimizer),
         tier=optimizer.runtime.settings.state_tier,
     )
+
+
+def _resting(optimizer: ShardedOptimizer) -> list[tuple[GroupFacts, dict[str, Any]]]:
+    """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
+    if optimizer.runtime.settings.state_tier is Tier.DEVICE:
+        return []
+    owner = {id(param): group for group in optimizer.param_groups for param in group["params"]}
+    found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in optimizer.pieces()}
+    return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found.values()]
 
 
 def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
@@ -96,10 +106,17 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
         "weight": [tensor for group in groups for tensor in (group.weight.memory, group.placeholder)],
         "grad": [buffer.memory for buffer in gradients if buffer is not None],
         "master": [master.buffer.memory for master in masters if master is not None],
-        "moments": [*moments_of(cast("Any", optimizer.inner.state))] if optimizer is not None else [],
+        "moments": _moments(optimizer) if optimizer is not None else [],
         "buffers": [*lent, *(optimizer.scratch.kept.values() if optimizer is not None else [])],
         "module_buffers": _registered(runtime.model),
     }
+
+
+def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
+    """What the optimizer holds of them; what stands for hidden ones is scratch."""
+    nothing = optimizer.scratch.kept.get("nothing")
+    hidden = nothing.data_ptr() if nothing is not None else None
+    return [tensor for tensor in moments_of(cast("Any", optimizer.inner.state)) if tensor.data_ptr() != hidden]
 
 
 def _registered(model: nn.Module) -> list[Tensor | None]:

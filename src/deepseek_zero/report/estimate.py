@@ -111,7 +111,7 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
     return 0 if spec is None else spec.numel(padded_numel, ranks) * spec.dtype.itemsize
 
 
-def group_bytes(facts: GroupFacts, moments_per_element: int) -> dict[str, int]:
+def group_bytes(facts: GroupFacts, moments_per_element: int, states: Sequence[str] = STATES) -> dict[str, int]:
     """Bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as weight.
 
     What rests in another memory counts there ("host", "nvme"), in whole pages.
@@ -123,7 +123,8 @@ def group_bytes(facts: GroupFacts, moments_per_element: int) -> dict[str, int]:
         "master": (None if plan.master_is_weight else plan.master, 1),
         "moments": (plan.moments, moments_per_element),
     }
-    for state, (spec, count) in rows.items():
+    for state in states:
+        spec, count = rows[state]
         nbytes = spec_bytes(spec, facts.padded_numel, facts.ranks)
         if spec is None or spec.tier is Tier.DEVICE:
             found[state] += nbytes * count
@@ -191,6 +192,7 @@ class StepFacts:
 
     casts_grads: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
     joins_masters: so are split masters, with the help of a smaller buffer and one NaN that stands for them at rest.
+    resting: the groups of which this rank has pieces, where moments rest on another tier.
     """
 
     optimizer: str
@@ -199,6 +201,7 @@ class StepFacts:
     casts_grads: bool
     joins_masters: bool = False
     device_type: str = "cpu"
+    resting: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
     tier: Tier = Tier.DEVICE
 
     @property
@@ -211,11 +214,12 @@ class StepFacts:
         )
 
     @property
-    def resting_per_element(self) -> int:
-        """Moments of an element that rest in another memory."""
-        if self.tier is Tier.DEVICE:
-            return 0
-        return max((moments_for(self.optimizer, options).count(options) for options, _ in self.groups), default=0)
+    def resting_bytes(self) -> int:
+        """Moments in another memory: whole slices, in whole pages."""
+        return sum(
+            group_bytes(facts, moments_for(self.optimizer, options).count(options), STATES[3:])[self.tier.value]
+            for facts, options in self.resting
+        )
 
     @property
     def scratch_bytes(self) -> int:
@@ -237,12 +241,16 @@ def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_nu
     pieces = [
         (group.plan, numel) for unit in units for group in unit.trained for numel in group.piece_sizes(rank, tile_numel)
     ]
+    resting = [group for unit in units for group in unit.trained if group.piece_sizes(rank, tile_numel)]
+    resting = [group for group in resting if group.plan.moments and group.plan.moments.tier is not Tier.DEVICE]
     return StepFacts(
         optimizer,
         [(options, [numel for _, numel in pieces])],
         tile_numel,
         casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
         joins_masters=any(plan.master_is_split for plan, _ in pieces),
+        resting=[(group, options) for group in resting],
+        tier=resting[0].plan.moments.tier if resting and resting[0].plan.moments else Tier.DEVICE,
     )
 
 
@@ -258,9 +266,11 @@ def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) ->
     piece.
     """
     groups = [group for unit in units for group in unit.groups]
-    total = total_bytes(groups, moments_per_element=step.resting_per_element if step is not None else 0)
+    total = total_bytes(groups, moments_per_element=0)
     total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)  # the placeholders
     total["moments"] = step.moments_bytes if step is not None else 0
+    if step is not None and step.resting:
+        total[step.tier.value] += step.resting_bytes
     return total
 
 
