@@ -56,10 +56,12 @@ class Meter:
         self.calls.clear()
         self.reset_seconds()
 
-    def end_step(self) -> None:
-        """An optimizer step is over."""
-        if self.clock.end_step():
+    def end_step(self) -> bool:
+        """An optimizer step is over; whether seconds count from here on."""
+        begins = self.clock.end_step()
+        if begins:
             self.reset_seconds()
+        return begins
 
     def reset_seconds(self) -> None:
         """Forget waits and sums."""

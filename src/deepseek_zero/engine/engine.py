@@ -18,7 +18,7 @@ from ..base.mesh import Mesh
 from ..comm.meter import Event
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
-from ..report.explain import Advice, where_steps_went
+from ..report.explain import Advice, what_moved, where_steps_went
 from ..sharding.runtime import Runtime
 from .assemble import Parts
 from .memory import memory_report
@@ -173,7 +173,8 @@ class Engine(nn.Module):
         advice = Advice(
             settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
-        return where_steps_went(comm.meter, advice)
+        moved = what_moved(self.runtime.route.tiers, comm.meter.clock.steps)
+        return where_steps_went(comm.meter, advice) + moved
 
     @contextmanager
     def timeline(self) -> Iterator[list[Event]]:

@@ -32,10 +32,11 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
     return StepFacts(
         type(optimizer.inner).__name__,
         groups,
+        [sum(piece.numel for _, piece in bundle) for bundle in optimizer.bundles],
         optimizer.settings.tile_numel,
         casts_grads=scales or any(map(grad_is_cast, plans)),
         joins_masters=any(plan.master_is_split for plan in plans),
-        device_type=optimizer.runtime.pool.device.type,
+        device_type=optimizer.runtime.route.pool.device.type,
         resting=_resting(optimizer),
         tier=optimizer.runtime.settings.state_tier,
     )
@@ -58,7 +59,7 @@ def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dic
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
     in_place = runtime.comm.reads_in_place
-    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.pool.device.type, in_place)
+    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device.type, in_place)
     predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes if step is not None else 0)
     if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
         predicted["module_buffers"] = registered
@@ -80,7 +81,7 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memor
     }
     for group in runtime.groups:
         measured |= {tier.value: memory.reserved_bytes for tier, memory in group.route.tiers.memories.items()}
-    everything = live_storages(runtime.pool.device.type)
+    everything = live_storages(runtime.route.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(predicted_bytes(runtime, optimizer), measured)
 

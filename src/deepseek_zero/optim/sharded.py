@@ -7,6 +7,7 @@ weights.  Called by engine.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -142,7 +143,8 @@ class ShardedOptimizer(Optimizer):
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(home_of(runtime))
         self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
-        self._tiles = tiles_of(self._pieces, settings.tile_numel)
+        self.bundles = bundles_of(self._pieces, runtime.trained_groups, settings.tile_numel)
+        self._tiles = tiles_of(self.bundles, settings.tile_numel)
         self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in self._tiles), default=0)
         slices = [[piece.param for piece in pieces] for pieces in self._pieces]
         with unmarked():
@@ -346,15 +348,26 @@ def stretches_of(tile: Tile, moments: Moments) -> Iterator[Stretch]:
         yield from moments.stretches(piece)
 
 
-def tiles_of(pieces: Sequence[Sequence[Piece]], tile_numel: int) -> list[Tile]:
-    """Pieces of each parameter group, together so that one optimizer call covers about tile_numel elements."""
+def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:
+    """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
+    differently take turns there) stays together, so that a chunk comes and goes once.
+    """
+    order = {id(group): number for number, group in enumerate(groups)}
+    flat = [(number, piece) for number, of_group in enumerate(pieces) for piece in of_group]
+    flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
+    chunks = itertools.groupby(flat, key=lambda item: (id(item[1].group), item[1].start // tile_numel))
+    return [list(chunk) for _, chunk in chunks]
+
+
+def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
+    """Bundles, together so that one optimizer call covers about tile_numel elements."""
     tiles: list[Tile] = [[]]
     filled = 0
-    for number, of_group in enumerate(pieces):
-        for piece in of_group:
-            if tiles[-1] and filled + piece.numel > tile_numel:
-                tiles.append([])
-                filled = 0
+    for together in bundles:
+        if tiles[-1] and filled + sum(piece.numel for _, piece in together) > tile_numel:
+            tiles.append([])
+            filled = 0
+        for number, piece in together:
             piece.at = filled
             tiles[-1].append((number, piece))
             filled += piece.numel
@@ -397,7 +410,7 @@ def _spans(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -
 def home_of(runtime: Runtime) -> torch.device:
     """Where optimizers compute: on the host where moments rest outside the training device."""
     tiers = {group.plan.moments.tier for group in runtime.trained_groups if group.plan.moments is not None}
-    return runtime.pool.device if tiers <= {Tier.DEVICE} else torch.device("cpu")
+    return runtime.route.pool.device if tiers <= {Tier.DEVICE} else torch.device("cpu")
 
 
 def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:

@@ -190,6 +190,8 @@ def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
 class StepFacts:
     """An optimizer as the estimator sees it: for each parameter group its hyper-parameters and the sizes of its pieces.
 
+    bundles: elements of what is updated together whatever else fits, in the order of units.
+
     casts_grads: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
     joins_masters: so are split masters, with the help of a smaller buffer and one NaN that stands for them at rest.
     resting: the groups of which this rank has pieces, where moments rest on another tier.
@@ -197,6 +199,7 @@ class StepFacts:
 
     optimizer: str
     groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
+    bundles: Sequence[int]
     tile_numel: int
     casts_grads: bool
     joins_masters: bool = False
@@ -225,7 +228,7 @@ class StepFacts:
     def scratch_bytes(self) -> int:
         """Buffers of the fullest tile, where a tile is as many pieces as fit, at least one."""
         fullest = filled = 0
-        for numel in (numel for _, sizes in self.groups for numel in sizes):
+        for numel in self.bundles:
             filled = numel if filled + numel > self.tile_numel else filled + numel
             fullest = max(fullest, filled)
         elements = fullest * (self.casts_grads + self.joins_masters)
@@ -246,6 +249,7 @@ def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_nu
     return StepFacts(
         optimizer,
         [(options, [numel for _, numel in pieces])],
+        [numel for _, numel in pieces],
         tile_numel,
         casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
         joins_masters=any(plan.master_is_split for plan, _ in pieces),

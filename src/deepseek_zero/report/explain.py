@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..base.quantities import format_count, format_seconds
+from ..base.quantities import format_bytes, format_count, format_seconds
 from ..comm.meter import Event, Meter
+from ..tiers.tier import Tier, Tiers
 
 WORTH_SAYING = 0.02  # of a step
 LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "rows": "waiting to agree"}
@@ -59,6 +60,28 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
         if parts.get(name, 0.0) >= WORTH_SAYING:
             lines.append(f"  {name} {parts[name]:.1%}: {_advice(lane, advice)}")
     return lines
+
+
+def what_moved(tiers: Tiers, steps: int) -> list[str]:
+    """A line per memory besides the device: bytes a step, speed, how much of it ran beside something else."""
+    lines = []
+    for tier, memory in tiers.memories.items():
+        moved, total = memory.traffic, memory.traffic.read_bytes + memory.traffic.written_bytes
+        if tier is Tier.HOST:
+            lines.append(f"host: {format_bytes(memory.reserved_bytes)} rest there")
+        elif steps > 0 and moved.seconds:
+            hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
+            lines.append(
+                f"disk: {format_bytes(memory.reserved_bytes)} rest there; a step reads "
+                f"{format_bytes(moved.read_bytes / steps)} and writes {format_bytes(moved.written_bytes / steps)} at "
+                f"{total / moved.seconds / 1e9:.2f} GB/s, {hidden:.0%} of that time beside something else"
+            )
+            if hidden < 1 - 2 * WORTH_SAYING:
+                lines.append(f"  waiting for the disk {format_seconds(moved.waited_seconds / steps)} a step: {_SLOW}")
+    return lines
+
+
+_SLOW = "more tokens per step hide it, a larger buffer_count lets it run further ahead"
 
 
 def _advice(lane: str, advice: Advice) -> str:

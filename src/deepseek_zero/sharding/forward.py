@@ -99,7 +99,7 @@ class Forward:
     def _contexts(self, unit: Unit) -> Iterator[Any]:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
-            yield torch.autocast(self.runtime.pool.device.type, dtype=autocast)
+            yield torch.autocast(self.runtime.route.pool.device.type, dtype=autocast)
         kept = unit.number in self.runtime.gatherer.schedule.kept
         if (
             unit.sharded

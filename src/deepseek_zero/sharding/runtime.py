@@ -33,7 +33,7 @@ class Runtime:
 
     def __init__(self, model: nn.Module, units: list[Unit], route: Route, settings: PlanSettings) -> None:
         self.model, self.units, self.settings = model, units, settings
-        self.comm, self.pool = route.comm, route.pool
+        self.comm, self.route = route.comm, route
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
@@ -190,7 +190,8 @@ class Runtime:
         if not self.gatherer.order_is_agreed:
             self.gatherer.agree_on_order()
             self.reducer.set_order(self.gatherer.schedule.backward.order)
-        self.comm.meter.end_step()
+        if self.comm.meter.end_step():
+            self.route.tiers.start_counting()
         if (changed := self.gatherer.tuner.look()) is not None:
             tuning.apply(self, changed)
 
@@ -200,7 +201,7 @@ class Runtime:
         self.reducer.late.clear()
         for group in self.trained_groups:
             group.gradient.drop()
-        self.pool.rest()
+        self.route.pool.rest()
 
     # -- trouble
 

@@ -90,6 +90,6 @@ def apply(runtime: Runtime, settings: PlanSettings) -> None:
     """Go on with other sizes, between two steps; every rank does so after the same step."""
     runtime.settings = settings
     runtime.gatherer.replan(settings)
-    runtime.pool.clear()  # buffers of the old sizes
+    runtime.route.pool.clear()  # buffers of the old sizes
     for group in runtime.groups:
         group.route = replace(group.route, bucket_numel=settings.bucket_numel)

@@ -11,7 +11,6 @@ import ctypes
 import errno
 import os
 import tempfile
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -69,7 +68,6 @@ class Disk:
         self.directory, self.settings = directory, settings or DiskSettings()
         self.reserved_bytes, self.traffic = 0, Traffic()
         self.descriptor, self.is_direct = _open_unnamed(directory)
-        self._lock = threading.Lock()
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
         # No job is under way when this object goes, since jobs hold it; and a finalizer may run anywhere (inside
         # Thread.start, even), so it must not join threads: an executor's end with it by themselves.
@@ -109,17 +107,15 @@ class Disk:
         return self._pool.submit(job)
 
     def read(self, target: memoryview, offset: int) -> None:
-        self._transfer(os.preadv, target, offset)
-        with self._lock:
-            self.traffic.read_bytes += len(target)
+        with self.traffic.transfer(read=len(target)):
+            self._transfer(os.preadv, target, offset)
 
     def write(self, source: memoryview, offset: int) -> None:
-        self._transfer(os.pwritev, source, offset)
-        with self._lock:
-            self.traffic.written_bytes += len(source)
+        with self.traffic.transfer(written=len(source)):
+            self._transfer(os.pwritev, source, offset)
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], memory: memoryview, offset: int) -> None:
-        began, done = time.perf_counter(), 0
+        done = 0
         while done < len(memory):
             moved = call(self.descriptor, [memory[done : done + self.settings.block_bytes]], offset + done)
             if moved <= 0:
@@ -129,7 +125,6 @@ class Disk:
             if call is os.pwritev:
                 os.fdatasync(self.descriptor)
             os.posix_fadvise(self.descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
-        self.traffic.spans.append((began, time.perf_counter()))
 
 
 @dataclass(frozen=True)

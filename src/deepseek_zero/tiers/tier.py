@@ -7,7 +7,10 @@ are while nobody uses them, and who needs that never learns more than: `fetch` b
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -24,32 +27,41 @@ class Tier(Enum):
     NVME = "nvme"
 
 
-@dataclass
 class Traffic:
-    """What one rank has moved over one link since the last `take`.  seconds: some transfer was under way."""
+    """What one rank moves to and from one memory.
 
-    read_bytes: int = 0
-    written_bytes: int = 0
-    seconds: float = 0.0
-    waited_seconds: float = 0.0  # of these, somebody stood and waited
-    spans: list[tuple[float, float]] = field(default_factory=list)
+    read_bytes, written_bytes: since `reset`.  seconds: in which some transfer was under way.  waited_seconds: in which
+    somebody stood and waited for one.
+    """
 
-    def take(self) -> Traffic:
-        """The figures so far; counting starts again."""
-        found = Traffic(self.read_bytes, self.written_bytes, covered(self.spans), self.waited_seconds)
-        self.read_bytes = self.written_bytes = 0
-        self.waited_seconds = 0.0
-        self.spans.clear()
-        return found
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active, self._since = 0, 0.0
+        self.reset()
 
+    def reset(self) -> None:
+        """Count from zero."""
+        with self._lock:
+            self.read_bytes = self.written_bytes = 0
+            self.seconds = self.waited_seconds = 0.0
+            self._since = time.perf_counter()
 
-def covered(spans: list[tuple[float, float]]) -> float:
-    """Seconds that lie in any of these spans."""
-    total, end = 0.0, float("-inf")
-    for begin, stop in sorted(spans):
-        total += max(0.0, stop - max(begin, end))
-        end = max(end, stop)
-    return total
+    @contextmanager
+    def transfer(self, *, read: int = 0, written: int = 0) -> Iterator[None]:
+        """So many bytes move in this block, in any thread."""
+        with self._lock:
+            if not self._active:
+                self._since = time.perf_counter()
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                self.read_bytes += read
+                self.written_bytes += written
+                if not self._active:
+                    self.seconds += time.perf_counter() - self._since
 
 
 class Ticket(Protocol):
@@ -131,6 +143,11 @@ class Tiers:
 
     memories: Mapping[Tier, Memory] = field(default_factory=dict)
     chunk_numel: int = 1 << 20
+
+    def start_counting(self) -> None:
+        """What was moved until now is not asked for."""
+        for memory in self.memories.values():
+            memory.traffic.reset()
 
     def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Extent:
         """A zeroed state on a tier."""

@@ -137,11 +137,11 @@ def test_moments_follow_the_optimizer_and_its_options(name: str, options: dict[s
 
 
 def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_masters_joined() -> None:
-    groups = [({}, [700, 200, 400]), ({}, [500])]
-    assert StepFacts("AdamW", groups, 1000, casts_grads=True).scratch_bytes == 4 * 900
-    assert StepFacts("AdamW", groups, 500, casts_grads=True).scratch_bytes == 4 * 700
-    assert StepFacts("AdamW", groups, 1000, casts_grads=False).scratch_bytes == 0
-    joined = StepFacts("AdamW", groups, 1000, casts_grads=True, joins_masters=True)
+    groups, sizes = [({}, [700, 200, 400]), ({}, [500])], [700, 200, 400, 500]
+    assert StepFacts("AdamW", groups, sizes, 1000, casts_grads=True).scratch_bytes == 4 * 900
+    assert StepFacts("AdamW", groups, sizes, 500, casts_grads=True).scratch_bytes == 4 * 700
+    assert StepFacts("AdamW", groups, sizes, 1000, casts_grads=False).scratch_bytes == 0
+    joined = StepFacts("AdamW", groups, sizes, 1000, casts_grads=True, joins_masters=True)
     assert joined.scratch_bytes == 4 * (900 + 900 + 900 + 1)  # gradients, masters, what joining needs, one NaN
     half = step_of_units([unit_of(100, 1, 0, BF16)], 0, "AdamW", 1000)
     assert half.casts_grads and half.joins_masters

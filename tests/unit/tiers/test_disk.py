@@ -70,10 +70,10 @@ def test_what_is_away_takes_no_memory(disk: Disk) -> None:
 def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
-    disk.traffic.take()
+    disk.traffic.reset()
     extent.look(0, NUMEL)
     extent.drop(0, NUMEL)
-    assert states(extent) == {State.AWAY} and disk.traffic.take().written_bytes == 0
+    assert states(extent) == {State.AWAY} and disk.traffic.written_bytes == 0
     assert torch.equal(extent.look(0, NUMEL), values)
 
 
@@ -89,10 +89,9 @@ def test_a_change_outlives_a_drop(disk: Disk) -> None:
 def test_what_is_forgotten_is_not_read_again(disk: Disk) -> None:
     extent, _ = filled(disk)
     extent.store(0, NUMEL).wait()
-    disk.traffic.take()
     extent.forget(0, NUMEL)
     extent.part(0, NUMEL).fill_(2)
-    assert disk.traffic.take().read_bytes == 0
+    assert disk.traffic.read_bytes == 0
     extent.store(0, NUMEL).wait()
     assert float(extent.part(0, NUMEL).sum()) == 2 * NUMEL
 
@@ -117,10 +116,11 @@ def test_bytes_are_counted(disk: Disk) -> None:
     extent, _ = filled(disk, 2 * CHUNK)
     extent.store(0, 2 * CHUNK).wait()
     extent.part(0, CHUNK)
-    moved = disk.traffic.take()
+    moved = disk.traffic
     assert (moved.written_bytes, moved.read_bytes) == (8 * CHUNK, 4 * CHUNK)
-    assert moved.seconds > 0
-    assert disk.traffic.take().written_bytes == 0
+    assert moved.seconds > 0 and moved.waited_seconds > 0
+    moved.reset()
+    assert (moved.written_bytes, moved.read_bytes, moved.seconds) == (0, 0, 0.0)
 
 
 def test_an_empty_state_needs_nothing(disk: Disk) -> None:

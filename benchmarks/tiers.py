@@ -1,0 +1,251 @@
+"""What it costs to keep states on the host or on a disk, beside the floor and the disk's own speed, in one run.
+
+    deepseek-zero run --nproc 2 benchmarks/tiers.py                          # GPT-125M in bf16 and fp32
+    deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/tiers.md
+
+Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the device, on the host,
+and on a disk, and, between steps, a plain sequential O_DIRECT copy of as many bytes as a step moves.  The schedule bound
+of a step is its backward and the larger of its state traffic (at the speed of that copy) and a forward.  Losses are
+compared bit by bit with the run that offloads nothing.  Leaves a table (.md), the figures (.json) and a picture (.png).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+
+import deepseek_zero as dz
+from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
+from benchmarks.model import Batch, Batches, build_model
+from benchmarks.probes import machine
+from benchmarks.systems.common import MasterAdamW, backward_all
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
+
+RESULTS = Path(__file__).parent / "results" / "tiers.md"
+COPY_BYTES = 256 << 20
+BLOCK = 8 << 20
+
+
+@dataclass
+class Way:
+    """One way to train.  seconds: of its steps.  forward, backward: of one step's, on this rank."""
+
+    name: str
+    step: Callable[[Batch], float]
+    engine: Any = None
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    """What the table shows of a way."""
+
+    cell: str
+    name: str
+    step_seconds: float
+    over_floor: float
+    over_bound: float | None = None
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    disk_gbps: float = 0.0
+    of_copy: float = 0.0
+    hidden: float = 0.0
+    resting_bytes: int = 0
+    same_losses: bool = True
+
+
+def floor_way(cell: Cell, rank: int, size: int) -> Way:
+    model = build_model(cell.shape)
+
+    def own_part(tensor: torch.Tensor) -> torch.Tensor:
+        flat = tensor.view(-1)
+        return flat[rank * len(flat) // size : (rank + 1) * len(flat) // size]
+
+    optimizer = MasterAdamW(model, bf16=cell.dtype == "bf16", part=own_part)
+
+    def step(batch: Batch) -> float:
+        (loss,) = backward_all(model, [batch])
+        optimizer.step()
+        return float(loss)
+
+    return Way("floor", step)
+
+
+def our_way(cell: Cell, name: str, device: str, folder: str) -> Way:
+    place = {"device": device, "nvme_path": folder}
+    zero: dict[str, Any] = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+        "offload_optimizer": place,
+        "offload_param": place,
+    }
+    config = {
+        "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "bf16": {"enabled": cell.dtype == "bf16"},
+        "steps_per_print": None,
+        "zero_optimization": zero,
+    }
+    engine, *_ = dz.initialize(model=build_model(cell.shape), config=config)
+
+    def step(batch: Batch) -> float:
+        loss = engine(*batch)
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    return Way(name, step, engine)
+
+
+def copy_rate(folder: str) -> float:
+    """Bytes a second of a plain sequential O_DIRECT write and read of one file, half each."""
+    block = mmap.mmap(-1, BLOCK)
+    block.write(os.urandom(4096) * (BLOCK // 4096))
+    descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, COPY_BYTES)
+        began = time.perf_counter()
+        for call in (os.pwritev, os.preadv):
+            for offset in range(0, COPY_BYTES, BLOCK):
+                call(descriptor, [block], offset)
+        return 2 * COPY_BYTES / (time.perf_counter() - began)
+    finally:
+        os.close(descriptor)
+
+
+def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
+    """All ways over the same batches, step by step in turn.  Collective."""
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    batches = Batches(cell, SEQUENCES_PER_RANK, rank, size)
+    ways = [floor_way(cell, rank, size)]
+    ways += [our_way(cell, name, device, folder) for name, device in PLACES.items()]
+    fence = ways[1].engine.runtime.comm.fence
+    rates = []
+    for number in range(steps + 2):
+        (batch,) = batches.of_step(number)
+        for way in ways:
+            fence(f"before {way.name}")
+            began = time.perf_counter()
+            loss = way.step(batch)
+            fence(f"after {way.name}")
+            if number >= 2:
+                way.seconds.append(time.perf_counter() - began)
+            way.losses.append(loss)
+        fence("before the copy")
+        rates.append(size * copy_rate(folder))  # all ranks at once: the disk's own speed
+    return [row_of(cell, way, ways, statistics.median(rates)) for way in ways]
+
+
+def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
+    floor, plain = ways[0], ways[1]
+    ratios = [ours / bare for ours, bare in zip(way.seconds, floor.seconds, strict=True)]
+    row = Row(cell.name, way.name, statistics.median(way.seconds), statistics.median(ratios))
+    if way.engine is None:
+        return row
+    row.same_losses = way.losses == plain.losses
+    runtime = way.engine.runtime
+    steps, ranks = runtime.comm.meter.clock.steps, runtime.comm.size
+    for memory in runtime.route.tiers.memories.values():
+        moved, row.resting_bytes = memory.traffic, memory.reserved_bytes
+        if not moved.seconds:
+            continue
+        row.read_bytes, row.written_bytes = moved.read_bytes / steps, moved.written_bytes / steps
+        row.disk_gbps = ranks * (moved.read_bytes + moved.written_bytes) / moved.seconds / 1e9
+        row.of_copy = row.disk_gbps * 1e9 / rate
+        row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
+        clock = plain.engine.runtime.comm.meter.clock
+        forward, backward = (clock.seconds.get(phase, 0.0) / clock.steps for phase in ("forward", "backward"))
+        traffic = ranks * (row.read_bytes + row.written_bytes) / rate
+        row.over_bound = row.step_seconds / (backward + max(traffic, forward))
+    return row
+
+
+PLACES = {"stage 3, device": "none", "stage 3, host": "cpu", "stage 3, disk": "nvme"}
+
+
+def table(rows: list[Row], about: str) -> str:
+    lines = [
+        "# States on the host and on a disk",
+        "",
+        "Written by `benchmarks/tiers.py`; medians of interleaved steps, ratios step by step.",
+        "",
+        about,
+        "",
+        "| cell | | step, s | over floor | over schedule bound | read, MB | written, MB | disk, GB/s | of a plain copy "
+        "| hidden | at rest there, MB | same losses |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|:-:|",
+    ]
+    for row in rows:
+        bound = f"{row.over_bound:.2f}" if row.over_bound is not None else "-"
+        disk = (
+            f"{row.read_bytes / 1e6:.0f} | {row.written_bytes / 1e6:.0f} | {row.disk_gbps:.2f} | {row.of_copy:.0%} | "
+            f"{row.hidden:.0%}"
+            if row.disk_gbps
+            else "- | - | - | - | -"
+        )
+        same = "-" if row.name == "floor" else "yes" if row.same_losses else "**NO**"
+        lines.append(
+            f"| {row.cell} | {row.name} | {row.step_seconds:.3f} | {row.over_floor:.2f} | {bound} | {disk} | "
+            f"{row.resting_bytes / 1e6:.0f} | {same} |"
+        )
+    lines += ["", "Bytes are one rank's; the disk's speed is that of all ranks together.", ""]
+    return "\n".join(lines)
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """Steps over the floor, by cell."""
+    figure = Figure(figsize=(7.2, 0.42 * len(rows) + 1.2), dpi=160, layout="constrained")
+    axes = figure.add_subplot()
+    colors = [ORANGE if row.disk_gbps else BLUE for row in rows]
+    axes.barh(range(len(rows)), [row.over_floor for row in rows], color=colors)
+    for place, row in enumerate(rows):
+        axes.text(row.over_floor, place, f" {row.over_floor:.2f}", va="center", color=INK, fontsize=8)
+    axes.set_yticks(range(len(rows)), [f"{row.cell}: {row.name}" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("step time over the floor", color=INK)
+    dress(axes)
+    save(figure, path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=lambda text: [Cell.parse(name) for name in text.split(",")])
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each way; two more warm up")
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dz.init_distributed()
+    rows = []
+    for cell in options.cells or [Cell("125m", "fp32"), Cell("125m", "bf16")]:
+        rows += measure(cell, options.steps, options.folder)
+    if int(os.environ["RANK"]) == 0:
+        facts = machine()
+        about = f"{date.today()}, torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {facts}"
+        options.out.write_text(table(rows, about), encoding="utf-8")
+        options.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        draw(rows, options.out.with_suffix(".png"))
+        print(table(rows, about))
+
+
+if __name__ == "__main__":
+    main()

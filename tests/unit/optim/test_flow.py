@@ -1,0 +1,77 @@
+"""Tiles come and go in order, never more of them at once than was allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from deepseek_zero.optim.flow import FlowSettings, Stretch, flow
+from deepseek_zero.tiers.tier import Extent, Ticket
+
+
+class Transfer:
+    def __init__(self, log: list[str], word: str) -> None:
+        self.log, self.word = log, word
+
+    def wait(self) -> None:
+        self.log.append(self.word)
+
+    def is_done(self) -> bool:
+        return True
+
+
+class Recorded(Extent):
+    """An extent that writes down what is asked of it."""
+
+    def __init__(self, log: list[str]) -> None:
+        super().__init__(torch.zeros(100))
+        self.log = log
+
+    def fetch(self, low: int, high: int) -> Ticket:
+        self.log.append(f"fetch {low}")
+        return Transfer(self.log, f"here {low}")
+
+    def store(self, low: int, high: int) -> Ticket:
+        self.log.append(f"store {low}")
+        return Transfer(self.log, f"gone {low}")
+
+    def drop(self, low: int, high: int) -> None:
+        self.log.append(f"drop {low}")
+
+
+def story(settings: FlowSettings, *, changes: bool = True) -> list[str]:
+    log: list[str] = []
+    extent = Recorded(log)
+
+    def touched(tile: int) -> Iterator[Stretch]:
+        yield Stretch(extent, tile, tile + 1, changes)
+
+    for tile in flow(range(4), touched, settings):
+        log.append(f"update {tile}")
+    return log
+
+
+def test_nothing_ahead_and_nothing_behind_is_one_after_the_other() -> None:
+    each = [[f"fetch {n}", f"here {n}", f"update {n}", f"store {n}", f"gone {n}"] for n in range(4)]
+    assert story(FlowSettings(0, 0)) == [word for words in each for word in words]
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+@pytest.mark.parametrize("behind", [0, 1, 2, 9])
+def test_no_more_is_under_way_than_was_allowed(ahead: int, behind: int) -> None:
+    fetched = updated = left = gone = 0
+    for word in story(FlowSettings(ahead, behind)):
+        kind = word.split()[0]
+        fetched, updated = fetched + (kind == "fetch"), updated + (kind == "update")
+        left, gone = left + (kind == "store"), gone + (kind == "gone")
+        if kind == "update":
+            assert fetched == min(4, updated + ahead)
+            assert left - gone <= behind
+    assert (fetched, updated, left) == (4, 4, 4)
+
+
+def test_what_was_only_read_is_dropped() -> None:
+    assert [word for word in story(FlowSettings(), changes=False) if "store" in word] == []
+    assert [word for word in story(FlowSettings(), changes=False) if "drop" in word] == [f"drop {n}" for n in range(4)]
