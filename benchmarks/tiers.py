@@ -3,10 +3,10 @@
     deepseek-zero run --nproc 2 benchmarks/tiers.py                          # GPT-125M in bf16 and fp32
     deepseek-zero run --nproc 2 benchmarks/tiers.py --cells tiny-fp32 --steps 2 --out /tmp/tiers.md
 
-Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the device, on the host,
-and on a disk, and, between steps, a plain sequential O_DIRECT copy of as many bytes as a step moves.  The schedule bound
-of a step is its backward and the larger of its state traffic (at the speed of that copy) and a forward.  Losses are
-compared bit by bit with the run that offloads nothing.  Leaves a table (.md), the figures (.json) and a picture (.png).
+Interleaved in the same processes: the floor (ranks that never talk), stage 3 with everything on the device, on the
+host, and on a disk, and, between steps, a plain sequential O_DIRECT copy of a few hundred megabytes.  The schedule
+bound of a step is its backward and the larger of its state traffic (at the speed of that copy) and a forward.  Losses
+are compared bit by bit with the run that offloads nothing.  Leaves a table (.md), figures (.json) and a picture (.png).
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ from safetensors.torch import save_file
 from text import Corpus, Sampler, load_corpus
 
 import deepseek_zero as dz
+from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
 from deepseek_zero.report.plots import Words, loss_curve, memory_bars, require_matplotlib
 from deepseek_zero.report.progress import Progress
-from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
 from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, MemoryRow, RecordWriter, StepRecord
 from deepseek_zero.report.tables import memory_table
 

@@ -18,7 +18,7 @@ from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerE
 from deepseek_zero.sharding.plan import Tier
 from deepseek_zero.tiers.disk import DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
-from tests.models import Gpt, seeded
+from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.training import ALL, Run, offload, start_engine, train_step
 
@@ -112,6 +112,7 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     )
     for step in range(2):
         train_step(engine, Run(3), step)
+    engine.optimizer.updater.finish()
     extents = extents_of(engine)
     assert len(extents) >= 4 * len(engine.runtime.groups)
     for extent in extents:
@@ -172,6 +173,65 @@ def test_the_moments_of_a_disk_are_nan_to_whoever_looks_past_the_door() -> None:
     train_step(engine, Run(3), 0)
     assert all(bool(entry["exp_avg"].isnan().all()) for entry in client.state.values())
     assert not any(bool(entry["exp_avg"].isnan().any()) for entry in engine.optimizer.state.values())
+
+
+# -- updates that wait for the next forward
+
+
+def look(engine: Any, step: int) -> Tensor:
+    """A forward alone."""
+    batch = batch_of(step, 0, dist.get_rank())
+    loss: Tensor = engine(batch.tokens, batch.targets)
+    return loss.detach()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("between", ["nothing", "lr", "zero_grad", "eval", "states", "save", "failed forward"])
+def test_an_update_that_waits_is_the_one_its_step_decided(tier: str, between: str, tmp_path: Path) -> None:
+    """Whatever happens between a step and the next forward."""
+
+    def run(zero: dict[str, Any], folder: Path) -> list[Tensor]:
+        engine = engine_of(3, zero | {"stage3_param_persistence_threshold": 0})
+        found = []
+        for step in range(3):
+            found.append(torch.stack(train_step(engine, Run(3), step)))
+            match between:
+                case "lr":
+                    for group in engine.optimizer.param_groups:
+                        group["lr"] *= 0.5
+                        group["weight_decay"] = 0.1 * step
+                case "zero_grad":
+                    engine.optimizer.zero_grad()
+                case "eval":
+                    with torch.no_grad():
+                        found.append(look(engine, 9).clone())
+                case "states":
+                    entries = engine.optimizer.state.values()
+                    found += [entry["exp_avg"].clone() for entry in entries]
+                case "save":
+                    engine.save_checkpoint(folder, tag=f"step{step}")
+                case "failed forward":
+                    with pytest.raises(IndexError):
+                        engine(torch.full((1, 4), 10**6), torch.zeros(1, 4, dtype=torch.long))
+        return found + [value.clone() for value in engine.state_dict().values()]
+
+    assert_equal(run(offload(tier), tmp_path / "away"), run({}, tmp_path / "plain"))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("pipeline", [True, False])
+def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeline: bool) -> None:
+    keys = offload("nvme")
+    keys["offload_optimizer"] = keys["offload_optimizer"] | {"pipeline": pipeline}
+    engine = engine_of(3, keys | {"stage3_param_persistence_threshold": 300})
+    train_step(engine, Run(3), 0)
+    waiting = set(engine.optimizer.updater._left) if pipeline else set()
+    assert waiting == {group for group in engine.runtime.trained_groups if pipeline and group.is_sharded}
+    assert all(group.gradient.is_owed == (group in waiting) for group in engine.runtime.trained_groups)
+    look(engine, 1)
+    assert not any(engine.optimizer.updater._left.values())
+    assert not any(group.gradient.is_owed for group in engine.runtime.trained_groups)
 
 
 # -- failures

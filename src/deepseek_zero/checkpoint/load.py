@@ -19,7 +19,8 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..optim.access import covers_of_piece
-from ..optim.sharded import Piece, ShardedOptimizer
+from ..optim.piece import Piece
+from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from .manifest import BUFFER, LATEST, MANIFEST, MOMENT, VALUES, WEIGHT, WHOLE, Chunk, Manifest, together

@@ -14,7 +14,6 @@ _STAGE_2 = {"zero_optimization.stage": 2}
 _PLACE = "it is where, not what; without it device nvme is an error"
 _WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
 _PIN = "it says how memory is held, not what is in it; only a GPU's copies care"
-_PIPELINE = "pipeline_read and pipeline_write decide"
 # DeepSpeed's own list; a class whose package is not installed is never met and costs nothing.
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -55,7 +54,9 @@ class OffloadOptimizer(Section):
         example=2,
     )
     pin_memory: bool = accepted(True, "Keep offloaded states in page-locked memory.", _PIN)
-    pipeline: bool = accepted(True, "DeepSpeed sets it from the two keys below.", _PIPELINE)
+    pipeline: bool = effective(
+        True, "Update weights that are offloaded too when the next forward comes to them; the same bits.", example=False
+    )
     pipeline_read: bool = effective(
         True, "Read the next tiles while one is updated (DeepSpeed's default: false).", example=False
     )

@@ -156,6 +156,7 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
     return StepSettings(
         max_norm=config.gradient_clipping,
         tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
+        pipelined=offload.pipeline,
         flow=FlowSettings(
             ahead=offload.buffer_count // 2 if offload.pipeline_read else 0,
             behind=-(-offload.buffer_count // 2) if offload.pipeline_write else 0,

@@ -11,6 +11,7 @@ from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, re
 from ..report.lending import buffer_bytes, lent_buffers
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.volume import StepVolume, step_volume
+from ..sharding.group import resting
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent, Tier
 
@@ -32,7 +33,7 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
     return StepFacts(
         type(optimizer.inner).__name__,
         groups,
-        [sum(piece.numel for _, piece in bundle) for bundle in optimizer.bundles],
+        [[sum(piece.numel for _, piece in bundle) for bundle in run] for run in optimizer.bundles],
         optimizer.settings.tile_numel,
         casts_grads=scales or any(map(grad_is_cast, plans)),
         joins_masters=any(plan.master_is_split for plan in plans),
@@ -89,11 +90,7 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> Memor
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
     """What an engine keeps in other memories."""
     found = list(optimizer.moments.extents()) if optimizer is not None else []
-    for group in runtime.groups:
-        buffers = [group.weight, *([group.gradient.buffer] if group.gradient.buffer is not None else [])]
-        found += [buffer.extent for buffer in buffers if buffer.extent is not None]
-        found += group.master.extents() if group.master is not None else []
-    return found
+    return found + [extent for group in runtime.groups for extent in resting(group)]
 
 
 def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:

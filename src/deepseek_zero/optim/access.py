@@ -19,7 +19,8 @@ from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
 from ..sharding.placement import R
-from .sharded import Piece, ShardedOptimizer
+from .piece import Piece
+from .sharded import ShardedOptimizer
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,16 @@
 """Tiles on their way to and from the memories their states rest in: the next ones come while one is updated, the last
 ones leave behind it.
 
-Called by sharded.py, which says what a tile touches.
+Called by update.py, which says what a tile touches.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 from ..tiers.tier import Extent, Ticket
 
@@ -46,18 +46,33 @@ class FlowSettings:
     behind: int = 2
 
 
-def flow(tiles: Sequence[T], touched: Callable[[T], Iterable[Stretch]], settings: FlowSettings) -> Iterator[T]:
-    """The tiles in turn, each with its states in place.  What the last ones changed may leave after the end."""
-    upcoming, coming = iter(tiles), deque[list[Ticket]]()
-    going = deque[list[Ticket | None]]()
-    for tile in tiles:
-        for early in islice(upcoming, settings.ahead + 1 - len(coming)):
-            coming.append([stretch.fetch() for stretch in touched(early)])
-        for ticket in coming.popleft():
+class Flow(Generic[T]):
+    """Tiles in turn, each with its states in place: `take` one, change it, `give` it back.
+
+    What the last ones changed may still be leaving after the end.
+    """
+
+    def __init__(self, tiles: Sequence[T], touched: Callable[[T], Iterable[Stretch]], settings: FlowSettings) -> None:
+        self._touched, self._settings = touched, settings
+        self._upcoming = iter(tiles)
+        self._coming: deque[tuple[T, list[Ticket]]] = deque()
+        self._going: deque[list[Ticket | None]] = deque()
+
+    def take(self) -> T | None:
+        """The next tile; None after the last."""
+        for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
+            self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
+        if not self._coming:
+            return None
+        tile, tickets = self._coming.popleft()
+        for ticket in tickets:
             ticket.wait()
-        yield tile
-        going.append([stretch.leave() for stretch in touched(tile)])
-        while len(going) > settings.behind:
-            for left in going.popleft():
+        return tile
+
+    def give(self, tile: T) -> None:
+        """It is done with."""
+        self._going.append([stretch.leave() for stretch in self._touched(tile)])
+        while len(self._going) > self._settings.behind:
+            for left in self._going.popleft():
                 if left is not None:
                     left.wait()

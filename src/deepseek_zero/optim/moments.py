@@ -7,17 +7,15 @@ states of another shape stay where they are.  Called by sharded.py.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..tiers.tier import Extent, Tier
+from ..tiers.tier import Extent
 from .flow import Stretch
+from .piece import Piece, rests
 from .scratch import Scratch
-
-if TYPE_CHECKING:
-    from .sharded import Piece
 
 
 class Moments:
@@ -76,9 +74,3 @@ class Moments:
     def _is_hidden(self, value: object) -> bool:
         nothing = self._scratch.kept.get("nothing")
         return isinstance(value, Tensor) and nothing is not None and value.data_ptr() == nothing.data_ptr()
-
-
-def rests(piece: Piece) -> bool:
-    """Whether a piece's moments have a place outside the training device."""
-    moments = piece.group.plan.moments
-    return moments is not None and moments.tier is not Tier.DEVICE

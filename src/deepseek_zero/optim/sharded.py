@@ -7,34 +7,32 @@ weights.  Called by engine.
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from ..base.device import adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.loss_scale import LossScaler
-from ..precision.split import scratch_numel
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
-from ..sharding.master import Master
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Tier
 from .clip import Verdict, agree_on_norm, clip_factor
-from .flow import FlowSettings, Stretch, flow
-from .lean import rule_of, unmarked
+from .flow import FlowSettings
+from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
+from .piece import Piece, Span, bundles_of, can_wait, spans_of, tiles_of
 from .scratch import Scratch
+from .update import Updater
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
 # and the call itself is a few per cent of its time.
@@ -43,64 +41,11 @@ TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the siz
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
 
-@dataclass(eq=False)
-class Piece:
-    """A stretch of one group's master that the inner optimizer treats as one parameter.
-
-    start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
-    Where the master is split, `param` holds values during a step only, and NaN between steps.
-    """
-
-    group: FlatGroup
-    start: int
-    stop: int
-    param: nn.Parameter
-    names: tuple[str, ...]
-    at: int = 0  # where its scratch begins in the tile's
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-    @property
-    def master(self) -> Master:
-        assert self.group.master is not None
-        return self.group.master
-
-    def grad(self) -> Tensor | None:
-        part = self.group.gradient.part(self.start, self.stop)
-        return None if part is None else part.view(self.param.shape)
-
-    def stretches(self) -> Iterator[Stretch]:
-        """What of master, weight and gradient rests in other memories and its update needs."""
-        for extent in self.master.extents():
-            yield Stretch(extent, self.start, self.stop)
-        gradient = self.group.gradient.buffer
-        if gradient is not None and gradient.extent is not None:
-            yield Stretch(gradient.extent, self.start, self.stop, changes=False)
-
-    def show(self, scratch: Scratch) -> None:
-        """Let `param` hold the values."""
-        values = self.master.view(self.start, self.stop)
-        if values is None:
-            into = scratch.take("masters", self.master.dtype)[self.at : self.at + self.numel]
-            helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
-            values = self.master.read(self.start, self.stop, into, helper)
-        self.param.data = values.view(self.param.shape)
-
-    def hide(self, scratch: Scratch, *, keep: bool) -> None:
-        """Undo `show`.  keep: the values that `param` holds now become the master's."""
-        if keep and self.master.view(self.start, self.stop) is None:
-            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1))
-        if keep:
-            self.master.publish(self.start, self.stop)
-        if self.master.is_elsewhere:
-            self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
-
-
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size)."""
+    """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size).  pipelined: weights that
+    rest elsewhere are updated when the next forward comes to them.
+    """
 
     max_norm: float = 0.0
     tile_numel: int = TILE_NUMEL["cpu"]
@@ -108,6 +53,7 @@ class StepSettings:
     check_finite: bool = False
     keep_grads: bool = False
     flow: FlowSettings = field(default_factory=FlowSettings)
+    pipelined: bool = True
     lift: bool = False  # precision "auto"
 
 
@@ -135,7 +81,6 @@ class ShardedOptimizer(Optimizer):
         self.overflow = False
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
-        self._ended_halfway = False
         whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
@@ -143,13 +88,18 @@ class ShardedOptimizer(Optimizer):
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(home_of(runtime))
         self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
-        self.bundles = bundles_of(self._pieces, runtime.trained_groups, settings.tile_numel)
-        self._tiles = tiles_of(self.bundles, settings.tile_numel)
-        self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in self._tiles), default=0)
+        bundles = bundles_of(self._pieces, runtime.trained_groups, settings.tile_numel)
+        may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
+        waits = [may_wait and can_wait(bundle) for bundle in bundles]
+        self.bundles = [[b for b, waiting in zip(bundles, waits, strict=True) if waiting is it] for it in (False, True)]
+        self._now, self._later = (tiles_of(each, settings.tile_numel) for each in self.bundles)
+        tiles = [*self._now, *self._later]
+        self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
         slices = [[piece.param for piece in pieces] for pieces in self._pieces]
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self.moments = Moments(self.inner.state, self.scratch)
+        self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
@@ -168,6 +118,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        self.updater.finish()
         for piece in self.pieces():
             self.moments.show(piece)
         return self.inner.state
@@ -224,7 +175,7 @@ class ShardedOptimizer(Optimizer):
         pieces: list[Piece] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
-                for span in _spans(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
+                for span in spans_of(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
                     pieces.append(self._piece(group, span))
         return pieces
 
@@ -246,12 +197,7 @@ class ShardedOptimizer(Optimizer):
                 "A closure would run forward and backward inside the update of one slice.",
                 "call forward, backward and step() in turn.",
             )
-        if self._ended_halfway:
-            raise UsageError(
-                "an earlier step ended with an error while states were being updated.",
-                "Some have taken that step and some have not, so going on would compute with a mixture.",
-                "load the last checkpoint into a new engine.",
-            )
+        self.updater.finish()
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
@@ -268,55 +214,12 @@ class ShardedOptimizer(Optimizer):
             self.scaler.update(skip)
 
     def _update(self, factor: float) -> None:
-        self._ended_halfway = True
-        touched = partial(stretches_of, moments=self.moments)
-        for tile in flow(self._tiles, touched, self.settings.flow):
-            self._update_tile(tile, factor)
+        self.updater.run(self._now, factor)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
-        self._ended_halfway = False
-
-    def _update_tile(self, tile: Tile, factor: float) -> None:
-        shown: list[Piece] = []
-        done = False
-        try:
-            for _, piece in tile:
-                if (grad := piece.grad()) is not None:
-                    piece.show(self.scratch)
-                    self.moments.show(piece)
-                    shown.append(piece)
-                    piece.param.grad = self._scaled(piece, grad, factor)
-            self._step_inner(tile)
-            done = True
-        finally:
-            for piece in shown:
-                piece.hide(self.scratch, keep=done)
-                self.moments.hide(piece)
-                piece.param.grad = None
-
-    def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
-        dtype = piece.param.dtype
-        if grad.dtype == dtype and factor == 1.0 and grad.device == self.scratch.device:
-            return grad
-        into = self.scratch.take("grads", dtype)[piece.at : piece.at + piece.numel].view(grad.shape)
-        if factor == 1.0:
-            return into.copy_(grad)
-        is_alike = grad.dtype == dtype and grad.device == into.device
-        return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
-
-    def _step_inner(self, tile: Tile) -> None:
-        """One call of the inner optimizer, over the pieces of a tile."""
-        everything = self.inner.param_groups
-        held = [group["params"] for group in everything]
-        try:
-            for number, group in enumerate(everything):
-                group["params"] = [piece.param for owner, piece in tile if owner == number]
-            rule_of(self.inner)()
-        finally:
-            for group, params in zip(everything, held, strict=True):
-                group["params"] = params
+        self.updater.defer(self._later, factor)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; local."""
@@ -330,81 +233,13 @@ class ShardedOptimizer(Optimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
+        self.updater.finish()
         self.inner.load_state_dict(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
-
-
-Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
-
-
-def stretches_of(tile: Tile, moments: Moments) -> Iterator[Stretch]:
-    """What a tile's update needs that may rest elsewhere."""
-    for _, piece in tile:
-        yield from piece.stretches()
-        yield from moments.stretches(piece)
-
-
-def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:
-    """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
-    differently take turns there) stays together, so that a chunk comes and goes once.
-    """
-    order = {id(group): number for number, group in enumerate(groups)}
-    flat = [(number, piece) for number, of_group in enumerate(pieces) for piece in of_group]
-    flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
-    chunks = itertools.groupby(flat, key=lambda item: (id(item[1].group), item[1].start // tile_numel))
-    return [list(chunk) for _, chunk in chunks]
-
-
-def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
-    """Bundles, together so that one optimizer call covers about tile_numel elements."""
-    tiles: list[Tile] = [[]]
-    filled = 0
-    for together in bundles:
-        if tiles[-1] and filled + sum(piece.numel for _, piece in together) > tile_numel:
-            tiles.append([])
-            filled = 0
-        for number, piece in together:
-            piece.at = filled
-            tiles[-1].append((number, piece))
-            filled += piece.numel
-    return tiles
-
-
-@dataclass(frozen=True)
-class Span:
-    """Elements [start, stop) of a master on this rank that become one piece."""
-
-    start: int
-    stop: int
-    names: tuple[str, ...]
-    shape: torch.Size
-
-
-def _spans(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
-    """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
-    assert group.master is not None
-    runs: list[tuple[int, int, tuple[str, ...]]] = []
-    spans: list[Span] = []
-    for number in numbers:
-        slot = group.members[number].slot
-        _, _, start = group.master.held(slot)
-        stop = start + slot.numel if group.master.placement is R else group.master.owned(slot)[1]
-        if start >= stop:
-            continue
-        if uncut:
-            spans.append(Span(start, stop, (slot.name,), torch.Size(slot.shape)))
-        elif runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop, (*runs[-1][2], slot.name))
-        else:
-            runs.append((start, stop, (slot.name,)))
-    for start, stop, names in runs:
-        for cut, end in group.layout.cuts(start, stop, tile_numel):
-            spans.append(Span(cut, end, names, torch.Size((end - cut,))))
-    return spans
 
 
 def home_of(runtime: Runtime) -> torch.device:

@@ -190,7 +190,7 @@ def moments_for(optimizer: str, group: Mapping[str, Any]) -> Moments:
 class StepFacts:
     """An optimizer as the estimator sees it: for each parameter group its hyper-parameters and the sizes of its pieces.
 
-    bundles: elements of what is updated together whatever else fits, in the order of units.
+    bundles: elements of what is updated together whatever else fits, in the order of units: in the step, and after it.
 
     casts_grads: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
     joins_masters: so are split masters, with the help of a smaller buffer and one NaN that stands for them at rest.
@@ -199,7 +199,7 @@ class StepFacts:
 
     optimizer: str
     groups: Sequence[tuple[Mapping[str, Any], Sequence[int]]]
-    bundles: Sequence[int]
+    bundles: Sequence[Sequence[int]]
     tile_numel: int
     casts_grads: bool
     joins_masters: bool = False
@@ -227,10 +227,12 @@ class StepFacts:
     @property
     def scratch_bytes(self) -> int:
         """Buffers of the fullest tile, where a tile is as many pieces as fit, at least one."""
-        fullest = filled = 0
-        for numel in self.bundles:
-            filled = numel if filled + numel > self.tile_numel else filled + numel
-            fullest = max(fullest, filled)
+        fullest = 0
+        for run in self.bundles:
+            filled = 0
+            for numel in run:
+                filled = numel if filled + numel > self.tile_numel else filled + numel
+                fullest = max(fullest, filled)
         elements = fullest * (self.casts_grads + self.joins_masters)
         if self.joins_masters:
             elements += scratch_numel(self.device_type, fullest)
@@ -249,13 +251,19 @@ def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_nu
     return StepFacts(
         optimizer,
         [(options, [numel for _, numel in pieces])],
-        [numel for _, numel in pieces],
+        [[numel for plan, numel in pieces if updates_later(plan) is later] for later in (False, True)],
         tile_numel,
         casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
         joins_masters=any(plan.master_is_split for plan, _ in pieces),
         resting=[(group, options) for group in resting],
         tier=resting[0].plan.moments.tier if resting and resting[0].plan.moments else Tier.DEVICE,
     )
+
+
+def updates_later(plan: ShardPlan) -> bool:
+    """Whether weights rest elsewhere, as their moments do: the update then waits for the next forward."""
+    tiers = [spec.tier for spec in (plan.weight, plan.moments) if spec is not None]
+    return Tier.DEVICE not in tiers
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:

@@ -46,6 +46,7 @@ class Gradient:
         self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
         self.buffer: FlatBuffer | None = None
         self.arrivals = Arrivals()
+        self.is_owed = False  # to an update that has not come to it: a step that is over owns the sum
         self._squares: float | None = None  # of a shard that went to rest elsewhere
         self._at_rest: list[GradAtRest] = []
         self._shown = False
@@ -75,6 +76,8 @@ class Gradient:
 
     def _open(self) -> FlatBuffer:
         """The partial gradient under way, made ready for a first summand where there is none."""
+        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
+            self.buffer.extent.catch_up()
         state, group = self.arrivals, self.group
         assert group.plan.grad is not None
         if state.partial is not None:
@@ -160,7 +163,7 @@ class Gradient:
     @property
     def is_reduced(self) -> bool:
         """Whether there is a reduced gradient."""
-        return self.buffer is not None and self.arrivals.reduced
+        return self.buffer is not None and self.arrivals.reduced and not self.is_owed
 
     def reduced(self) -> Tensor | None:
         """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
@@ -179,6 +182,12 @@ class Gradient:
 
         On the CPU the pages of a shard are the system's until then.
         """
+        self._shown = False
+        with without_torch_function():
+            for member in self.group.members:
+                member.param.grad = None
+        if self.is_owed:
+            return
         partial = self.arrivals.partial
         if partial is not None and partial is not self.buffer:
             self.group.route.pool.give(partial.storage)
@@ -189,10 +198,6 @@ class Gradient:
             shard.extent.forget(0, shard.memory.numel())
         elif shard is not None and has_pages_to_return(shard.memory):
             give_back(shard.memory)
-        self._shown = False
-        with without_torch_function():
-            for member in self.group.members:
-                member.param.grad = None
 
     def show(self) -> None:
         """Let `.grad` of every member show that a reduced gradient exists."""

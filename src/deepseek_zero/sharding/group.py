@@ -195,6 +195,7 @@ class FlatGroup:
 
     def _gather_from(self, extent: Extent, spec: Spec, what: str) -> Pending:
         """Out of another memory: this rank's slice comes here first, and goes when it has been copied."""
+        extent.catch_up()
         numel = self.weight.memory.numel()
         full = self.full = FlatBuffer(self.layout, spec, self.route.pool.take(self.layout.padded_numel, spec.dtype))
 
@@ -303,6 +304,13 @@ def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | N
     buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
     exposed = plan.weight.placement is not S or route.comm.size == 1
     return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home)
+
+
+def resting(group: FlatGroup) -> list[Extent]:
+    """What of its weight, master and gradient rests in other memories."""
+    buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
+    found = [buffer.extent for buffer in buffers if buffer.extent is not None]
+    return found + (group.master.extents() if group.master is not None else [])
 
 
 def put_away(weight: FlatBuffer, master: Master | None) -> None:

@@ -172,10 +172,12 @@ class DiskExtent(Extent):
         return Transfer(self, coming) if coming else OVER
 
     def look(self, low: int, high: int) -> Tensor:
+        self.settle()
         self.fetch(low, high).wait()
         return self.memory[low:high]
 
     def part(self, low: int, high: int) -> Tensor:
+        self.settle()
         self._changed.update(self._chunks(low, high))
         return self.look(low, high)
 
@@ -215,7 +217,7 @@ class DiskExtent(Extent):
 
     # -- chunks
 
-    def settle(self, chunks: Iterable[int]) -> None:
+    def wait_for(self, chunks: Iterable[int]) -> None:
         """Wait for these chunks' transfers."""
         for number in chunks:
             self._settle(number)
@@ -292,7 +294,7 @@ class Transfer:
         self.extent, self.chunks = extent, chunks
 
     def wait(self) -> None:
-        self.extent.settle(self.chunks)
+        self.extent.wait_for(self.chunks)
 
     def is_done(self) -> bool:
         return self.extent.is_settled(self.chunks)

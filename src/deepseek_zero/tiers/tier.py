@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -87,11 +87,31 @@ class Over:
 OVER = Over()
 
 
+@dataclass(frozen=True)
+class Due:
+    """What must be done before anybody sees an extent's elements: about it alone, or about all that wait."""
+
+    this: Callable[[], None]
+    everything: Callable[[], None]
+
+
 class Extent:
     """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
 
+    due: Due | None = None
+
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
+
+    def catch_up(self) -> None:
+        """Let these elements, and nothing more than needs to, be what they ought to be by now."""
+        if self.due is not None:
+            self.due.this()
+
+    def settle(self) -> None:
+        """As `catch_up`, for whoever will look at other states too, and keep views of them."""
+        if self.due is not None:
+            self.due.everything()
 
     def fetch(self, low: int, high: int) -> Ticket:
         """Start bringing these elements to their address; nothing where they are there."""
@@ -99,6 +119,7 @@ class Extent:
 
     def look(self, low: int, high: int) -> Tensor:
         """These elements, to be read until `store` or `drop`: a view."""
+        self.settle()
         return self.memory[low:high]
 
     def part(self, low: int, high: int) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepseek_zero.optim.flow import FlowSettings, Stretch, flow
+from deepseek_zero.optim.flow import Flow, FlowSettings, Stretch
 from deepseek_zero.tiers.tier import Extent, Ticket
 
 
@@ -48,8 +48,10 @@ def story(settings: FlowSettings, *, changes: bool = True) -> list[str]:
     def touched(tile: int) -> Iterator[Stretch]:
         yield Stretch(extent, tile, tile + 1, changes)
 
-    for tile in flow(range(4), touched, settings):
+    flow = Flow(range(4), touched, settings)
+    while (tile := flow.take()) is not None:
         log.append(f"update {tile}")
+        flow.give(tile)
     return log
 
 

@@ -1,0 +1,149 @@
+"""What an optimizer works on: stretches of masters, cut along chunks, gathered into tiles of about one size.
+
+Called by sharded.py, which steps over them, and update.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..precision.split import scratch_numel
+from ..sharding.group import FlatGroup
+from ..sharding.master import Master
+from ..sharding.placement import R
+from ..tiers.tier import Tier
+from .flow import Stretch
+from .scratch import Scratch
+
+
+@dataclass(eq=False)
+class Piece:
+    """A stretch of one group's master that the inner optimizer treats as one parameter.
+
+    start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
+    Where the master is split, `param` holds values during a step only, and NaN between steps.
+    """
+
+    group: FlatGroup
+    start: int
+    stop: int
+    param: nn.Parameter
+    names: tuple[str, ...]
+    at: int = 0  # where its scratch begins in the tile's
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def master(self) -> Master:
+        assert self.group.master is not None
+        return self.group.master
+
+    def grad(self) -> Tensor | None:
+        part = self.group.gradient.part(self.start, self.stop)
+        return None if part is None else part.view(self.param.shape)
+
+    def stretches(self) -> Iterator[Stretch]:
+        """What of master, weight and gradient rests in other memories and its update needs."""
+        for extent in self.master.extents():
+            yield Stretch(extent, self.start, self.stop)
+        gradient = self.group.gradient.buffer
+        if gradient is not None and gradient.extent is not None:
+            yield Stretch(gradient.extent, self.start, self.stop, changes=False)
+
+    def show(self, scratch: Scratch) -> None:
+        """Let `param` hold the values."""
+        values = self.master.view(self.start, self.stop)
+        if values is None:
+            into = scratch.take("masters", self.master.dtype)[self.at : self.at + self.numel]
+            helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
+            values = self.master.read(self.start, self.stop, into, helper)
+        self.param.data = values.view(self.param.shape)
+
+    def hide(self, scratch: Scratch, *, keep: bool) -> None:
+        """Undo `show`.  keep: the values that `param` holds now become the master's."""
+        if keep and self.master.view(self.start, self.stop) is None:
+            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1))
+        if keep:
+            self.master.publish(self.start, self.stop)
+        if self.master.is_elsewhere:
+            self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
+
+
+Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
+
+
+def can_wait(bundle: Tile) -> bool:
+    """Whether nobody can see a weight of it without asking for it: all rest elsewhere, as their moments do."""
+    return all(piece.group.weight.extent is not None and rests(piece) for _, piece in bundle)
+
+
+def rests(piece: Piece) -> bool:
+    """Whether a piece's moments have a place outside the training device."""
+    moments = piece.group.plan.moments
+    return moments is not None and moments.tier is not Tier.DEVICE
+
+
+def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:
+    """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
+    differently take turns there) stays together, so that a chunk comes and goes once.
+    """
+    order = {id(group): number for number, group in enumerate(groups)}
+    flat = [(number, piece) for number, of_group in enumerate(pieces) for piece in of_group]
+    flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
+    chunks = itertools.groupby(flat, key=lambda item: (id(item[1].group), item[1].start // tile_numel))
+    return [list(chunk) for _, chunk in chunks]
+
+
+def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
+    """Bundles, together so that one optimizer call covers about tile_numel elements."""
+    tiles: list[Tile] = [[]]
+    filled = 0
+    for together in bundles:
+        if tiles[-1] and filled + sum(piece.numel for _, piece in together) > tile_numel:
+            tiles.append([])
+            filled = 0
+        for number, piece in together:
+            piece.at = filled
+            tiles[-1].append((number, piece))
+            filled += piece.numel
+    return tiles
+
+
+@dataclass(frozen=True)
+class Span:
+    """Elements [start, stop) of a master on this rank that become one piece."""
+
+    start: int
+    stop: int
+    names: tuple[str, ...]
+    shape: torch.Size
+
+
+def spans_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
+    """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
+    assert group.master is not None
+    runs: list[tuple[int, int, tuple[str, ...]]] = []
+    spans: list[Span] = []
+    for number in numbers:
+        slot = group.members[number].slot
+        _, _, start = group.master.held(slot)
+        stop = start + slot.numel if group.master.placement is R else group.master.owned(slot)[1]
+        if start >= stop:
+            continue
+        if uncut:
+            spans.append(Span(start, stop, (slot.name,), torch.Size(slot.shape)))
+        elif runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop, (*runs[-1][2], slot.name))
+        else:
+            runs.append((start, stop, (slot.name,)))
+    for start, stop, names in runs:
+        for cut, end in group.layout.cuts(start, stop, tile_numel):
+            spans.append(Span(cut, end, names, torch.Size((end - cut,))))
+    return spans

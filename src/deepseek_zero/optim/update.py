@@ -1,0 +1,147 @@
+"""The update of one step, tile by tile: at once, or when somebody asks for what it changes.
+
+A step that has its verdict (norm, overflow) may leave the update of weights that rest elsewhere for later: the next
+forward asks for them unit by unit, in the tiles' order, so that states travel while units compute.  Whoever asks for
+an element gets it updated, so no result changes; `finish` is for those who ask for everything.  The step's
+hyper-parameters and gradients are kept until then.  Called by sharded.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..sharding.group import FlatGroup, resting
+from ..tiers.tier import Due
+from .flow import Flow, FlowSettings, Stretch
+from .lean import rule_of
+from .moments import Moments
+from .piece import Piece, Tile
+from .scratch import Scratch
+
+Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
+
+
+class Updater:
+    """Runs the inner optimizer over tiles."""
+
+    def __init__(self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: FlowSettings) -> None:
+        self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
+        self._coming: Flow[Tile] = Flow((), self._touched, settings)
+        self._left: Counter[FlatGroup] = Counter()  # tiles of each group that wait
+        self._factor, self._hypers = 1.0, Hypers()
+        self._is_busy = self._ended_halfway = False
+
+    def run(self, tiles: Sequence[Tile], factor: float) -> None:
+        """Update these now."""
+        flow = Flow(tiles, self._touched, self.settings)
+        while (tile := flow.take()) is not None:
+            self._update(tile, factor, None)
+            flow.give(tile)
+
+    def defer(self, tiles: Sequence[Tile], factor: float) -> None:
+        """Update these when they are asked for."""
+        self._coming, self._factor = Flow(tiles, self._touched, self.settings), factor
+        self._hypers = [
+            {key: value for key, value in group.items() if key != "params"} for group in self.inner.param_groups
+        ]
+        self._left = Counter(piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values())
+        for group in self._left:
+            group.gradient.is_owed = True
+            for extent in resting(group):
+                extent.due = Due(partial(self._catch_up, group), self.finish)
+
+    def finish(self) -> None:
+        """Update everything that waits.  UsageError after an update that failed."""
+        if self._is_busy:
+            return
+        if self._ended_halfway:
+            raise UsageError(
+                "an earlier step ended with an error while states were being updated.",
+                "Some have taken that step and some have not, so going on would compute with a mixture.",
+                "load the last checkpoint into a new engine.",
+            )
+        while self._update_next():
+            pass
+
+    def _catch_up(self, group: FlatGroup) -> None:
+        """The weight of this group is about to be gathered."""
+        if self._ended_halfway:
+            self.finish()
+        while self._left[group]:
+            self._update_next()
+
+    def _update_next(self) -> bool:
+        tile = self._coming.take()
+        if tile is None:
+            return False
+        with torch.inference_mode(False), torch.no_grad():
+            self._update(tile, self._factor, self._hypers)
+        self._coming.give(tile)
+        for group in {piece.group for _, piece in tile}:
+            self._left[group] -= 1
+            if not self._left[group]:
+                for extent in resting(group):
+                    extent.due = None
+                group.gradient.is_owed = False
+                group.gradient.drop()
+        return True
+
+    def _touched(self, tile: Tile) -> Iterator[Stretch]:
+        for _, piece in tile:
+            yield from piece.stretches()
+            yield from self.moments.stretches(piece)
+
+    def _update(self, tile: Tile, factor: float, hypers: Hypers | None) -> None:
+        shown: list[Piece] = []
+        self._is_busy = self._ended_halfway = True
+        done = False
+        try:
+            for _, piece in tile:
+                if (grad := piece.grad()) is not None:
+                    piece.show(self.scratch)
+                    self.moments.show(piece)
+                    shown.append(piece)
+                    piece.param.grad = self._scaled(piece, grad, factor)
+            self._step_inner(tile, hypers)
+            done = True
+        finally:
+            for piece in shown:
+                piece.hide(self.scratch, keep=done)
+                self.moments.hide(piece)
+                piece.param.grad = None
+            self._is_busy = False
+        self._ended_halfway = False
+
+    def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
+        dtype = piece.param.dtype
+        if grad.dtype == dtype and factor == 1.0 and grad.device == self.scratch.device:
+            return grad
+        into = self.scratch.take("grads", dtype)[piece.at : piece.at + piece.numel].view(grad.shape)
+        if factor == 1.0:
+            return into.copy_(grad)
+        is_alike = grad.dtype == dtype and grad.device == into.device
+        return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
+
+    def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
+        """One call of the inner optimizer, over the pieces of a tile."""
+        everything = self.inner.param_groups
+        held = [dict(group) for group in everything]
+        try:
+            for number, group in enumerate(everything):
+                group.update(hypers[number] if hypers is not None else {})
+                group["params"] = [piece.param for owner, piece in tile if owner == number]
+            rule_of(self.inner)()
+        finally:
+            for number, (group, before) in enumerate(zip(everything, held, strict=True)):
+                group["params"] = before["params"]
+                for key, value in hypers[number].items() if hypers is not None else ():
+                    if group[key] is value:  # what the optimizer itself changed stays
+                        group[key] = before[key]
