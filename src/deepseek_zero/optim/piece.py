@@ -113,7 +113,7 @@ def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
             piece.at = filled
             tiles[-1].append((number, piece))
             filled += piece.numel
-    return tiles
+    return [tile for tile in tiles if tile]
 
 
 @dataclass(frozen=True)

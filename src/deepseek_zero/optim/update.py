@@ -48,6 +48,8 @@ class Updater:
 
     def defer(self, tiles: Sequence[Tile], factor: float) -> None:
         """Update these when they are asked for."""
+        if not tiles:
+            return
         self._coming, self._factor = Flow(tiles, self._touched, self.settings), factor
         self._hypers = [
             {key: value for key, value in group.items() if key != "params"} for group in self.inner.param_groups
