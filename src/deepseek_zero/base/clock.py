@@ -19,11 +19,12 @@ class PhaseClock:
         self.steps = -1  # counted without the first
         self._phase, self._since = BETWEEN, time.perf_counter()
 
-    def enter(self, phase: str) -> None:
-        """What is done from now on."""
+    def enter(self, phase: str) -> str:
+        """What is done from now on; returns what was done until now."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+        before, self._phase, self._since = self._phase, phase, now
+        return before
 
     def end_step(self) -> bool:
         """A step is over; True after the first, when counting begins."""

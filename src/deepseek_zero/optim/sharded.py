@@ -99,7 +99,7 @@ class ShardedOptimizer(Optimizer):
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self.moments = Moments(self.inner.state, self.scratch)
-        self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow)
+        self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()

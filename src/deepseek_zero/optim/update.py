@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..sharding.group import FlatGroup, resting
 from ..tiers.tier import Due
@@ -32,8 +33,11 @@ Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 class Updater:
     """Runs the inner optimizer over tiles."""
 
-    def __init__(self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: FlowSettings) -> None:
+    def __init__(
+        self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: FlowSettings, clock: PhaseClock
+    ) -> None:
         self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
+        self.clock = clock
         self._coming: Flow[Tile] = Flow((), self._touched, settings)
         self._left: Counter[FlatGroup] = Counter()  # tiles of each group that wait
         self._factor, self._hypers = 1.0, Hypers()
@@ -81,12 +85,16 @@ class Updater:
             self._update_next()
 
     def _update_next(self) -> bool:
-        tile = self._coming.take()
-        if tile is None:
-            return False
-        with torch.inference_mode(False), torch.no_grad():
-            self._update(tile, self._factor, self._hypers)
-        self._coming.give(tile)
+        before = self.clock.enter("optimizer")
+        try:
+            tile = self._coming.take()
+            if tile is None:
+                return False
+            with torch.inference_mode(False), torch.no_grad():
+                self._update(tile, self._factor, self._hypers)
+            self._coming.give(tile)
+        finally:
+            self.clock.enter(before)
         for group in {piece.group for _, piece in tile}:
             self._left[group] -= 1
             if not self._left[group]:

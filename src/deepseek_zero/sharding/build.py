@@ -5,6 +5,7 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -51,8 +52,6 @@ def wrap_model(
     tiers: the memories that `settings` names beside the training device.
     """
     device = device or default_device()
-    if any(param.is_meta for param in model.parameters()):
-        materialise(model, comm, device)
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
     pool = Pool(device, comm)
@@ -60,16 +59,32 @@ def wrap_model(
     route = Route(comm, pool, settings.bucket_numel, divisor, tiers or Tiers())
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
-    units = []
-    for number, choice in enumerate(choices):
-        groups = []
-        for key, names in group_params(choice, persistent, full_precision).items():
-            group = _group(choice, key, names, settings, route)
-            groups.append(group)
-        units.append(Unit(choice.name or "root", choice.module, groups, number))
+    built: dict[int, list[FlatGroup]] = {}
+    for number in _as_they_get_values(model, choices, comm, device):
+        choice, groups = choices[number], group_params(choices[number], persistent, full_precision)
+        built[number] = [_group(choice, key, names, settings, route) for key, names in groups.items()]
+    units = [Unit(choice.name or "root", choice.module, built[number], number) for number, choice in enumerate(choices)]
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
     return Runtime(model, units, route, settings)
+
+
+def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm, device: torch.device) -> Iterator[int]:
+    """Numbers of units whose parameters all have values: of a model on the meta device, as soon as they have."""
+    lacking = {
+        number: {id(param) for param in choice.params.values() if param.is_meta}
+        for number, choice in enumerate(choices)
+    }
+    yield from (number for number, params in lacking.items() if not params)
+    if not any(lacking.values()):
+        return
+    for module in materialise(model, comm, device):
+        here = {id(param) for param in module.parameters(recurse=False)}
+        for number, params in lacking.items():
+            if params & here:
+                params -= here
+                if not params:
+                    yield number
 
 
 def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:

@@ -170,11 +170,12 @@ class Init:
         self.awake = busy
 
 
-def materialise(model: nn.Module, comm: Comm, device: torch.device) -> None:
+def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:
     """Give a model built on the meta device its values, module by module, keeping only this rank's slices.  Collective.
 
-    Each module's own `reset_parameters` draws them, in the order modules were registered: the values of a plain
-    construction with the same seed wherever that is all its construction draws.
+    Yields each module whose own parameters have just got theirs, so that nobody need hold all of them at once.  Each
+    module's own `reset_parameters` draws them, in the order modules were registered: the values of a plain construction
+    with the same seed wherever that is all its construction draws.
     """
     session = Init()
     session._comm, session._device = comm, device
@@ -201,6 +202,7 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> None:
             for param in own.values():
                 if owner_of(param) is None:
                     session._cut(param)
+        yield module
 
 
 ACCEPTED = frozenset(
