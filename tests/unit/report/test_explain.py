@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from deepseek_zero.base.clock import PhaseClock
 from deepseek_zero.comm.meter import Event, Meter
-from deepseek_zero.report.explain import Advice, overlap_share, shares, where_steps_went
+from deepseek_zero.report.explain import Advice, overlap_share, shares, what_moved, where_steps_went
+from deepseek_zero.tiers.tier import Memory, Tier, Tiers, Traffic
 
 PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "outside": 0.5}
 
@@ -57,3 +60,27 @@ def test_overlap_is_the_share_of_what_was_under_way_that_nobody_stood_still_for(
     assert overlap_share([half]) == 0.5
     assert overlap_share([hidden, half]) == pytest.approx(5 / 6)
     assert overlap_share([hidden, Event("gather", "c", 1.0, 2.0, (1.0, 2.0))]) == 0.75, "one waits while another flies"
+
+
+class Moved:
+    """What a disk of one rank would tell."""
+
+    def __init__(self, *, waited: float) -> None:
+        self.reserved_bytes = 3 << 30
+        self.traffic = Traffic()
+        self.traffic.read_bytes, self.traffic.written_bytes = 4 << 30, 2 << 30
+        self.traffic.seconds, self.traffic.waited_seconds = 6.0, waited
+
+
+def test_a_disk_is_told_by_bytes_speed_and_what_was_hidden() -> None:
+    lines = what_moved(Tiers({Tier.NVME: cast("Memory", Moved(waited=1.5))}), steps=2)
+    assert lines[0] == (
+        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, "
+        "75% of that time beside something else"
+    )
+    assert "waiting for the disk 750 ms a step" in lines[1]
+    assert len(what_moved(Tiers({Tier.NVME: cast("Memory", Moved(waited=0.1))}), steps=2)) == 1
+
+
+def test_the_host_is_told_by_what_rests_there() -> None:
+    assert what_moved(Tiers({Tier.HOST: cast("Memory", Moved(waited=0.0))}), steps=2) == ["host: 3.00 GiB rest there"]
