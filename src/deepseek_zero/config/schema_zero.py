@@ -161,7 +161,7 @@ class ZeroOptimization(Section):
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "The tier of master weights and moments.")
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile.",
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU.",
         unit="elements",
         example=1000,
         gt=0,

@@ -137,7 +137,7 @@ def test_moments_follow_the_optimizer_and_its_options(name: str, options: dict[s
 
 
 def test_scratch_is_the_fullest_tile_and_only_where_gradients_are_cast_or_masters_joined() -> None:
-    groups, sizes = [({}, [700, 200, 400]), ({}, [500])], [700, 200, 400, 500]
+    groups, sizes = [({}, [700, 200, 400]), ({}, [500])], [[700, 200, 400, 500]]
     assert StepFacts("AdamW", groups, sizes, 1000, casts_grads=True).scratch_bytes == 4 * 900
     assert StepFacts("AdamW", groups, sizes, 500, casts_grads=True).scratch_bytes == 4 * 700
     assert StepFacts("AdamW", groups, sizes, 1000, casts_grads=False).scratch_bytes == 0
