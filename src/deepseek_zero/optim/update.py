@@ -45,10 +45,17 @@ class Updater:
 
     def run(self, tiles: Sequence[Tile], factor: float) -> None:
         """Update these now."""
-        flow = Flow(tiles, self._touched, self.settings)
-        while (tile := flow.take()) is not None:
-            self._update(tile, factor, None)
-            flow.give(tile)
+        flow, done = Flow(tiles, self._touched, self.settings), 0
+        try:
+            while (tile := flow.take()) is not None:
+                self._update(tile, factor, None)
+                flow.give(tile)
+                done += 1
+        except Exception:
+            # A first tile that fails leaves split masters as they were; others are changed where they lie.
+            in_place = any(not piece.master.is_split for tile in tiles for _, piece in tile)
+            self._ended_halfway = done > 0 or in_place
+            raise
 
     def defer(self, tiles: Sequence[Tile], factor: float) -> None:
         """Update these when they are asked for."""
@@ -86,13 +93,16 @@ class Updater:
 
     def _update_next(self) -> bool:
         before = self.clock.enter("optimizer")
+        self._ended_halfway = True
         try:
             tile = self._coming.take()
             if tile is None:
+                self._ended_halfway = False
                 return False
             with torch.inference_mode(False), torch.no_grad():
                 self._update(tile, self._factor, self._hypers)
             self._coming.give(tile)
+            self._ended_halfway = False
         finally:
             self.clock.enter(before)
         for group in {piece.group for _, piece in tile}:
@@ -111,8 +121,7 @@ class Updater:
 
     def _update(self, tile: Tile, factor: float, hypers: Hypers | None) -> None:
         shown: list[Piece] = []
-        self._is_busy = self._ended_halfway = True
-        done = False
+        self._is_busy, done = True, False
         try:
             for _, piece in tile:
                 if (grad := piece.grad()) is not None:
@@ -128,7 +137,6 @@ class Updater:
                 self.moments.hide(piece)
                 piece.param.grad = None
             self._is_busy = False
-        self._ended_halfway = False
 
     def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
         dtype = piece.param.dtype
