@@ -381,7 +381,11 @@ def started(*line: str, **variables: str) -> Iterator[subprocess.Popen[str]]:
     environment |= {"PYTHONPATH": SOURCE, "COLUMNS": "200", **variables}
     command = [sys.executable, "-m", "deepseek_zero.cli", "run", *line]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe) as process:
+    # A test run that a shell put into the background ignores SIGINT, and so would its children.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, env=environment, text=True, stdout=pipe, stderr=pipe)
+    signal.signal(signal.SIGINT, before)
+    with process:
         try:
             yield process
         finally:
