@@ -32,14 +32,15 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the ranks are started as a file, by a launcher
 
 import deepseek_zero as dz
-from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell, Shape
+from benchmarks.cells import SEQUENCES_PER_RANK, Cell, Shape
 from benchmarks.model import GPT, Batches
 from benchmarks.probes import machine
-from benchmarks.tiers import copy_rate
+from benchmarks.tiers import copy_rate, job_of, offloading_engine
 
 RESULTS = Path(__file__).parent / "results" / "huge.md"
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; version 2 has one tree for all
 GIB = 1 << 30
+ONE_UNIT_AHEAD = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 1}
 # Bytes of a parameter on the disk, over all ranks: weight, gradient, two moments, what bf16 lacks of a master.
 DISK_BYTES = {"fp32": 4 + 4 + 8, "bf16": 2 + 2 + 8 + 2}
 
@@ -51,37 +52,20 @@ def train(options: argparse.Namespace) -> None:
     """One rank: build on the meta device, train, tell rank 0's story as JSON on the last line."""
     torch.set_num_threads(1)
     dz.init_distributed()
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    cell = Cell(f"{options.layers}x{options.width}", options.dtype)
+    job = job_of(Cell(f"{options.layers}x{options.width}", options.dtype))
+    rank, size = job.rank, job.size
     torch.manual_seed(0)
     with torch.device("meta"):
-        model = GPT(cell.shape)
+        model = GPT(job.cell.shape)
     for block in model.blocks:
         forward = block.forward
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
-    place = {"device": "nvme", "nvme_path": options.folder}
     began = time.perf_counter()
-    engine, *_ = dz.initialize(
-        model=model,
-        config={
-            "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
-            "gradient_clipping": 1.0,
-            "optimizer": {"type": "AdamW", "params": ADAMW},
-            "bf16": {"enabled": options.dtype == "bf16"},
-            "steps_per_print": None,
-            "zero_optimization": {
-                "stage": 3,
-                "stage3_max_live_parameters": 0,
-                "stage3_max_reuse_distance": 0,
-                "stage3_prefetch_bucket_size": 1,
-                "offload_optimizer": place,
-                "offload_param": place,
-            },
-        },
-    )
+    engine = offloading_engine(model, job, "nvme", options.folder, **ONE_UNIT_AHEAD)
     runtime = engine.runtime
+    (memory,) = runtime.route.tiers.memories.values()
     story: dict[str, Any] = {"initialise": time.perf_counter() - began, "steps": [], "losses": [], "rates": []}
-    batches = Batches(cell, SEQUENCES_PER_RANK, rank, size)
+    batches = Batches(job.cell, SEQUENCES_PER_RANK, rank, size)
     for step in range(options.steps):
         runtime.comm.fence("a step")
         story["rates"].append(size * copy_rate(options.folder))
@@ -98,7 +82,7 @@ def train(options: argparse.Namespace) -> None:
             print(
                 f"step {step}: {story['steps'][-1]:.1f} s, loss {story['losses'][-1]:.4f}", file=sys.stderr, flush=True
             )
-    clock, (memory,) = runtime.comm.meter.clock, runtime.route.tiers.memories.values()
+    clock = runtime.comm.meter.clock
     story |= {
         "seconds": {phase: spent / max(clock.steps, 1) for phase, spent in clock.seconds.items()},
         "read": size * memory.traffic.read_bytes / max(clock.steps, 1),
@@ -199,11 +183,8 @@ def report(
     """The page."""
     rate = sorted(story["rates"])[len(story["rates"]) // 2]
     step = sorted(story["steps"][1:])[len(story["steps"][1:]) // 2]
-    traffic, forward, backward = (
-        (story["read"] + story["written"]) / rate,
-        *map(story["seconds"].get, ("forward", "backward")),
-    )
-    bound = backward + max(traffic, forward)
+    traffic, seconds = (story["read"] + story["written"]) / rate, story["seconds"]
+    bound = seconds["backward"] + max(traffic, seconds["forward"])
     hidden = max(0.0, 1 - story["waited"] / story["busy"]) if story["busy"] else 0.0
     rows = {
         "parameters": f"{params / 1e9:.2f} billion, {options.layers} layers of width {options.width}, {options.dtype}",
@@ -215,7 +196,7 @@ def report(
         "losses": ", ".join(f"{loss:.4f}" for loss in story["losses"]),
         "step over its schedule bound": f"{step / bound:.2f} ({step:.1f} s over {bound:.1f} s)",
         "forward, backward (with recomputation), update": ", ".join(
-            f"{story['seconds'].get(phase, 0.0):.1f} s" for phase in ("forward", "backward", "optimizer")
+            f"{seconds.get(phase, 0.0):.1f} s" for phase in ("forward", "backward", "optimizer")
         ),
         "a step reads, writes": f"{story['read'] / 1e9:.1f} GB, {story['written'] / 1e9:.1f} GB",
         "a plain copy of as much takes": f"{traffic:.1f} s at {rate / 1e9:.2f} GB/s",

@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -31,10 +30,11 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
 import deepseek_zero as dz
-from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
-from benchmarks.model import Batch, Batches, build_model
+from benchmarks.cells import SEQUENCES_PER_RANK, Cell
+from benchmarks.model import GPT, Batches, build_model
 from benchmarks.probes import machine
-from benchmarks.systems.common import MasterAdamW, backward_all
+from benchmarks.systems.common import Job, Step, engine_settings, engine_step
+from benchmarks.systems.floor import floor_step
 from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
 
 RESULTS = Path(__file__).parent / "results" / "tiers.md"
@@ -47,7 +47,7 @@ class Way:
     """One way to train.  seconds: of its steps.  forward, backward: of one step's, on this rank."""
 
     name: str
-    step: Callable[[Batch], float]
+    step: Step
     engine: Any = None
     seconds: list[float] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
@@ -71,49 +71,21 @@ class Row:
     same_losses: bool = True
 
 
-def floor_way(cell: Cell, rank: int, size: int) -> Way:
-    model = build_model(cell.shape)
-
-    def own_part(tensor: torch.Tensor) -> torch.Tensor:
-        flat = tensor.view(-1)
-        return flat[rank * len(flat) // size : (rank + 1) * len(flat) // size]
-
-    optimizer = MasterAdamW(model, bf16=cell.dtype == "bf16", part=own_part)
-
-    def step(batch: Batch) -> float:
-        (loss,) = backward_all(model, [batch])
-        optimizer.step()
-        return float(loss)
-
-    return Way("floor", step)
+def floor_way(job: Job) -> Way:
+    return Way("floor", floor_step(build_model(job.cell.shape), job))
 
 
-def our_way(cell: Cell, name: str, device: str, folder: str) -> Way:
+def our_way(job: Job, name: str, device: str, folder: str) -> Way:
+    engine = offloading_engine(build_model(job.cell.shape), job, device, folder)
+    return Way(name, engine_step(engine), engine)
+
+
+def offloading_engine(model: GPT, job: Job, device: str, folder: str, **zero: Any) -> Any:
+    """Stage 3 with clipping, everything at rest on `device`."""
     place = {"device": device, "nvme_path": folder}
-    zero: dict[str, Any] = {
-        "stage": 3,
-        "stage3_param_persistence_threshold": 0,
-        "stage3_max_reuse_distance": 0,
-        "offload_optimizer": place,
-        "offload_param": place,
-    }
-    config = {
-        "train_micro_batch_size_per_gpu": SEQUENCES_PER_RANK,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": ADAMW},
-        "bf16": {"enabled": cell.dtype == "bf16"},
-        "steps_per_print": None,
-        "zero_optimization": zero,
-    }
-    engine, *_ = dz.initialize(model=build_model(cell.shape), config=config)
-
-    def step(batch: Batch) -> float:
-        loss = engine(*batch)
-        engine.backward(loss)
-        engine.step()
-        return float(loss.detach())
-
-    return Way(name, step, engine)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0, **zero}
+    settings = engine_settings(job, zero | {"offload_optimizer": place, "offload_param": place})
+    return dz.initialize(model=model, config=settings | {"gradient_clipping": 1.0, "steps_per_print": None})[0]
 
 
 def copy_rate(folder: str) -> float:
@@ -132,26 +104,29 @@ def copy_rate(folder: str) -> float:
         os.close(descriptor)
 
 
+def job_of(cell: Cell) -> Job:
+    """What this rank of the launcher's does."""
+    return Job(cell, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+
+
 def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
     """All ways over the same batches, step by step in turn.  Collective."""
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    batches = Batches(cell, SEQUENCES_PER_RANK, rank, size)
-    ways = [floor_way(cell, rank, size)]
-    ways += [our_way(cell, name, device, folder) for name, device in PLACES.items()]
+    job = job_of(cell)
+    batches = Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
+    ways = [floor_way(job), *(our_way(job, name, device, folder) for name, device in PLACES.items())]
     fence = ways[1].engine.runtime.comm.fence
     rates = []
     for number in range(steps + 2):
-        (batch,) = batches.of_step(number)
         for way in ways:
             fence(f"before {way.name}")
             began = time.perf_counter()
-            loss = way.step(batch)
+            losses = way.step(batches.of_step(number))
             fence(f"after {way.name}")
             if number >= 2:
                 way.seconds.append(time.perf_counter() - began)
-            way.losses.append(loss)
+            way.losses += [float(loss) for loss in losses]
         fence("before the copy")
-        rates.append(size * copy_rate(folder))  # all ranks at once: the disk's own speed
+        rates.append(job.size * copy_rate(folder))  # all ranks at once: the disk's own speed
     return [row_of(cell, way, ways, statistics.median(rates)) for way in ways]
 
 

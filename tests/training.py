@@ -43,6 +43,7 @@ class Run:
     transport: str = "fastest"
     master: str = "split"
     tier: str = "none"
+    moments: str = "fp32"
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -52,6 +53,7 @@ class Run:
             "gradient_clipping": self.clipping,
             "steps_per_print": None,
             "transport": self.transport,
+            "optimizer": {"moments": self.moments},
             "bf16": {"enabled": self.dtype == "bf16", "master": self.master},
             "zero_optimization": {
                 "stage": self.stage,

@@ -9,13 +9,19 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from ..model import Batch
-from .common import Job, MakeModel, MasterAdamW, System, backward_all, join
+from ..model import GPT, Batch
+from .common import Job, MakeModel, MasterAdamW, Step, System, backward_all, join
 
 
 def build(make_model: MakeModel, job: Job) -> System:
     join()
-    model = make_model()
+    step = floor_step(make_model(), job)
+    dist.barrier()  # silent from here on, but started together: ranks of one machine share its memory bus
+    return System(step)
+
+
+def floor_step(model: GPT, job: Job) -> Step:
+    """One step of one rank."""
 
     def own_part(tensor: Tensor) -> Tensor:
         flat = tensor.view(-1)
@@ -28,5 +34,4 @@ def build(make_model: MakeModel, job: Job) -> System:
         optimizer.step()
         return losses
 
-    dist.barrier()  # silent from here on, but started together: ranks of one machine share its memory bus
-    return System(step)
+    return step

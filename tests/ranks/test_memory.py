@@ -74,6 +74,8 @@ AXES = {
     "overlap": (True, False),
     "transport": ("fastest", "gloo"),
     "tier": ("none", "cpu", "nvme"),
+    "master": ("split", "fp32", "none"),
+    "moments": ("fp32", "bf16", "8bit"),
 }
 
 
@@ -91,11 +93,13 @@ def test_the_prediction_holds_whatever_the_settings(
     overlap: bool,
     transport: str,
     tier: str,
+    master: str,
+    moments: str,
 ) -> None:
     run = Run(
         stage, dtype, accumulation, window, clipping, "adamw", persistence, ahead, ALL, bucket, overlap, transport
     )
-    run = replace(run, tier=tier)
+    run = replace(run, tier=tier, master=master, moments=moments)
     assert_prediction_holds(run)
 
 

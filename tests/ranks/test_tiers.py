@@ -118,14 +118,14 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     for extent in extents:
         numel = extent.memory.numel()
         extent.store(0, 0)
-        for number in range(len(extent._states)):
-            extent._settle(number)
-        gradients = extent._sums.count(None) == len(extent._sums)
-        assert gradients or extent.here_bytes == 0, (extent.place.what, numel)
+        for chunk in extent.chunks:
+            chunk.settle()
+        gradients = all(chunk.sum is None for chunk in extent.chunks)
+        assert gradients or extent.here_bytes == 0, (extent.chunks[0].what, numel)
 
 
 def extents_of(engine: Any) -> list[DiskExtent]:
-    found: list[Any] = list(engine.optimizer.moments._extents.values())
+    found: list[Any] = list(engine.optimizer.moments.extents())
     for group in engine.runtime.groups:
         found += [group.weight.extent, group.gradient.buffer.extent, *group.master.extents()]
     return list({id(extent): extent for extent in found if extent is not None}.values())

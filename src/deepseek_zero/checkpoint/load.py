@@ -18,7 +18,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..optim.access import covers_of_piece
 from ..optim.piece import Piece
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
@@ -258,11 +257,11 @@ def _fill_optimizer(
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    optimizer.inner.load_state_dict({"state": state, "param_groups": restored})
+    optimizer.load_inner({"state": state, "param_groups": restored})
 
 
 def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, Any]:
-    covers = list(covers_of_piece(piece))
+    covers = list(piece.covers())
     state: dict[str, Any] = {}
     for key in dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)):
         value = torch.zeros_like(piece.param, memory_format=torch.contiguous_format)

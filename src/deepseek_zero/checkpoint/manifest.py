@@ -17,7 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CheckpointError, DeepSeekZeroError
+from ..base.errors import CheckpointError
+from ..comm.agreement import hear
 from ..comm.collectives import Comm
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 1
@@ -125,16 +126,4 @@ def together(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
 
     Collective.  No rank goes on, and none waits for ever, where another met a full disk or an unreadable file.
     """
-    problem: Exception | None = None
-    try:
-        answer = {"said": action()}
-    except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = error
-        answer = {"error": str(error) if isinstance(error, DeepSeekZeroError) else f"{type(error).__name__}: {error}"}
-    heard = [json.loads(text) for text in comm.texts(json.dumps(answer), what)]
-    if isinstance(problem, CheckpointError):
-        raise problem
-    for rank, each in enumerate(heard):
-        if "error" in each:
-            raise CheckpointError(f"rank {rank} failed in '{what}': {each['error']}") from problem
-    return [each["said"] for each in heard]
+    return hear(comm, what, action, str, CheckpointError)[1]

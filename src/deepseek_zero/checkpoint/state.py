@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
-from ..optim.access import Cover, covers_of_piece
+from ..optim.piece import Cover
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.layout import Slot
@@ -81,7 +81,7 @@ def owned_moments(optimizer: ShardedOptimizer, rank: int) -> Iterator[tuple[Chun
         for key, value in state.items():
             if not isinstance(value, Tensor) or is_number(value, piece.param):
                 continue
-            for cover in covers_of_piece(piece):
+            for cover in piece.covers():
                 if value.shape == piece.param.shape:
                     yield from _owned_moment(cover, key, value, rank)
                 else:

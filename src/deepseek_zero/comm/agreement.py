@@ -1,7 +1,7 @@
 """Ranks compare what they are about to do before they do it, and hear of it where one of them cannot.
 
 Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
-Called by sharding/build.py, optim/sharded.py, engine/assemble.py and engine/tiers.py.
+Called by sharding/build.py, optim/sharded.py, checkpoint/manifest.py, engine/assemble.py and engine/tiers.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from ..base.errors import ModelMismatchError, PeerError
+from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
 from .collectives import Comm
 
 T = TypeVar("T")
@@ -48,15 +48,33 @@ def telling(comm: Comm) -> Iterator[None]:
 
 def together(comm: Comm, what: str, action: Callable[[], T]) -> T:
     """Do something that may fail on one rank alone; then it raises there, and `PeerError` elsewhere.  Collective."""
+    done, _ = hear(comm, what, action, lambda _: "")
+    return done
+
+
+def hear(
+    comm: Comm,
+    what: str,
+    action: Callable[[], T],
+    say: Callable[[T], str],
+    failure: type[DeepSeekZeroError] = PeerError,
+) -> tuple[T, list[str]]:
+    """As `together`, and what every rank says of it.  Collective.
+
+    failure: what is raised where another rank failed, and here too unless our own error is of that kind (PeerError:
+    our own, whatever it is).
+    """
     problem: Exception | None = None
     try:
         done = action()
+        answer = {"said": say(done)}
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
-    said = comm.texts("" if problem is None else f"{type(problem).__name__}: {problem}", what)
-    if problem is not None:
+        answer = {"error": str(error) if isinstance(error, DeepSeekZeroError) else f"{type(error).__name__}: {error}"}
+    heard = [json.loads(text) for text in comm.texts(json.dumps(answer), what)]
+    if problem is not None and (failure is PeerError or isinstance(problem, failure)):
         raise problem
-    for rank, text in enumerate(said):
-        if text:
-            raise PeerError(f"rank {rank} failed in {what}: {text}")
-    return done
+    for rank, each in enumerate(heard):
+        if "error" in each:
+            raise failure(f"rank {rank} failed in '{what}': {each['error']}") from problem
+    return done, [each["said"] for each in heard]

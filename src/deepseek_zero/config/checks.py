@@ -63,6 +63,11 @@ def _precision(values: Mapping[str, Any], problems: Problems) -> None:
             f"switch {on[0]} or torch_autocast off",
             True,
         )
+    if values.get("precision") == "auto" and (
+        lookup(values, "bf16.master") == "none" or lookup(values, "bf16.bf16_master_weights_and_grads")
+    ):
+        fix = 'keep a master ("split" or "fp32"), or name the precision'
+        problems.add("bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none")
     wanted = values.get("precision")
     for name in on:
         if wanted not in (None, "auto", name):
@@ -109,6 +114,10 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
         device = lookup(values, f"{key}.device")
         if device in (None, "none"):
             continue
+        if device == "auto":
+            if path := lookup(values, f"{key}.nvme_path"):
+                paths[name] = path
+            continue
         if stage < least:
             problems.add(
                 f"{key}.device",
@@ -120,6 +129,7 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
             paths[name] = lookup(values, f"{key}.nvme_path")
             if not paths[name]:
                 problems.add(f"{key}.nvme_path", "is missing", "name a directory on a fast local disk", paths[name])
+    _open_places(values, problems)
     if len(set(paths.values())) > 1:
         problems.add(
             "zero_optimization.offload_param.nvme_path",
@@ -127,6 +137,20 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
             "name one directory for both",
             paths["offload_param"],
         )
+
+
+def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
+    """Keys that only matter where a place is open, or only where it is not."""
+    states = lookup(values, "zero_optimization.offload_optimizer.device")
+    is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
+    for name in ("host", "disk"):
+        if not is_open and (value := lookup(values, f"memory_budget.{name}")) is not None:
+            fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'
+            problems.add(f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value)
+    ratio = lookup(values, "zero_optimization.offload_optimizer.ratio", 1.0)
+    if ratio != 1.0 and states not in ("cpu", "nvme"):
+        fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
+        problems.add("zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio)
 
 
 def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:

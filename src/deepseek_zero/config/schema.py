@@ -100,6 +100,9 @@ class Config(Section):
     auto_cast: bool = effective(True, "Ours. Cast floating inputs to the compute dtype.", example=False)
     # ZeRO
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO itself.")
+    memory_budget: train.MemoryBudget = section(
+        train.MemoryBudget, "Ours. Bytes of one rank that states and buffers may take of each memory."
+    )
     units: tuple[str, ...] = effective(
         (),
         "Ours. Class or module names of the units; empty chooses blocks automatically.",

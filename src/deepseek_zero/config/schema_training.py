@@ -10,6 +10,7 @@ Dtype = Literal["fp32", "fp16", "bf16"]
 
 _ADAMW = {"optimizer.type": "AdamW"}
 _FP16 = {"fp16.enabled": True}
+_PLACED = {"zero_optimization.offload_optimizer.device": "auto", "zero_optimization.stage": 3}
 _BF16 = {"bf16.enabled": True}
 _AUTOCAST = {"torch_autocast.enabled": True}
 
@@ -22,6 +23,12 @@ class Optimizer(Section):
     )
     params: dict[str, Any] = effective(
         {}, "Arguments of the optimizer, for example lr, betas, eps, weight_decay.", example={"lr": 5e-4}, needs=_ADAMW
+    )
+    moments: Literal["fp32", "bf16", "8bit"] = effective(
+        "fp32",
+        "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not "
+        "exact.",
+        example="bf16",
     )
     legacy_fusion: bool = accepted(
         False, "Use the old fusion of DeepSpeed's LAMB.", "there is one implementation of each optimizer"
@@ -76,19 +83,54 @@ class Bf16(Section):
     check_grad_overflow: bool = effective(
         True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
     )
-    master: Literal["split", "fp32"] = effective(
+    master: Literal["split", "fp32", "none"] = effective(
         "split",
-        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more.",
+        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more; "
+        "none = not at all: weights are rounded up or down by chance, 2 bytes less, not exact.",
         example="fp32",
         needs=_BF16,
     )
     immediate_grad_update: bool = accepted(
         False, "Add gradients to the fp32 buffer from the hook.", "always so: gradients are accumulated as they arrive"
     )
-    bf16_master_weights_and_grads: bool = later(
-        False, "Keep master weights and gradients in bf16.", Part.TIERS, example=True
+    bf16_master_weights_and_grads: bool = effective(
+        False,
+        'DeepSpeed\'s word for master = "none" (gradients are bf16 at one micro-batch per step anyway).',
+        example=True,
+        needs=_BF16,
     )
-    bf16_optimizer_states: bool = later(False, "Keep the moments in bf16.", Part.TIERS, example=True)
+    bf16_optimizer_states: bool = effective(
+        False, 'DeepSpeed\'s word for optimizer.moments = "bf16".', example=True, needs=_BF16
+    )
+
+
+class MemoryBudget(Section):
+    device: int | None = effective(
+        None,
+        'Of the training device; more is an error. null: no limit, and with device "auto" what is free.',
+        unit="bytes",
+        example=1_000_000_000,
+        inf=None,
+        ge=0,
+    )
+    host: int | None = effective(
+        None,
+        'Of host memory, with device "auto"; null: none on a CPU, where the device is the host.',
+        unit="bytes",
+        example=1_000_000_000,
+        needs=_PLACED,
+        inf=None,
+        ge=0,
+    )
+    disk: int | None = effective(
+        None,
+        'Of the disk, with device "auto"; null: what is free.',
+        unit="bytes",
+        example=1_000_000_000,
+        needs=_PLACED,
+        inf=None,
+        ge=0,
+    )
 
 
 class TorchAutocast(Section):

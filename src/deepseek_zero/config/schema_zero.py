@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 from deepseek_zero.config.fields import Part, Section, accepted, effective, later, section
 
-Device = Literal["none", "cpu", "nvme"]
+Device = Literal["none", "cpu", "nvme", "auto"]
 
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
@@ -25,8 +25,9 @@ MOE_BLOCKS = (
 class OffloadParam(Section):
     device: Device = effective(
         "none",
-        "Where sharded weights rest between uses (stage 3).",
+        "Where sharded weights rest between uses (stage 3); auto: where memory_budget has room, fastest first.",
         example="cpu",
+        auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = accepted(None, "Directory on the disk that holds the weights.", _PLACE)
@@ -42,8 +43,10 @@ class OffloadOptimizer(Section):
     part: ClassVar[Part | None] = Part.TIERS
     device: Device = effective(
         "none",
-        "Where moments, masters of their own and gradient shards rest (stage 1 and above).",
+        "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: where memory_budget "
+        "has room, fastest first.",
         example="cpu",
+        auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
     nvme_path: str | None = accepted(None, "Directory on the disk that holds the optimizer states.", _PLACE)
@@ -64,7 +67,14 @@ class OffloadOptimizer(Section):
         True, "Write the last tiles while one is updated (DeepSpeed's default: false).", example=False
     )
     fast_init: bool = accepted(False, "Write the first states to disk in large pieces.", "they always are")
-    ratio: float = later(1.0, "Share of the states that is offloaded (Twin-Flow).", example=0.5, ge=0, le=1)
+    ratio: float = effective(
+        1.0,
+        "Share of the states that is offloaded (Twin-Flow); those of the first units stay on the device.",
+        example=0.5,
+        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
+        ge=0,
+        le=1,
+    )
     super_offload: bool = later(False, "Update on the host speculatively, before the norm is known.", example=True)
     cpuadam_cores_perc: float = accepted(
         0.8, "Share of the cores that update on the host.", "torch's own number of threads holds", gt=0, le=1

@@ -30,7 +30,7 @@ from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
 from .observe import ObserverSettings
-from .tiers import TIERS, admit, tiers_of
+from .tiers import TIERS, PlacementSettings, admit, device_bytes_of, placement_settings_of, tiers_of, with_places
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -63,6 +63,7 @@ class Parts:
     observer_settings: ObserverSettings
     data_settings: DataSettings
     saving_settings: SavingSettings
+    placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
 
     def describe(self) -> list[str]:
@@ -75,6 +76,7 @@ class Parts:
             str(self.observer_settings),
             str(self.data_settings),
             str(self.saving_settings),
+            str(self.placement_settings),
             f"loss scale {self.scaler}",
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
@@ -91,7 +93,8 @@ def policy_of(config: Config) -> Policy:
         compute=compute,
         reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
         accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
-        split_master=config.bf16.master == "split",
+        master="none" if config.bf16.bf16_master_weights_and_grads else config.bf16.master,
+        moments="bf16" if config.bf16.bf16_optimizer_states else config.optimizer.moments,
         autocast=DTYPES[config.torch_autocast.dtype or "bf16"] if config.torch_autocast.enabled else None,
         auto_cast=auto_cast,
     )
@@ -124,6 +127,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         transport=config.transport,
         weight_tier=TIERS[zero.offload_param.device],
         state_tier=TIERS[zero.offload_optimizer.device],
+        device_bytes=device_bytes_of(config),
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),
@@ -202,7 +206,9 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     if mesh.device.type == "cpu":
         keep_freed_memory()
     step_settings = step_settings_of(config, granularity, mesh.device)
-    tiers = tiers_of(config, comm, mesh.device, step_settings.tile_numel)
+    placement = placement_settings_of(config)
+    settings = with_places(settings, placement, model, comm, _optimizer_name(config, client))
+    tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)
     admit(tiers, model, settings, comm, _optimizer_name(config, client))
     runtime = wrap_model(model, settings, comm, mesh.device, tiers)
     scaler = scaler_of(config)
@@ -220,6 +226,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         observer_settings_of(config),
         DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
         SavingSettings(config.checkpoint.tag_validation, zero.stage3_gather_16bit_weights_on_model_save),
+        placement,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
     )
     agree(

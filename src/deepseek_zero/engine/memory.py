@@ -13,7 +13,7 @@ from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.volume import StepVolume, step_volume
 from ..sharding.group import resting
 from ..sharding.runtime import Runtime
-from ..tiers.tier import Extent, Tier
+from ..tiers.tier import Extent
 
 
 def unit_facts(runtime: Runtime) -> list[UnitFacts]:
@@ -26,7 +26,7 @@ def unit_facts(runtime: Runtime) -> list[UnitFacts]:
 
 def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
     """An engine's optimizer as the estimator sees it.  Where gradients may be clipped or unscaled, it counts on it."""
-    cut = {id(piece.param): piece.numel for piece in optimizer.pieces()}
+    cut = {id(piece.param): 0 if piece.group.plan.moments_rest else piece.numel for piece in optimizer.pieces()}
     groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
     plans = [piece.group.plan for piece in optimizer.pieces()]
@@ -39,16 +39,21 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
         joins_masters=any(plan.master_is_split for plan in plans),
         device_type=optimizer.runtime.route.pool.device.type,
         resting=_resting(optimizer),
-        tier=optimizer.runtime.settings.state_tier,
+        widens_masters=any(plan.master_is_rounded for plan in plans),
+        blocks=[
+            (group, piece.numel)
+            for group, pieces in zip(optimizer.param_groups, optimizer.pieces_by_group, strict=True)
+            for piece in pieces
+            if piece.group.plan.moments_kept == "8bit"
+        ],
     )
 
 
 def _resting(optimizer: ShardedOptimizer) -> list[tuple[GroupFacts, dict[str, Any]]]:
     """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
-    if optimizer.runtime.settings.state_tier is Tier.DEVICE:
-        return []
     owner = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in optimizer.pieces()}
+    pieces = [piece for piece in optimizer.pieces() if piece.group.plan.moments_rest]
+    found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in pieces}
     return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found.values()]
 
 
@@ -114,7 +119,8 @@ def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
     """What the optimizer holds of them; what stands for hidden ones is scratch."""
     nothing = optimizer.scratch.kept.get("nothing")
     hidden = nothing.data_ptr() if nothing is not None else None
-    return [tensor for tensor in moments_of(cast("Any", optimizer.inner.state)) if tensor.data_ptr() != hidden]
+    shown = [tensor for tensor in moments_of(cast("Any", optimizer.inner.state)) if tensor.data_ptr() != hidden]
+    return [*shown, *optimizer.moments.on_device()]
 
 
 def _registered(model: nn.Module) -> list[Tensor | None]:

@@ -76,6 +76,8 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    if engine.optimizer is not None and restore.moments:
+        engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:

@@ -6,35 +6,129 @@ Called by assemble.py.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
+from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
 from ..config import Config
-from ..report.estimate import moments_for, total_bytes, units_of_model
-from ..sharding.plan import PlanSettings
+from ..report.estimate import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
+from ..report.lending import buffer_bytes, lent_buffers
+from ..report.placement import Choices, place, split_by_ratio, told
+from ..sharding.plan import PlanSettings, Rest
+from ..tiers.device import NO_LIMIT, Allowance
 from ..tiers.disk import Disk, DiskSettings
-from ..tiers.host import HostMemory
+from ..tiers.host import HostMemory, free_host_bytes
 from ..tiers.tier import Memory, Tier, Tiers
 
-TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME}
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.DEVICE}
+WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
 
 
-def tiers_of(config: Config, comm: Comm, device: torch.device, chunk_numel: int) -> Tiers:
-    """The memories that a configuration names.  Collective: where one rank's disk refuses, every rank raises."""
+@dataclass(frozen=True)
+class PlacementSettings:
+    """What is left open.  device, host, disk: bytes of one rank; None: what is free, shared by the ranks of a host.
+
+    ratio: share of the states that goes where `offload_optimizer` says.
+    """
+
+    chooses_weights: bool = False
+    chooses_states: bool = False
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    path: Path | None = None
+    ratio: float = 1.0
+
+
+def placement_settings_of(config: Config) -> PlacementSettings:
+    zero, budget = config.zero_optimization, config.memory_budget
+    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+    return PlacementSettings(
+        chooses_weights=zero.offload_param.device == "auto",
+        chooses_states=zero.offload_optimizer.device == "auto",
+        device=budget.device,
+        host=budget.host,
+        disk=budget.disk,
+        path=Path(path) if path else None,
+        ratio=zero.offload_optimizer.ratio,
+    )
+
+
+def with_places(
+    settings: PlanSettings, wish: PlacementSettings, model: nn.Module, comm: Comm, optimizer: str | None
+) -> PlanSettings:
+    """The plan with a place for every unit where the configuration leaves that open.  Collective; logs the choice."""
+    usual = Rest("", settings.weight_tier, settings.state_tier)
+    choices = _choices(settings, wish)
+    if len(choices.weights) > 1 or len(choices.states) > 1:
+        units = {
+            tier: units_of_model(model, replace(settings, weight_tier=tier, state_tier=tier), comm.size)
+            for tier in {*choices.weights, *choices.states}
+        }
+        moments = moments_for(optimizer, {}).per_element if optimizer is not None else 0
+        budgets = _budgets(wish, comm, _working_bytes(units, settings, comm, optimizer))
+        rests = together(comm, "placing states", lambda: place(units, choices, budgets, moments))
+        log_once(f"placement: {told(rests)}")
+        return replace(settings, rests=rests)
+    if wish.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
+        return replace(settings, rests=split_by_ratio(units_of_model(model, settings, comm.size), usual, wish.ratio))
+    return settings
+
+
+def _choices(settings: PlanSettings, wish: PlacementSettings) -> Choices:
+    """On a CPU the host's memory is the device's, so it is a place of its own only where it has a budget."""
+    tiers = [Tier.DEVICE]
+    tiers += [Tier.HOST] if wish.host is not None else []
+    tiers += [Tier.NVME] if wish.path is not None else []
+    return Choices(
+        tuple(tiers) if wish.chooses_weights and settings.stage == 3 else (settings.weight_tier,),
+        tuple(tiers) if wish.chooses_states and settings.stage > 0 else (settings.state_tier,),
+    )
+
+
+def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int) -> dict[Tier, int]:
+    """Bytes of one rank for each memory; the least of what ranks have counts for all.  Collective."""
+    sharers = _sharers(comm)
+    memory = int(WORTH_FILLING * free_host_bytes()) // sharers
+    disk = Disk.free_bytes(wish.path) // sharers if wish.path is not None else 0
+    mine = [
+        (memory if wish.device is None else wish.device) - working_bytes,
+        memory if wish.host is None else wish.host,
+        disk if wish.disk is None else wish.disk,
+    ]
+    least = comm.rows(torch.tensor(mine), "room for states").amin(dim=0)
+    return dict(zip((Tier.DEVICE, Tier.HOST, Tier.NVME), map(int, least), strict=True))
+
+
+def _working_bytes(
+    units: Mapping[Tier, list[UnitFacts]], settings: PlanSettings, comm: Comm, optimizer: str | None
+) -> int:
+    """What the schedule lends and a step works in, where as much as possible rests elsewhere."""
+    slowest = units[max(units, key=list(Tier).index)]
+    lent = lent_buffers(slowest, settings, in_place=comm.reads_in_place)
+    step = step_of_units(slowest, comm.rank, optimizer or "SGD", 1 << 20)
+    return buffer_bytes(lent) + step.scratch_bytes
+
+
+def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.device, chunk_numel: int) -> Tiers:
+    """The memories that a plan names.  Collective: where one rank's disk refuses, every rank raises."""
     zero, memories = config.zero_optimization, dict[Tier, Memory]()
-    wanted = {zero.offload_optimizer.device, zero.offload_param.device}
-    if "cpu" in wanted:
+    wanted = {settings.weight_tier, settings.state_tier}
+    wanted |= {tier for rest in settings.rests for tier in (rest.weights, rest.states)}
+    if Tier.HOST in wanted:
         pinned = device.type != "cpu" and (zero.offload_optimizer.pin_memory or zero.offload_param.pin_memory)
         memories[Tier.HOST] = HostMemory(pinned=pinned)
-    if "nvme" in wanted:
-        place = zero.offload_optimizer if zero.offload_optimizer.device == "nvme" else zero.offload_param
-        settings = DiskSettings(config.aio.queue_depth, config.aio.block_size)
-        memories[Tier.NVME] = together(comm, "opening nvme_path", lambda: Disk(Path(place.nvme_path or ""), settings))
-    return Tiers(memories, chunk_numel)
+    if Tier.NVME in wanted:
+        path = Path(zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path or "")
+        threads = DiskSettings(config.aio.queue_depth, config.aio.block_size)
+        memories[Tier.NVME] = together(comm, "opening nvme_path", lambda: Disk(path, threads))
+    return Tiers(memories, chunk_numel, Allowance(settings.device_bytes))
 
 
 def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, optimizer: str | None) -> None:
@@ -42,11 +136,10 @@ def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, op
     if not tiers.memories:
         return
     needed = resting_bytes(model, settings, comm.size, optimizer)
-    sharers = int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))
 
     def ask() -> None:
         for tier, memory in tiers.memories.items():
-            memory.admit(needed[tier], sharers)
+            memory.admit(needed[tier], _sharers(comm))
 
     together(comm, "asking for room", ask)
 
@@ -57,3 +150,13 @@ def resting_bytes(model: nn.Module, settings: PlanSettings, ranks: int, optimize
     groups = [group for unit in units_of_model(model, settings, ranks) for group in unit.groups]
     found = total_bytes(groups, moments)
     return {tier: found.get(tier.value, 0) for tier in (Tier.HOST, Tier.NVME)}
+
+
+def device_bytes_of(config: Config) -> int:
+    """What states and buffers may take of the training device."""
+    return NO_LIMIT if config.memory_budget.device is None else config.memory_budget.device
+
+
+def _sharers(comm: Comm) -> int:
+    """Ranks on this host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))

@@ -7,7 +7,6 @@ weights are sharding/access.py's.  Called by the doors (`deepseek_zero.utils`) a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,36 +18,8 @@ from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
 from ..sharding.placement import R
-from .piece import Piece
+from .piece import Cover
 from .sharded import ShardedOptimizer
-
-
-@dataclass(frozen=True)
-class Cover:
-    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on."""
-
-    slot: Slot
-    start: int
-    stop: int
-    piece: Piece
-    offset: int
-
-    def of(self, state: Tensor) -> Tensor:
-        """The covered elements of a state that is as long as the piece: a view, flat."""
-        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
-
-
-def covers_of_piece(piece: Piece) -> Iterator[Cover]:
-    """What one piece covers, parameter by parameter."""
-    group = piece.group
-    assert group.master is not None
-    low = 0 if group.master.placement is R else group.layout.bounds(group.route.comm.rank)[0]
-    first, last = low + piece.start, low + piece.stop
-    for member in group.members:
-        slot = member.slot
-        start, stop = max(slot.start, first), min(slot.stop, last)
-        if start < stop:
-            yield Cover(slot, start - slot.start, stop - slot.start, piece, start - first)
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
@@ -123,7 +94,7 @@ def _covers(optimizer: ShardedOptimizer, owner: FlatGroup, param: nn.Parameter) 
     name = owner.name_of(param)
     for piece in optimizer.pieces():
         if piece.group is owner and name in piece.names:
-            yield from (cover for cover in covers_of_piece(piece) if cover.slot.name == name)
+            yield from (cover for cover in piece.covers() if cover.slot.name == name)
 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[Cover, Tensor]]:

@@ -1,75 +1,146 @@
-"""Where an optimizer's moments rest when that is not the training device: as extents, one per group and kind of moment.
+"""Where an optimizer's moments are kept when not by itself: in another memory, or in fewer bits, or both.
 
-Any torch optimizer will do: what it made in its first step and follows a piece's elements is taken over; counters and
-states of another shape stay where they are.  Called by sharded.py.
+One extent per group and kind of moment.  Any torch optimizer will do: what it made in its first step and follows a
+piece's elements is taken over; counters and states of another shape stay where they are.  Called by sharded.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from ..tiers.tier import Extent
+from ..precision.compact import BLOCK, Chance, Kept, kept_as
+from ..tiers.tier import Extent, Tier
 from .flow import Stretch
-from .piece import Piece, rests
+from .piece import Piece
 from .scratch import Scratch
+
+
+@dataclass(eq=False)
+class Moment:
+    """One kind of moment of one group.  kept: how, where that is not as the optimizer has it.
+
+    powers: of 8-bit blocks, by id of the piece; they stay on the device.
+    """
+
+    extent: Extent
+    tier: Tier
+    dtype: torch.dtype  # that the optimizer works in
+    kept: Kept | None
+    powers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether the optimizer sees nothing of it between steps."""
+        return self.kept is not None or self.extent.rests_elsewhere
 
 
 class Moments:
     """The moments of one optimizer."""
 
-    def __init__(self, state: Any, scratch: Scratch) -> None:
-        self._state, self._scratch = state, scratch
-        self._extents: dict[tuple[int, str], Extent] = {}  # by (id of the group, name)
+    def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
+        self._inner, self._scratch = inner, scratch
+        self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
         self._names: dict[int, list[str]] = {}
+        self._counted: set[int] = set()  # id of pieces whose moments the optimizer keeps itself
 
     def extents(self) -> Iterable[Extent]:
-        """All of them."""
-        return self._extents.values()
+        """What is kept in other memories."""
+        return (moment.extent for moment in self._found.values() if moment.tier is not Tier.DEVICE)
+
+    def on_device(self) -> Iterator[Tensor]:
+        """What is kept on the training device."""
+        for moment in self._found.values():
+            yield from moment.powers.values()
+            if moment.tier is Tier.DEVICE:
+                yield moment.extent.memory
 
     def stretches(self, piece: Piece) -> Iterator[Stretch]:
         """What of the moments a piece's update reads and writes."""
         for name in self._names.get(id(piece.group), ()):
-            yield Stretch(self._extents[id(piece.group), name], piece.start, piece.stop)
+            yield Stretch(self._found[id(piece.group), name].extent, piece.start, piece.stop)
 
-    def show(self, piece: Piece) -> None:
-        """Let the optimizer see a piece's moments."""
-        for name, extent in self._of(piece):
-            if self._is_hidden(self._state[piece.param].get(name)):
-                self._state[piece.param][name] = extent.part(piece.start, piece.stop).view(piece.param.shape)
-
-    def hide(self, piece: Piece) -> None:
-        """Keep what the optimizer has made of them; where they rest elsewhere, it sees NaN until they are shown."""
-        if not rests(piece):
+    def show(self, piece: Piece, *, working: bool = True) -> None:
+        """Let the optimizer see a piece's moments.  working: for one tile's update, in what tiles share."""
+        if piece.param not in self._inner.state:
             return
-        for name, value in self._state.get(piece.param, {}).items():
+        for name in self._names.get(id(piece.group), ()):
+            moment, state = self._found[id(piece.group), name], self._inner.state[piece.param]
+            if not self._is_hidden(state.get(name)):
+                continue
+            values = moment.extent.part(piece.start, piece.stop)
+            if moment.kept is not None:
+                shared = self._scratch.take(name, moment.dtype)[piece.at : piece.at + piece.numel] if working else None
+                values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
+            state[name] = values.view(piece.param.shape)
+
+    def hide(self, piece: Piece, chance: Chance, *, keep: bool) -> None:
+        """Keep what the optimizer has made of them; what is not kept as it is shown is NaN until it is shown again.
+
+        chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
+        """
+        state = self._inner.state.get(piece.param, {})
+        self._count(piece, state)
+        if not piece.group.plan.moments_rest:
+            return
+        for name, value in state.items():
             if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._is_hidden(value):
                 continue
-            extent = self._extent(piece, name, value.dtype)
-            own = extent.memory[piece.start : piece.stop]
-            if value.data_ptr() != own.data_ptr():
-                extent.part(piece.start, piece.stop).copy_(value.reshape(-1))
-            shown = own.view(value.shape)
-            hidden = extent.rests_elsewhere
-            self._state[piece.param][name] = self._scratch.nothing(value.shape, value.dtype) if hidden else shown
+            moment = self._moment(piece, name, value.dtype)
+            own = moment.extent.memory[piece.start : piece.stop]
+            if moment.kept is not None:
+                own, powers = moment.extent.part(piece.start, piece.stop), self._powers(moment, piece)
+                if keep:
+                    moment.kept.encode(value.reshape(-1), own, powers, piece.chance(chance, name))
+            elif value.data_ptr() != own.data_ptr():
+                moment.extent.part(piece.start, piece.stop).copy_(value.reshape(-1))
+            hidden = self._scratch.nothing(value.shape, value.dtype) if moment.is_hidden else own.view(value.shape)
+            state[name] = hidden
 
-    def _of(self, piece: Piece) -> Iterator[tuple[str, Extent]]:
-        if piece.param in self._state:
-            for name in self._names.get(id(piece.group), ()):
-                yield name, self._extents[id(piece.group), name]
+    def put_away(self, piece: Piece, chance: Chance) -> None:
+        """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
+        self.hide(piece, chance, keep=True)
+        for stretch in self.stretches(piece):
+            stretch.leave()
 
-    def _extent(self, piece: Piece, name: str, dtype: torch.dtype) -> Extent:
+    def _powers(self, moment: Moment, piece: Piece) -> Tensor | None:
+        if moment.kept is None or not moment.kept.has_powers:
+            return None
+        if id(piece) not in moment.powers:
+            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=self._scratch.device)
+            moment.powers[id(piece)] = powers
+        return moment.powers[id(piece)]
+
+    def _moment(self, piece: Piece, name: str, dtype: torch.dtype) -> Moment:
         key = id(piece.group), name
-        if key not in self._extents:
+        if key not in self._found:
             plan, group = piece.group.plan, piece.group
             assert plan.moments is not None
-            numel, what = piece.master.buffer.memory.numel(), f"{name} of {group.members[0].name}"
-            self._extents[key] = group.route.tiers.reserve(plan.moments.tier, numel, dtype, what)
+            kept = kept_as(plan.moments_kept, name) if dtype == torch.float32 else None
+            stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
+            numel = piece.master.buffer.memory.numel()
+            if plan.moments.tier is Tier.DEVICE:
+                extent = Extent(torch.zeros(numel, dtype=stored, device=self._scratch.device))
+                self._scratch.allowance.take_for(extent, extent.memory.nbytes, what)
+            else:
+                extent = group.route.tiers.reserve(plan.moments.tier, numel, stored, what)
+            self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
-        return self._extents[key]
+        return self._found[key]
+
+    def _count(self, piece: Piece, state: dict[str, Any]) -> None:
+        """What the optimizer allocates itself is taken of the training device all the same."""
+        if state and id(piece) not in self._counted:
+            self._counted.add(id(piece))
+            rest = piece.group.plan.moments_rest
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
+            self._scratch.allowance.take_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")
 
     def _is_hidden(self, value: object) -> bool:
         nothing = self._scratch.kept.get("nothing")

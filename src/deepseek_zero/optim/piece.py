@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..precision.compact import Chance
 from ..precision.split import scratch_numel
 from ..sharding.group import FlatGroup
+from ..sharding.layout import Slot
 from ..sharding.master import Master
 from ..sharding.placement import R
-from ..tiers.tier import Tier
 from .flow import Stretch
 from .scratch import Scratch
 
@@ -57,37 +58,61 @@ class Piece:
         if gradient is not None and gradient.extent is not None:
             yield Stretch(gradient.extent, self.start, self.stop, changes=False)
 
+    def covers(self) -> Iterator[Cover]:
+        """What it covers, parameter by parameter."""
+        low = 0 if self.master.placement is R else self.group.layout.bounds(self.group.route.comm.rank)[0]
+        first, last = low + self.start, low + self.stop
+        for member in self.group.members:
+            slot = member.slot
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start < stop:
+                yield Cover(slot, start - slot.start, stop - slot.start, self, start - first)
+
+    def chance(self, chance: Chance, state: str) -> Tensor:
+        """For each of its elements: int16, flat."""
+        parts = [
+            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start) for cover in self.covers()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
     def show(self, scratch: Scratch) -> None:
         """Let `param` hold the values."""
         values = self.master.view(self.start, self.stop)
         if values is None:
             into = scratch.take("masters", self.master.dtype)[self.at : self.at + self.numel]
-            helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
+            helper = None
+            if self.master.is_split:
+                helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
-    def hide(self, scratch: Scratch, *, keep: bool) -> None:
+    def hide(self, scratch: Scratch, chance: Chance, *, keep: bool) -> None:
         """Undo `show`.  keep: the values that `param` holds now become the master's."""
         if keep and self.master.view(self.start, self.stop) is None:
-            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1))
+            random = self.chance(chance, "weight") if self.master.is_rounded else None
+            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1), random)
         if keep:
             self.master.publish(self.start, self.stop)
         if self.master.is_elsewhere:
             self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
 
 
+@dataclass(frozen=True)
+class Cover:
+    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on."""
+
+    slot: Slot
+    start: int
+    stop: int
+    piece: Piece
+    offset: int
+
+    def of(self, state: Tensor) -> Tensor:
+        """The covered elements of a state that is as long as the piece: a view, flat."""
+        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
 Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
-
-
-def can_wait(bundle: Tile) -> bool:
-    """Whether nobody can see a weight of it without asking for it: all rest elsewhere, as their moments do."""
-    return all(piece.group.weight.extent is not None and rests(piece) for _, piece in bundle)
-
-
-def rests(piece: Piece) -> bool:
-    """Whether a piece's moments have a place outside the training device."""
-    moments = piece.group.plan.moments
-    return moments is not None and moments.tier is not Tier.DEVICE
 
 
 def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:

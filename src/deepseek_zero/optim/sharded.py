@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from ..base.device import adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
+from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
@@ -30,7 +31,7 @@ from .flow import FlowSettings
 from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
-from .piece import Piece, Span, bundles_of, can_wait, spans_of, tiles_of
+from .piece import Piece, Span, bundles_of, spans_of, tiles_of
 from .scratch import Scratch
 from .update import Updater
 
@@ -86,19 +87,19 @@ class ShardedOptimizer(Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(home_of(runtime))
-        self._pieces = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
-        bundles = bundles_of(self._pieces, runtime.trained_groups, settings.tile_numel)
+        self.scratch = Scratch(home_of(runtime), allowance=runtime.route.tiers.allowance)
+        self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
+        bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
         may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
-        waits = [may_wait and can_wait(bundle) for bundle in bundles]
+        waits = [may_wait and all(piece.group.plan.updates_later for _, piece in bundle) for bundle in bundles]
         self.bundles = [[b for b, waiting in zip(bundles, waits, strict=True) if waiting is it] for it in (False, True)]
         self._now, self._later = (tiles_of(each, settings.tile_numel) for each in self.bundles)
         tiles = [*self._now, *self._later]
         self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
-        slices = [[piece.param for piece in pieces] for pieces in self._pieces]
+        slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
-        self.moments = Moments(self.inner.state, self.scratch)
+        self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
@@ -120,7 +121,7 @@ class ShardedOptimizer(Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         self.updater.finish()
         for piece in self.pieces():
-            self.moments.show(piece)
+            self.moments.show(piece, working=False)
         return self.inner.state
 
     @property
@@ -139,7 +140,7 @@ class ShardedOptimizer(Optimizer):
 
     def pieces(self) -> list[Piece]:
         """Every slice this rank updates."""
-        return [piece for pieces in self._pieces for piece in pieces]
+        return [piece for pieces in self.pieces_by_group for piece in pieces]
 
     def _compare_ranks(self) -> None:
         """Raise on every rank if ranks differ in how they will step.  How many slices a rank has may differ."""
@@ -214,6 +215,7 @@ class ShardedOptimizer(Optimizer):
             self.scaler.update(skip)
 
     def _update(self, factor: float) -> None:
+        self.updater.updates += 1
         self.updater.run(self._now, factor)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
@@ -229,14 +231,22 @@ class ShardedOptimizer(Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter."""
         self.state  # noqa: B018 - brings what rests elsewhere
-        return {"inner": self.inner.state_dict(), "scaler": self.scaler.state_dict() if self.scaler else None}
+        scaler = self.scaler.state_dict() if self.scaler else None
+        return {"inner": self.inner.state_dict(), "scaler": scaler, "updates": self.updater.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
         self.updater.finish()
-        self.inner.load_state_dict(state["inner"])
+        self.updater.updates = int(state["updates"])
+        self.load_inner(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def load_inner(self, state: dict[str, Any]) -> None:
+        """Give the inner optimizer a state of its own; its moments then go where they rest."""
+        self.inner.load_state_dict(state)
+        for piece in self.pieces():
+            self.moments.put_away(piece, Chance(self.updater.updates))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"

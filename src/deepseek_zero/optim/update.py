@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
+from ..precision.compact import Chance
 from ..sharding.group import FlatGroup, resting
 from ..tiers.tier import Due
 from .flow import Flow, FlowSettings, Stretch
@@ -42,6 +43,7 @@ class Updater:
         self._left: Counter[FlatGroup] = Counter()  # tiles of each group that wait
         self._factor, self._hypers = 1.0, Hypers()
         self._is_busy = self._ended_halfway = False
+        self.updates = 0  # so far; what chance is a function of
 
     def run(self, tiles: Sequence[Tile], factor: float) -> None:
         """Update these now."""
@@ -53,7 +55,7 @@ class Updater:
                 done += 1
         except Exception:
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
-            in_place = any(not piece.master.is_split for tile in tiles for _, piece in tile)
+            in_place = any(piece.master.is_changed_in_place for tile in tiles for _, piece in tile)
             self._ended_halfway = done > 0 or in_place
             raise
 
@@ -120,7 +122,7 @@ class Updater:
             yield from self.moments.stretches(piece)
 
     def _update(self, tile: Tile, factor: float, hypers: Hypers | None) -> None:
-        shown: list[Piece] = []
+        shown, chance = list[Piece](), Chance(self.updates)
         self._is_busy, done = True, False
         try:
             for _, piece in tile:
@@ -133,8 +135,8 @@ class Updater:
             done = True
         finally:
             for piece in shown:
-                piece.hide(self.scratch, keep=done)
-                self.moments.hide(piece)
+                piece.hide(self.scratch, chance, keep=done)
+                self.moments.hide(piece, chance, keep=done)
                 piece.param.grad = None
             self._is_busy = False
 

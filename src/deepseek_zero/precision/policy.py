@@ -22,7 +22,9 @@ class Policy:
     compute: dtype of weights in forward and backward, None = each parameter keeps its own. reduce: dtype that
     gradients travel in, None = the dtype they have (no rounding on the way). accumulate: dtype of a gradient that
     sums micro-batches. autocast: dtype of a torch.autocast region around forward, None = no region. auto_cast: cast
-    floating inputs to compute. split_master: keep of a bf16 weight's master only what the weight lacks (split.py).
+    floating inputs to compute. master: how a bf16 weight's master is kept: "fp32" whole, "split" only what the weight
+    lacks (split.py), "none" not at all (compact.py rounds the weight by chance). moments: bits they are kept in,
+    "fp32", "bf16" or "8bit".
     """
 
     compute: torch.dtype | None = None
@@ -30,7 +32,8 @@ class Policy:
     accumulate: torch.dtype = torch.float32
     autocast: torch.dtype | None = None
     auto_cast: bool = True
-    split_master: bool = True
+    master: str = "split"
+    moments: str = "fp32"
 
     def weight_dtype(self, own: torch.dtype) -> torch.dtype:
         """Dtype a parameter of dtype `own` has in use; integers and quantised storage stay what they are."""
@@ -42,7 +45,8 @@ class Policy:
 
     def stored_dtype(self, weight: torch.dtype) -> torch.dtype:
         """Dtype a master is stored in: 16 more bits beside a bf16 weight, the whole master otherwise."""
-        return torch.int16 if self.split_master and weight == torch.bfloat16 else self.master_dtype(weight)
+        whole = self.master_dtype(weight)
+        return {"split": torch.int16, "fp32": whole, "none": weight}[self.master] if weight == torch.bfloat16 else whole
 
     def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
         """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate`

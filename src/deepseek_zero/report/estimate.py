@@ -9,13 +9,17 @@ Called by the engine's memory report, the examples and the truth contract.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..base.memory import PAGE
+from ..precision.compact import BLOCK, kept_dtype
 from ..precision.split import scratch_numel
 from ..sharding.layout import LAYOUTS, FlatLayout, Slot
 from ..sharding.placement import R, S
@@ -24,7 +28,6 @@ from ..sharding.wrap import choose_units, full_precision_names, group_params, pe
 from ..tiers.tier import Tier
 
 STATES = ("weight", "grad", "master", "moments")
-PAGE = 4096  # bytes that another memory gives at once
 COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 
@@ -94,7 +97,7 @@ def units_of_model(
     for choice in choices:
         groups = []
         for key, names in group_params(choice, persistent, full_precision).items():
-            mine = replace(settings, policy=settings.policy.lifted()) if key.full_precision else settings
+            mine = settings.for_unit(choice.name or "root", full_precision=key.full_precision)
             plan = plan_for(mine, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=ranks)
             cut = granularity if plan.master is not None and plan.master.placement is not R else "element"
             shapes = [tuple(choice.params[name].shape) for name in names]
@@ -117,11 +120,12 @@ def group_bytes(facts: GroupFacts, moments_per_element: int, states: Sequence[st
     What rests in another memory counts there ("host", "nvme"), in whole pages.
     """
     plan, found = facts.plan, dict.fromkeys(STATES, 0)
+    moments = plan.moments and replace(plan.moments, dtype=kept_dtype(plan.moments_kept, plan.moments.dtype))
     rows = {
         "weight": (plan.weight, 1),
         "grad": (plan.grad, 1),
         "master": (None if plan.master_is_weight else plan.master, 1),
-        "moments": (plan.moments, moments_per_element),
+        "moments": (moments, moments_per_element),
     }
     for state in states:
         spec, count = rows[state]
@@ -193,8 +197,10 @@ class StepFacts:
     bundles: elements of what is updated together whatever else fits, in the order of units: in the step, and after it.
 
     casts_grads: gradients are cast, unscaled or clipped into a buffer of one tile before the optimizer reads them.
-    joins_masters: so are split masters, with the help of a smaller buffer and one NaN that stands for them at rest.
-    resting: the groups of which this rank has pieces, where moments rest on another tier.
+    joins_masters: so are split masters, with the help of a smaller buffer.  widens_masters: so are masters that are
+    no more than a bf16 weight.  blocks: elements of pieces with 8-bit moments.
+    resting: the groups whose moments rest elsewhere and of which this rank has pieces; those count 0 elements in
+    `groups`.
     """
 
     optimizer: str
@@ -205,24 +211,23 @@ class StepFacts:
     joins_masters: bool = False
     device_type: str = "cpu"
     resting: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
-    tier: Tier = Tier.DEVICE
+    widens_masters: bool = False
+    blocks: Sequence[tuple[Mapping[str, Any], int]] = ()
 
     @property
     def moments_bytes(self) -> int:
-        """On the device: counters alone where the elements rest elsewhere."""
-        return sum(
-            moments_for(self.optimizer, options).bytes_of(numel if self.tier is Tier.DEVICE else 0, options)
-            for options, sizes in self.groups
-            for numel in sizes
-        )
+        """On the device: counters, and powers of 8-bit blocks, alone where the elements rest elsewhere."""
+        row = partial(moments_for, self.optimizer)
+        own = [row(options).bytes_of(numel, options) for options, sizes in self.groups for numel in sizes]
+        powers = [row(options).count(options) * -(-numel // BLOCK) for options, numel in self.blocks]
+        return sum(own) + sum(powers)
 
-    @property
-    def resting_bytes(self) -> int:
-        """Moments in another memory: whole slices, in whole pages."""
-        return sum(
-            group_bytes(facts, moments_for(self.optimizer, options).count(options), STATES[3:])[self.tier.value]
-            for facts, options in self.resting
-        )
+    def resting_bytes(self) -> Counter[str]:
+        """Moments in other memories, by tier: whole slices, in whole pages."""
+        found = Counter[str]()
+        for facts, options in self.resting:
+            found.update(group_bytes(facts, moments_for(self.optimizer, options).count(options), STATES[3:]))
+        return found
 
     @property
     def scratch_bytes(self) -> int:
@@ -233,10 +238,13 @@ class StepFacts:
             for numel in run:
                 filled = numel if filled + numel > self.tile_numel else filled + numel
                 fullest = max(fullest, filled)
-        elements = fullest * (self.casts_grads + self.joins_masters)
+        narrow = [(facts, options) for facts, options in self.resting if facts.plan.moments_kept != "fp32"]
+        widened = max((moments_for(self.optimizer, options).count(options) for _, options in narrow), default=0)
+        elements = fullest * (self.casts_grads + (self.joins_masters or self.widens_masters) + widened)
         if self.joins_masters:
             elements += scratch_numel(self.device_type, fullest)
-        if self.joins_masters or self.tier is Tier.NVME:
+        tiers = {facts.plan.moments.tier for facts, _ in self.resting if facts.plan.moments is not None}
+        if self.joins_masters or self.widens_masters or narrow or Tier.NVME in tiers:
             elements += 1  # the NaN that stands for what is not here
         return elements * torch.float32.itemsize
 
@@ -246,24 +254,19 @@ def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_nu
     pieces = [
         (group.plan, numel) for unit in units for group in unit.trained for numel in group.piece_sizes(rank, tile_numel)
     ]
-    resting = [group for unit in units for group in unit.trained if group.piece_sizes(rank, tile_numel)]
-    resting = [group for group in resting if group.plan.moments and group.plan.moments.tier is not Tier.DEVICE]
+    resting = [group for unit in units for group in unit.trained if group.plan.moments_rest]
+    resting = [group for group in resting if group.piece_sizes(rank, tile_numel)]
     return StepFacts(
         optimizer,
-        [(options, [numel for _, numel in pieces])],
-        [[numel for plan, numel in pieces if updates_later(plan) is later] for later in (False, True)],
+        [(options, [0 if plan.moments_rest else numel for plan, numel in pieces])],
+        [[numel for plan, numel in pieces if plan.updates_later is later] for later in (False, True)],
         tile_numel,
         casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
         joins_masters=any(plan.master_is_split for plan, _ in pieces),
         resting=[(group, options) for group in resting],
-        tier=resting[0].plan.moments.tier if resting and resting[0].plan.moments else Tier.DEVICE,
+        widens_masters=any(plan.master_is_rounded for plan, _ in pieces),
+        blocks=[(options, numel) for plan, numel in pieces if plan.moments_kept == "8bit"],
     )
-
-
-def updates_later(plan: ShardPlan) -> bool:
-    """Whether weights rest elsewhere, as their moments do: the update then waits for the next forward."""
-    tiers = [spec.tier for spec in (plan.weight, plan.moments) if spec is not None]
-    return Tier.DEVICE not in tiers
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:
@@ -281,8 +284,8 @@ def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) ->
     total = total_bytes(groups, moments_per_element=0)
     total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)  # the placeholders
     total["moments"] = step.moments_bytes if step is not None else 0
-    if step is not None and step.resting:
-        total[step.tier.value] += step.resting_bytes
+    for tier, nbytes in step.resting_bytes().items() if step is not None else ():
+        total[tier] = total.get(tier, 0) + nbytes
     return total
 
 

@@ -128,8 +128,9 @@ def lent_buffers(
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
     read each other's memory.  In a world of one nothing is lent but for states that rest in other memories.
     """
-    if next((group.ranks for unit in units for group in unit.groups), 1) == 1:
-        if settings.weight_tier is settings.state_tier is Tier.DEVICE:
+    groups = [group for unit in units for group in unit.groups]
+    if all(group.ranks == 1 for group in groups):
+        if not any(group.plan.rests_elsewhere for group in groups):
             return Counter()
         in_place = True
     declared = plan_schedule([unit.gathered_numel for unit in units], range(len(units)), settings)

@@ -18,6 +18,7 @@ from ..base.device import storage_users
 from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
+from ..tiers.device import Allowance
 from ..tiers.tier import Extent, Ticket, Tier, Tiers
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
@@ -37,6 +38,7 @@ class Pool:
 
     device: torch.device
     comm: Comm
+    allowance: Allowance = field(default_factory=Allowance)
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocated_bytes: int = 0
 
@@ -47,6 +49,7 @@ class Pool:
             tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
             self.comm.settle(tensor)
             return tensor
+        self.allowance.take(numel * dtype.itemsize, "a buffer of a unit or a message")
         tensor = self.comm.empty(numel, dtype)
         self.allocated_bytes += tensor.nbytes
         return tensor
@@ -54,7 +57,7 @@ class Pool:
     def give(self, tensor: Tensor) -> None:
         """Take a tensor back.  If somebody still holds a view of it, it is left to them and never written again."""
         if storage_users(tensor) > 1:
-            self.allocated_bytes -= tensor.nbytes
+            self._forget(tensor.nbytes)
         else:
             self._idle[tensor.dtype, tensor.numel()].append(tensor)
 
@@ -70,8 +73,12 @@ class Pool:
 
     def clear(self) -> None:
         """Free what is idle."""
-        self.allocated_bytes -= sum(tensor.nbytes for tensor in self.idle())
+        self._forget(sum(tensor.nbytes for tensor in self.idle()))
         self._idle.clear()
+
+    def _forget(self, nbytes: int) -> None:
+        self.allocated_bytes -= nbytes
+        self.allowance.give(nbytes)
 
 
 @dataclass
@@ -111,7 +118,7 @@ class FlatBuffer:
     def at_rest(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
         """Memory for a state where its plan wants it."""
         if spec.tier is Tier.DEVICE:
-            return cls.empty(layout, spec, route.pool.device)
+            return cls.empty(layout, spec, route.pool.device).counted(route, what)
         numel = spec.numel(layout.padded_numel, layout.ranks)
         extent = route.tiers.reserve(spec.tier, numel, spec.dtype, what)
         return cls(layout, spec, extent.memory, extent=extent)
@@ -123,16 +130,23 @@ class FlatBuffer:
         Collective.
         """
         if spec.placement is not S:
-            return cls.travelling(layout, spec, route.comm)
+            return cls.travelling(layout, spec, route, what)
         if spec.tier is not Tier.DEVICE:
-            return cls.at_rest(layout, spec, route, f"the weights of {what}")
+            return cls.at_rest(layout, spec, route, what)
         common = route.comm.common(layout.padded_numel, spec.dtype, what)
-        return cls.at_rest(layout, spec, route, what) if common is None else cls(layout, spec, common.own, common)
+        if common is None:
+            return cls.at_rest(layout, spec, route, what)
+        return cls(layout, spec, common.own, common).counted(route, what)
 
     @classmethod
-    def travelling(cls, layout: FlatLayout, spec: Spec, comm: Comm) -> FlatBuffer:
+    def travelling(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
         """As `empty`, where other ranks get at it best."""
-        return cls(layout, spec, comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_())
+        memory = route.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
+        return cls(layout, spec, memory).counted(route, what)
+
+    def counted(self, route: Route, what: str) -> FlatBuffer:
+        """This buffer, which takes of the training device for as long as it lives."""
+        return route.tiers.allowance.take_for(self, self.memory.nbytes, what)
 
     def slice(self, rank: int) -> Tensor:
         """The elements a rank owns: a view."""

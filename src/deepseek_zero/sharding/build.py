@@ -6,7 +6,6 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -54,9 +53,10 @@ def wrap_model(
     device = device or default_device()
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
-    pool = Pool(device, comm)
+    tiers = tiers or Tiers()
+    pool = Pool(device, comm, tiers.allowance)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
-    route = Route(comm, pool, settings.bucket_numel, divisor, tiers or Tiers())
+    route = Route(comm, pool, settings.bucket_numel, divisor, tiers)
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     built: dict[int, list[FlatGroup]] = {}
@@ -88,8 +88,7 @@ def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm,
 
 
 def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:
-    if key.full_precision:
-        settings = replace(settings, policy=settings.policy.lifted())
+    settings = settings.for_unit(choice.name or "root", full_precision=key.full_precision)
     plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
     members = [
         Member(

@@ -84,7 +84,7 @@ class Gradient:
             return state.partial
         if group.plan.grad.placement is P:
             if self.buffer is None:
-                self.buffer = FlatBuffer.travelling(group.layout, group.plan.grad, group.route.comm)
+                self.buffer = FlatBuffer.travelling(group.layout, group.plan.grad, group.route, self._what)
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
             group.route.comm.settle(self.buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
@@ -132,10 +132,15 @@ class Gradient:
 
     def _shard(self, spec: Spec) -> FlatBuffer:
         """This rank's slice of the sum."""
-        layout, device = self.group.layout, self.group.route.pool.device
-        if spec.tier is not Tier.DEVICE or device.type != "cpu" or not layout.padded_numel:
-            return FlatBuffer.at_rest(layout, spec, self.group.route, f"gradients of {self.group.members[0].name}")
-        return FlatBuffer(layout, spec, private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype))
+        layout, route = self.group.layout, self.group.route
+        if spec.tier is not Tier.DEVICE or route.pool.device.type != "cpu" or not layout.padded_numel:
+            return FlatBuffer.at_rest(layout, spec, route, self._what)
+        memory = private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
+        return FlatBuffer(layout, spec, memory).counted(route, self._what)
+
+    @property
+    def _what(self) -> str:
+        return f"the gradient of {self.group.members[0].name}"
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""

@@ -95,7 +95,7 @@ class FlatGroup:
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, names[0])
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weight of {names[0]}")
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
@@ -104,7 +104,8 @@ class FlatGroup:
             values = full.storage if self.master.placement is R else full.slice(comm.rank)
             self.master.absorb(0, values.numel(), values)
         self.route.pool.give(full.storage)
-        put_away(self.weight, self.master)
+        for extent in resting(self):
+            extent.store(0, extent.memory.numel()).wait()
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
@@ -141,7 +142,7 @@ class FlatGroup:
             return
         values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.lifted()
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, what)
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weight of {what}")
         self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)
         self.master.publish(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
@@ -311,13 +312,6 @@ def resting(group: FlatGroup) -> list[Extent]:
     buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
     found = [buffer.extent for buffer in buffers if buffer.extent is not None]
     return found + (group.master.extents() if group.master is not None else [])
-
-
-def put_away(weight: FlatBuffer, master: Master | None) -> None:
-    """Weight and master go where their tiers keep them."""
-    for buffer in (weight, master.buffer if master is not None else None):
-        if buffer is not None and buffer.extent is not None:
-            buffer.extent.store(0, buffer.memory.numel()).wait()
 
 
 def prepare_rest(members: Sequence[Member], placeholder: Tensor) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
 from ..tiers.tier import Extent
@@ -40,9 +41,19 @@ class Master:
     home: torch.device = CPU  # where it is updated
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether the weight is all there is, in fewer bits than the values have."""
+        return not self.is_split and self.buffer.spec.dtype != self.dtype
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether the values do not lie together at home between steps."""
-        return self.is_split or self.buffer.rests_elsewhere or self.buffer.memory.device != self.home
+        return not self.is_changed_in_place or self.buffer.rests_elsewhere
+
+    @property
+    def is_changed_in_place(self) -> bool:
+        """Whether an optimizer works on the values themselves, not on a copy."""
+        return not self.is_split and not self.is_rounded and self.buffer.memory.device == self.home
 
     @property
     def placement(self) -> Placement:
@@ -69,14 +80,13 @@ class Master:
 
     def view(self, place: int, end: int) -> Tensor | None:
         """The values where they lie; None where they lie in two halves, or not where they are updated."""
-        together = not self.is_split and self.buffer.memory.device == self.home
-        return self.buffer.part(place, end) if together else None
+        return self.buffer.part(place, end) if self.is_changed_in_place else None
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         """The values: a view where they lie together, a copy (in `out`) where they must be joined."""
         lower = self.buffer.part(place, end)
         if not self.is_split or self.weight is None:
-            return lower if out is None else out.copy_(lower)
+            return lower.to(self.dtype) if out is None else out.copy_(lower)
         if out is None:
             out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
         upper = self.weight.part(place, end).to(lower.device)
@@ -86,18 +96,21 @@ class Master:
     def write(self, place: int, end: int, values: Tensor) -> None:
         """Take new values; this rank's part of the weight has them too."""
         if not self.is_split:
-            self.buffer.part(place, end).copy_(values)
+            cast_master(values, self.buffer.part(place, end))
             self.publish(place, end)
             return
         for start in range(place, end, _WRITE_NUMEL):
             part = values[start - place : start - place + _WRITE_NUMEL]
             self.absorb(start, start + part.numel(), part.to(self.dtype, copy=True))
 
-    def absorb(self, place: int, end: int, values: Tensor) -> None:
-        """`write` for values that are not needed any more, in the master's dtype."""
+    def absorb(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
+        """`write` for values that are not needed any more, in the master's dtype.  chance: where it `is_rounded`."""
         lower = self.buffer.part(place, end)
+        if chance is not None:
+            round_to_bf16(values, lower, chance)
+            return
         if not self.is_split or self.weight is None:
-            lower.copy_(values)
+            cast_master(values, lower)
             return
         upper = self.weight.part(place, end)
         near = upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)
@@ -122,7 +135,7 @@ class Master:
 
     def values(self) -> FlatBuffer:
         """All values of this rank: the buffer itself, or a copy."""
-        if not self.is_split:
+        if not self.is_split and not self.is_rounded:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
         return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.storage.numel()))

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ..precision.policy import Policy
+from ..tiers.device import NO_LIMIT
 from ..tiers.tier import Tier
 from .placement import P, Placement, R, S
 
@@ -42,7 +43,8 @@ class ShardPlan:
     """The row of one group of parameters.  `grad`, `master`, `moments` are None for frozen parameters.
 
     master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).  The
-    moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`).
+    moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`, or rounded to
+    the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
     """
 
     weight: Spec
@@ -50,11 +52,36 @@ class ShardPlan:
     master: Spec | None = None
     moments: Spec | None = None
     master_is_weight: bool = False
+    moments_kept: str = "fp32"
+
+    @property
+    def master_is_rounded(self) -> bool:
+        """Whether there is no master but the weight, in fewer bits than the optimizer works in."""
+        return self.master_is_weight and self.moments is not None and self.moments.dtype != self.weight.dtype
 
     @property
     def master_is_split(self) -> bool:
         """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/split.py)."""
         return self.master is not None and self.master.dtype == torch.int16
+
+    @property
+    def rests_elsewhere(self) -> bool:
+        """Whether any state rests in another memory than the training device's."""
+        specs = (self.weight, self.grad, self.master, self.moments)
+        return any(spec is not None and spec.tier is not Tier.DEVICE for spec in specs)
+
+    @property
+    def moments_rest(self) -> bool:
+        """Whether moments are kept for the optimizer instead of by it."""
+        return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_kept != "fp32")
+
+    @property
+    def updates_later(self) -> bool:
+        """Whether nobody sees a weight without asking for it, since weights and moments rest elsewhere: the update
+        then may wait for the next forward.
+        """
+        tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]
+        return Tier.DEVICE not in tiers
 
     def lifted(self) -> ShardPlan:
         """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
@@ -67,6 +94,8 @@ class ShardPlan:
         words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
         if self.master_is_split:
             words["master"] = words["master"].replace("int16", "weight+int16")
+        if self.moments_kept != "fp32":
+            words["moments"] = words["moments"].replace("float32", self.moments_kept)
         return words
 
 
@@ -80,6 +109,15 @@ COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
 
 
 @dataclass(frozen=True)
+class Rest:
+    """Where one unit's sharded weights rest between uses, and where its moments, own masters and gradients do."""
+
+    unit: str
+    weights: Tier
+    states: Tier
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     """What the sharding layer needs to know, free of any configuration file.  Sizes count elements.
 
@@ -88,7 +126,8 @@ class PlanSettings:
     is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
     bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
     ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
-    where sharded weights rest.  state_tier: where moments, masters of their own and gradient shards do.
+    where sharded weights rest.  state_tier: where moments, masters of their own and gradient shards do.  rests: units
+    for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
     """
 
     stage: int = 3
@@ -108,12 +147,21 @@ class PlanSettings:
     transport: str = "fastest"
     weight_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.DEVICE
+    rests: tuple[Rest, ...] = ()
+    device_bytes: int = NO_LIMIT
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
+
+    def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
+        """What holds for one unit, and for those of its parameters that never leave fp32."""
+        usual = Rest(name, self.weight_tier, self.state_tier)
+        rest = next((rest for rest in self.rests if rest.unit == name), usual)
+        policy = self.policy.lifted() if full_precision else self.policy
+        return replace(self, policy=policy, weight_tier=rest.weights, state_tier=rest.states)
 
 
 def predivide_of(settings: PlanSettings, ranks: int) -> float:
@@ -142,4 +190,5 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     in_place = grad_place is P or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
     grad = Spec(P, grad_dtype) if in_place else Spec(S, grad_dtype, tier)
-    return ShardPlan(weight, grad, master, moments, master_is_weight=is_weight)
+    kept = policy.moments if moments.dtype == torch.float32 else "fp32"
+    return ShardPlan(weight, grad, master, moments, master_is_weight=is_weight, moments_kept=kept)

@@ -11,9 +11,10 @@ import ctypes
 import errno
 import os
 import tempfile
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,18 +26,18 @@ import torch
 from torch import Tensor
 
 from ..base.errors import StorageError
-from ..base.memory import give_back, private_pages
+from ..base.memory import PAGE, give_back, private_pages
 from ..base.quantities import format_bytes
 from .tier import OVER, Extent, Ticket, Traffic
 
-SECTOR = 4096  # bytes that offsets, lengths and addresses are multiples of; every disk in use takes that
+# Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
 
 
 class State(Enum):
     """Where a chunk's bytes are."""
 
     HERE = "here"  # at their address; the file may have older ones
-    LEAVING = "leaving"  # a thread writes them, and gives their pages back
+    LEAVING = "leaving"  # a thread writes them, and gives their pages back unless somebody wants them meanwhile
     AWAY = "away"  # in the file
     ARRIVING = "arriving"  # a thread reads them
 
@@ -45,7 +46,7 @@ MOVES = {
     (State.HERE, State.LEAVING),
     (State.HERE, State.AWAY),  # dropped: the file has the same bytes
     (State.LEAVING, State.AWAY),
-    (State.LEAVING, State.HERE),  # the write failed: nothing is lost
+    (State.LEAVING, State.HERE),  # wanted again meanwhile; or the write failed: nothing is lost
     (State.AWAY, State.ARRIVING),
     (State.AWAY, State.HERE),  # forgotten: new values are about to come
     (State.ARRIVING, State.HERE),
@@ -66,7 +67,7 @@ class Disk:
 
     def __init__(self, directory: Path, settings: DiskSettings | None = None) -> None:
         self.directory, self.settings = directory, settings or DiskSettings()
-        self.reserved_bytes, self.traffic = 0, Traffic()
+        self.reserved_bytes, self.traffic, self.lock = 0, Traffic(), threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
         # No job is under way when this object goes, since jobs hold it; and a finalizer may run anywhere (inside
@@ -75,8 +76,7 @@ class Disk:
 
     def admit(self, nbytes: int, sharers: int) -> None:
         """Raise `StorageError` if `sharers` ranks cannot have so many bytes each."""
-        found = os.statvfs(self.directory)
-        free = found.f_bavail * found.f_frsize
+        free = self.free_bytes(self.directory)
         if nbytes * sharers > free:
             raise StorageError(
                 f"offloaded states need {format_bytes(nbytes * sharers)} on '{self.directory}' "
@@ -85,16 +85,25 @@ class Disk:
                 f"free some, name another nvme_path, or train a model of {free / (nbytes * sharers):.0%} of this size.",
             )
 
+    @staticmethod
+    def free_bytes(directory: Path) -> int:
+        """What this user can still have of the disk under a directory; 0 where there is none."""
+        try:
+            found = os.statvfs(directory)
+        except OSError:
+            return 0  # opening a file there says why
+        return found.f_bavail * found.f_frsize
+
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
         """So many zeros, with their place on the disk.  StorageError where it is full."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
-        padded = -(-numel * dtype.itemsize // SECTOR) * SECTOR
+        padded = -(-numel * dtype.itemsize // PAGE) * PAGE
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
             _allocate(self.descriptor, self.reserved_bytes, padded)
-        offset, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + padded
-        chunk = min(-(-chunk_numel * dtype.itemsize // SECTOR) * SECTOR, padded)
-        return DiskExtent(self, numel, dtype, DiskPlace(offset, padded, chunk, what))
+        start, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + padded
+        chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
+        return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
 
     def close(self) -> None:
         """Wait for what is under way and give the file up."""
@@ -103,7 +112,7 @@ class Disk:
 
     # -- what extents ask
 
-    def submit(self, job: Callable[[], None]) -> Future[None]:
+    def submit(self, job: Callable[[], bool]) -> Future[bool]:
         return self._pool.submit(job)
 
     def read(self, target: memoryview, offset: int) -> None:
@@ -127,28 +136,141 @@ class Disk:
             os.posix_fadvise(self.descriptor, offset, len(memory), os.POSIX_FADV_DONTNEED)
 
 
-@dataclass(frozen=True)
-class DiskPlace:
-    """Where an extent lies in its rank's file, in bytes."""
+class Chunk:
+    """A stretch of an extent that is moved as a whole: its bytes in memory, and their place in the file."""
 
-    offset: int
-    nbytes: int
-    chunk_bytes: int
-    what: str
+    def __init__(self, disk: Disk, piece: Tensor, offset: int, what: str) -> None:
+        self.disk, self.piece, self.offset, self.what = disk, piece, offset, what
+        self.state = State.HERE
+        self.sum: int | None = None  # of what the file has; None: nothing of it
+        self.is_changed = False  # may have other bytes than the file
+        self._job: Future[bool] | None = None  # the result: whether the bytes are here
+        # Both are the writer's too, so they change under the disk's lock.
+        self._is_wanted = False  # while it leaves
+        self._is_let_go = False  # written, and given back unless it was wanted
+
+    @property
+    def is_settled(self) -> bool:
+        return self._job is None or self._job.done()
+
+    def fetch(self) -> bool:
+        """Bring it here; True if that takes time."""
+        if self.state is State.LEAVING and not self._hold():
+            self.settle()
+        if self.state is State.AWAY:
+            self._enter(State.ARRIVING)
+            self._job = self.disk.submit(self._read)
+        return self.state is State.ARRIVING
+
+    def change(self) -> None:
+        """It is about to be written."""
+        if self.state is State.LEAVING:
+            self.settle()  # what is on its way must not change
+        self.is_changed = True
+
+    def store(self) -> bool:
+        """Send it to the file; True if that takes time."""
+        if self.state is State.ARRIVING:
+            self.settle()
+        if self.state is State.HERE:
+            self.is_changed = False
+            self._enter(State.LEAVING)
+            self._job = self.disk.submit(self._write)
+        elif self.state is State.LEAVING:
+            self._let_leave()
+        return self.state is State.LEAVING
+
+    def drop(self) -> None:
+        """It is not needed for a while."""
+        if self.state is State.ARRIVING:
+            self.settle()
+        if self.state is State.LEAVING:
+            self._let_leave()
+        elif self.is_changed:
+            self.store()
+        elif self.state is State.HERE:
+            self._give_back()
+
+    def forget(self) -> None:
+        """Its values are over."""
+        if self.state in (State.ARRIVING, State.LEAVING):
+            self.settle()
+        self.sum, self.is_changed = None, False
+        if self.state is State.AWAY:
+            self._enter(State.HERE)
+        give_back(self.piece)
+
+    def settle(self) -> None:
+        """Wait for a transfer under way; StorageError where it failed."""
+        if self._job is None:
+            return
+        job, came, began = self._job, self.state is State.ARRIVING, time.perf_counter()
+        self._job = None
+        try:
+            with _named(self.disk, f"{'reading' if came else 'writing'} {self.what}"):
+                is_here = job.result()
+        except StorageError:
+            self.is_changed |= not came
+            self._enter(State.AWAY if came else State.HERE)
+            raise
+        finally:
+            self.disk.traffic.waited_seconds += time.perf_counter() - began
+            self._is_wanted = self._is_let_go = False
+        self._enter(State.HERE if is_here else State.AWAY)
+
+    def _hold(self) -> bool:
+        """Let it stay though it is leaving; False if it is too late for that."""
+        with self.disk.lock:
+            self._is_wanted |= not self._is_let_go
+            return self._is_wanted
+
+    def _let_leave(self) -> None:
+        """Undo `_hold`, if there was one."""
+        with self.disk.lock:
+            is_late = self._is_wanted and self._is_let_go
+            self._is_wanted &= is_late
+        if is_late:
+            self.settle()
+            self._give_back()
+
+    def _give_back(self) -> None:
+        give_back(self.piece)
+        if self.sum is not None:
+            self._enter(State.AWAY)
+
+    def _enter(self, state: State) -> None:
+        if (self.state, state) not in MOVES:
+            raise AssertionError(f"a chunk of {self.what} cannot go from {self.state} to {state}")
+        self.state = state
+
+    # -- in a thread of the disk's
+
+    def _read(self) -> bool:
+        self.disk.read(_view(self.piece), self.offset)
+        if sum_of(self.piece) != self.sum:
+            raise OSError(errno.EBADMSG, "the bytes are not those that were written")
+        return True
+
+    def _write(self) -> bool:
+        self.sum = sum_of(self.piece)
+        self.disk.write(_view(self.piece), self.offset)
+        with self.disk.lock:
+            self._is_let_go = True
+            is_wanted = self._is_wanted
+        if not is_wanted:
+            give_back(self.piece)
+        return is_wanted
 
 
 class DiskExtent(Extent):
     """One state in a rank's file."""
 
-    def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, place: DiskPlace) -> None:
-        self.disk, self.place, self.itemsize = disk, place, dtype.itemsize
-        self._bytes = private_pages(place.nbytes, torch.uint8)
-        super().__init__(self._bytes.view(dtype)[:numel])
-        chunks = -(-place.nbytes // place.chunk_bytes)
-        self._states = [State.HERE] * chunks
-        self._sums: list[int | None] = [None] * chunks  # None: the file has nothing of it
-        self._changed: set[int] = set()  # may have other bytes than the file
-        self._jobs: dict[int, Future[None]] = {}
+    def __init__(self, disk: Disk, numel: int, dtype: torch.dtype, place: range, what: str) -> None:
+        """place: byte offsets in the file where its chunks begin, up to its end."""
+        memory = private_pages(place.stop - place.start, torch.uint8)
+        super().__init__(memory.view(dtype)[:numel])
+        self._chunk_numel = place.step // dtype.itemsize
+        self.chunks = [Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place]
 
     @property
     def rests_elsewhere(self) -> bool:
@@ -157,19 +279,10 @@ class DiskExtent(Extent):
     @property
     def here_bytes(self) -> int:
         """Bytes that have, or may have, pages now."""
-        return sum(len(self._range(n)) for n, state in enumerate(self._states) if state is not State.AWAY)
+        return sum(chunk.piece.nbytes for chunk in self.chunks if chunk.state is not State.AWAY)
 
     def fetch(self, low: int, high: int) -> Ticket:
-        coming = []
-        for number in self._chunks(low, high):
-            if self._states[number] is State.LEAVING:
-                self._settle(number)
-            if self._states[number] is State.AWAY:
-                self._enter(number, State.ARRIVING)
-                self._jobs[number] = self.disk.submit(self._reader(number))
-            if self._states[number] is State.ARRIVING:
-                coming.append(number)
-        return Transfer(self, coming) if coming else OVER
+        return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])
 
     def look(self, low: int, high: int) -> Tensor:
         self.settle()
@@ -178,126 +291,42 @@ class DiskExtent(Extent):
 
     def part(self, low: int, high: int) -> Tensor:
         self.settle()
-        self._changed.update(self._chunks(low, high))
+        for chunk in self._of(low, high):
+            chunk.change()
         return self.look(low, high)
 
     def store(self, low: int, high: int) -> Ticket:
-        going = []
-        for number in self._chunks(low, high):
-            if self._states[number] is State.ARRIVING:
-                self._settle(number)
-            if self._states[number] is State.HERE:
-                self._changed.discard(number)
-                self._enter(number, State.LEAVING)
-                self._jobs[number] = self.disk.submit(self._writer(number))
-            if self._states[number] is State.LEAVING:
-                going.append(number)
-        return Transfer(self, going) if going else OVER
+        return Transfer.of([chunk for chunk in self._of(low, high) if chunk.store()])
 
     def drop(self, low: int, high: int) -> None:
-        for number in self._chunks(low, high):
-            if self._states[number] is State.ARRIVING:
-                self._settle(number)
-            if number in self._changed:
-                self.store(number * self._chunk_numel, (number + 1) * self._chunk_numel)
-            elif self._states[number] is State.HERE:
-                give_back(self._piece(number))
-                if self._sums[number] is not None:
-                    self._enter(number, State.AWAY)
+        for chunk in self._of(low, high):
+            chunk.drop()
 
     def forget(self, low: int, high: int) -> None:
-        for number in self._chunks(low, high):
-            if self._states[number] in (State.ARRIVING, State.LEAVING):
-                self._settle(number)
-            self._sums[number] = None
-            self._changed.discard(number)
-            if self._states[number] is State.AWAY:
-                self._enter(number, State.HERE)
-            give_back(self._piece(number))
+        for chunk in self._of(low, high):
+            chunk.forget()
 
-    # -- chunks
-
-    def wait_for(self, chunks: Iterable[int]) -> None:
-        """Wait for these chunks' transfers."""
-        for number in chunks:
-            self._settle(number)
-
-    def is_settled(self, chunks: Iterable[int]) -> bool:
-        return all(number not in self._jobs or self._jobs[number].done() for number in chunks)
-
-    def _settle(self, number: int) -> None:
-        job = self._jobs.pop(number, None)
-        if job is None:
-            return
-        came = self._states[number] is State.ARRIVING
-        began = time.perf_counter()
-        try:
-            with _named(self.disk, f"{'reading' if came else 'writing'} {self.place.what}"):
-                job.result()
-        except StorageError:
-            if not came:
-                self._changed.add(number)
-            self._enter(number, State.AWAY if came else State.HERE)
-            raise
-        finally:
-            self.disk.traffic.waited_seconds += time.perf_counter() - began
-        self._enter(number, State.HERE if came else State.AWAY)
-
-    def _enter(self, number: int, state: State) -> None:
-        if (self._states[number], state) not in MOVES:
-            raise AssertionError(f"a chunk of {self.place.what} cannot go from {self._states[number]} to {state}")
-        self._states[number] = state
-
-    def _chunks(self, low: int, high: int) -> range:
-        if low >= high:
-            return range(0)
-        size = self.place.chunk_bytes
-        return range(low * self.itemsize // size, -(-high * self.itemsize // size))
-
-    @property
-    def _chunk_numel(self) -> int:
-        return self.place.chunk_bytes // self.itemsize
-
-    def _range(self, number: int) -> range:
-        size = self.place.chunk_bytes
-        return range(number * size, min((number + 1) * size, self.place.nbytes))
-
-    def _piece(self, number: int) -> Tensor:
-        span = self._range(number)
-        return self._bytes[span.start : span.stop]
-
-    def _reader(self, number: int) -> Callable[[], None]:
-        piece, offset, expected = self._piece(number), self.place.offset + self._range(number).start, self._sums[number]
-
-        def read() -> None:
-            self.disk.read(_view(piece), offset)
-            if sum_of(piece) != expected:
-                raise OSError(errno.EBADMSG, "the bytes are not those that were written")
-
-        return read
-
-    def _writer(self, number: int) -> Callable[[], None]:
-        piece, offset = self._piece(number), self.place.offset + self._range(number).start
-
-        def write() -> None:
-            self._sums[number] = sum_of(piece)
-            self.disk.write(_view(piece), offset)
-            give_back(piece)
-
-        return write
+    def _of(self, low: int, high: int) -> Sequence[Chunk]:
+        size = self._chunk_numel
+        return self.chunks[low // size : -(-high // size)] if low < high else ()
 
 
+@dataclass(frozen=True)
 class Transfer:
-    """Chunks of one extent on their way."""
+    """Chunks on their way."""
 
-    def __init__(self, extent: DiskExtent, chunks: list[int]) -> None:
-        self.extent, self.chunks = extent, chunks
+    chunks: Sequence[Chunk]
+
+    @staticmethod
+    def of(chunks: Sequence[Chunk]) -> Ticket:
+        return Transfer(chunks) if chunks else OVER
 
     def wait(self) -> None:
-        self.extent.wait_for(self.chunks)
+        for chunk in self.chunks:
+            chunk.settle()
 
     def is_done(self) -> bool:
-        return self.extent.is_settled(self.chunks)
+        return all(chunk.is_settled for chunk in self.chunks)
 
 
 def sum_of(piece: Tensor) -> int:
@@ -313,7 +342,7 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
     """(descriptor of a file without a name, whether it goes past the page cache)."""
     try:
         for flag in (os.O_DIRECT, 0):
-            descriptor, page = _unnamed(directory, flag), private_pages(SECTOR, torch.uint8)
+            descriptor, page = _unnamed(directory, flag), private_pages(PAGE, torch.uint8)
             try:
                 os.pwritev(descriptor, [_view(page)], 0)  # some file systems take the flag and refuse what follows
                 return descriptor, flag != 0

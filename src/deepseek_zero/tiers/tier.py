@@ -18,6 +18,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from .device import Allowance
+
 
 class Tier(Enum):
     """Which memory holds a state between uses."""
@@ -160,10 +162,14 @@ class Memory(Protocol):
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memories one rank's states may rest in.  chunk_numel: elements that are moved, and updated, together."""
+    """The memories one rank's states may rest in beside the training device's.
+
+    chunk_numel: elements that are moved, and updated, together.  allowance: what may be taken of the training device.
+    """
 
     memories: Mapping[Tier, Memory] = field(default_factory=dict)
     chunk_numel: int = 1 << 20
+    allowance: Allowance = field(default_factory=Allowance)
 
     def start_counting(self) -> None:
         """What was moved until now is not asked for."""

@@ -31,11 +31,19 @@ def test_every_key_at_once_may_say_auto() -> None:
         if key not in ("optimizer.params", "scheduler.params") and not key.startswith(_GIVEN_ONLY):
             put(given, key, AUTO)
     plain, auto = resolved({}), resolved(given)
-    changed = {"bf16", "precision", "optimizer"}  # asked for and found, where silence leaves them off
+    changed = {"bf16", "precision", "optimizer", "zero_optimization"}  # asked for, where silence leaves them off
     assert auto.model_dump(exclude=changed) == plain.model_dump(exclude=changed)
     assert (auto.bf16.enabled, auto.precision, auto.optimizer.type) == (True, "auto", "AdamW")
+    places = {"offload_optimizer", "offload_param"}
+    assert auto.zero_optimization.model_dump(exclude=places) == plain.zero_optimization.model_dump(exclude=places)
+    assert all(getattr(auto.zero_optimization, name).device == "auto" for name in places)
 
 
+DECIDED_LATER = (
+    "precision",
+    "zero_optimization.offload_param.device",
+    "zero_optimization.offload_optimizer.device",
+)
 _GIVEN_ONLY = (
     "zero_optimization.zenflow.",
     "zero_optimization.zeropp_loco_param.",
@@ -53,7 +61,7 @@ def test_each_key_alone_may_say_auto(key: str) -> None:
             load(given)
         return
     config = resolved(given)
-    assert lookup(config.model_dump(), key) != AUTO or key == "precision"
+    assert lookup(config.model_dump(), key) != AUTO or key in DECIDED_LATER
 
 
 def test_a_resolved_auto_is_recorded_with_its_reason() -> None:

@@ -25,7 +25,7 @@ from tests.models import Gpt
 
 GB = 10**9
 BF16 = Policy(compute=torch.bfloat16)
-WHOLE = Policy(compute=torch.bfloat16, split_master=False)  # the masters of the seeds' arithmetic
+WHOLE = Policy(compute=torch.bfloat16, master="fp32")  # the masters of the seeds' arithmetic
 
 
 def planned(params: int, ranks: int, stage: int, policy: Policy, accumulation: int = 1) -> dict[str, int]:

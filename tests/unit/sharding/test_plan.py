@@ -47,7 +47,7 @@ def test_in_a_world_of_one_gradients_stay_where_they_are_collected() -> None:
         (Policy(), 4, FP32, FP32, FP32),
         (Policy(compute=BF16), 1, BF16, BF16, torch.int16),
         (Policy(compute=BF16), 4, BF16, FP32, torch.int16),
-        (Policy(compute=BF16, split_master=False), 1, BF16, BF16, FP32),
+        (Policy(compute=BF16, master="fp32"), 1, BF16, BF16, FP32),
         (Policy(compute=FP16), 1, FP16, FP16, FP32),
         (Policy(compute=FP16, accumulate=FP16), 4, FP16, FP16, FP32),
     ],
@@ -75,7 +75,7 @@ def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
 
 def test_a_split_master_is_printed_as_what_it_is() -> None:
     assert plan_of(3, Policy(compute=BF16)).rows()["master"] == "S weight+int16 device"
-    assert plan_of(3, Policy(compute=BF16, split_master=False)).rows()["master"] == "S float32 device"
+    assert plan_of(3, Policy(compute=BF16, master="fp32")).rows()["master"] == "S float32 device"
     frozen = ShardPlan(Spec(R, FP32)).rows()
     assert (frozen["weight"], frozen["master"]) == ("R float32 device", "-")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import random
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +35,7 @@ def filled(disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -
 
 def states(extent: Extent) -> set[State]:
     assert isinstance(extent, DiskExtent)
-    return set(extent._states)
+    return {chunk.state for chunk in extent.chunks}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.uint8], ids=str)
@@ -102,6 +104,50 @@ def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
         extent.store(0, NUMEL)
         extent.fetch(0, NUMEL).wait()
     assert torch.equal(extent.part(0, NUMEL), values)
+
+
+def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    extent, values = filled(disk)
+    may_write, write = threading.Event(), disk.write
+    monkeypatch.setattr(disk, "write", lambda *a: (may_write.wait(10), write(*a)))
+    leaving = extent.store(0, NUMEL)
+    assert torch.equal(extent.look(0, NUMEL), values) and not leaving.is_done()
+    extent.drop(0, CHUNK)  # not wanted any more: its writer gives it back
+    may_write.set()
+    leaving.wait()
+    assert isinstance(extent, DiskExtent)
+    assert [chunk.state for chunk in extent.chunks] == [State.AWAY, *[State.HERE] * 5]
+    assert disk.traffic.read_bytes == 0
+    extent.drop(0, NUMEL)
+    assert states(extent) == {State.AWAY} and torch.equal(extent.look(0, NUMEL), values)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whatever_is_asked_in_whatever_order_the_values_are_right(disk: Disk, seed: int) -> None:
+    chance = random.Random(seed)
+    extent, values = filled(disk)
+    for number in range(400):
+        low = chance.randrange(NUMEL)
+        high = chance.randint(low, min(NUMEL, low + 2 * CHUNK))
+        match chance.choice(("write", "look", "fetch", "store", "drop", "wait")):
+            case "write":
+                extent.part(low, high).fill_(number)
+                values[low:high] = number
+            case "look":
+                assert torch.equal(extent.look(low, high), values[low:high])
+            case "fetch":
+                extent.fetch(low, high)
+            case "store":
+                extent.store(low, high)
+            case "drop":
+                extent.drop(low, high)
+            case "wait":
+                extent.fetch(low, high).wait()
+    extent.store(0, NUMEL).wait()
+    assert states(extent) == {State.AWAY}
+    assert torch.equal(extent.look(0, NUMEL), values)
 
 
 def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> None:

@@ -1,0 +1,203 @@
+"""Fewer bits for values that change a little every step, without losing those changes: stochastic rounding.
+
+A running mean that moves by a thousandth of itself never moves at all if it is rounded to the nearest of 256 or 65,536
+numbers.  Rounded up or down by chance, in proportion, it moves by the right amount on average.  Chance is a function of
+(seed, step, name, element) alone, so a run is repeated bit for bit and ranks may share elements as they like.
+
+    bf16    the upper half of fp32
+    8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in (1/2, 1];
+            signed: sign, 4 bits of exponent, 3 of mantissa; magnitudes: 5 bits of exponent, 3 of mantissa.
+            Both have subnormals, so what was decoded is encoded to the same bits.
+
+Called by optim/moments.py and sharding/master.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Protocol
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..base.errors import NotBuiltError
+from .policy import CAST_TILE, cast_master, has_nan, settle_nan
+
+BLOCK = 256  # elements that share a power of two
+_PER_COUNT = 16  # 16-bit numbers that one count of the generator gives
+_MANTISSA = 20  # bits of an fp32 mantissa that are cut off
+_LEAST, _MOST = -120, 126  # powers of two that a block may have: up to 1.6e38; 127 stands for "not finite"
+_HALF = 0x8000
+
+
+@dataclass(frozen=True)
+class Chance:
+    """16 bits of chance per element.  step: of the optimizer."""
+
+    step: int
+    seed: int = 0
+
+    def of(self, name: str, start: int, numel: int) -> Tensor:
+        """Those of elements [start, start + numel) of what has this name: int16, on the CPU."""
+        first, skipped = divmod(start, _PER_COUNT)
+        counter = [first, self.step, 0, 0]
+        words = np.random.Philox(counter=counter, key=[self.seed, crc32(name.encode())])
+        count = -(-(skipped + numel) // 4)
+        return torch.from_numpy(words.random_raw(count).view(np.int16)[skipped : skipped + numel])
+
+
+class Kept(Protocol):
+    """How fp32 values are kept.  dtype: of what is kept.  has_powers: beside it, a power of two per block."""
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def has_powers(self) -> bool: ...
+
+    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
+        """Write fp32 values into `codes` and `powers`; without chance to the nearest.  All flat."""
+
+    def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """The values again, in `out` where that is given."""
+
+
+@dataclass(frozen=True)
+class Half:
+    """As bf16."""
+
+    dtype: torch.dtype = torch.bfloat16
+    has_powers: bool = False
+
+    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
+        if chance is None:
+            cast_master(values, codes)
+        else:
+            round_to_bf16(values, codes, chance)
+
+    def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
+        return codes.float() if out is None else out.copy_(codes)
+
+
+def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
+    """Write fp32 values into bf16, up or down by chance.  All flat and of one length."""
+    tile = CAST_TILE[values.device.type]
+    parts = (values, into.view(torch.int16), chance.to(values.device, non_blocking=True))
+    for exact, upper, random in zip(*(part.split(tile) for part in parts), strict=True):
+        bits = exact.view(torch.int32).clone()
+        if has_nan(exact):
+            settle_nan(bits)
+        # Adding up to one unit of the last kept place to the magnitude; infinity, whose lower half is zero, stays.
+        upper.copy_(bits.add_(random.int().bitwise_and_(0xFFFF)).bitwise_right_shift_(16))
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """8-bit floats.  least: the exponent of the smallest normal number, under the power of two of the block."""
+
+    is_signed: bool
+    least: int
+    dtype: torch.dtype = torch.uint8
+    has_powers: bool = True
+
+    @cached_property
+    def values(self) -> list[float]:
+        """What each code of a magnitude stands for."""
+        codes = range(128 if self.is_signed else 256)
+        normal = [(1 + code % 8 / 8) * 2.0 ** (self.least + code // 8 - 1) for code in codes]
+        return [code / 8 * 2.0**self.least if code < 8 else normal[code] for code in codes]
+
+    def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
+        assert powers is not None
+        tile = max(BLOCK, CAST_TILE[values.device.type] // BLOCK * BLOCK)
+        for low in range(0, values.numel(), tile):
+            exact = values[low : low + tile]
+            random = None if chance is None else chance[low : low + tile].to(values.device)
+            first = low // BLOCK
+            self._encode(exact, codes[low : low + tile], powers[first : first + tile // BLOCK], random)
+
+    def _encode(self, exact: Tensor, codes: Tensor, powers: Tensor, chance: Tensor | None) -> None:
+        numel = exact.numel()
+        magnitude = torch.zeros(powers.numel() * BLOCK, dtype=torch.float32, device=exact.device)
+        torch.abs(exact, out=magnitude[:numel])
+        blocks = magnitude.view(-1, BLOCK)
+        largest = blocks.amax(dim=1)
+        mantissa, exponent = torch.frexp(largest)
+        power = (exponent - (mantissa == 0.5).int()).clamp_(_LEAST, _MOST)
+        power[largest == 0] = _LEAST
+        power[~largest.isfinite()] = 127
+        powers.copy_(power)
+        blocks.mul_(_power_of_two(-power.clamp(max=_MOST)).unsqueeze(1))
+        is_small = magnitude < 2.0**self.least
+        bits = magnitude.add_(is_small.float(), alpha=2.0**self.least).view(torch.int32)[:numel]
+        cut = 1 << (_MANTISSA - 1) if chance is None else chance.int().bitwise_and_(0xFFFF).bitwise_left_shift_(4)
+        found = bits.add_(cut).bitwise_right_shift_(_MANTISSA).sub_((self.least + 127 - 1) * 8)
+        found.sub_(is_small[:numel].int(), alpha=8)
+        if self.is_signed:
+            found.clamp_(0, 127).bitwise_or_(exact.signbit().int().bitwise_left_shift_(7))
+        else:  # a magnitude that is not zero never becomes zero: somebody divides by it
+            found.clamp_(0, 255).clamp_(min=(exact > 0).int())
+        codes.copy_(found)
+
+    def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
+        assert powers is not None
+        out = torch.empty(codes.numel(), device=codes.device) if out is None else out
+        tile = max(BLOCK, CAST_TILE[out.device.type] // BLOCK * BLOCK)
+        table, scales = _table(self, out.device), _power_of_two(powers.int())
+        for low in range(0, out.numel(), tile):
+            part = out[low : low + tile]
+            torch.index_select(table, 0, codes[low : low + tile].int(), out=part)
+            whole = part.numel() // BLOCK * BLOCK
+            first = low // BLOCK
+            part[:whole].view(-1, BLOCK).mul_(scales[first : first + whole // BLOCK].unsqueeze(1))
+            part[whole:].mul_(scales[-1])
+        return out
+
+
+SIGNED, MAGNITUDES = Tiny(True, -14), Tiny(False, -30)
+# Which 8-bit format a moment takes, by the name that optimizers give it.
+_TINY = {
+    "exp_avg": SIGNED,
+    "momentum_buffer": SIGNED,
+    "exp_avg_sq": MAGNITUDES,
+    "max_exp_avg_sq": MAGNITUDES,
+    "exp_inf": MAGNITUDES,
+    "square_avg": MAGNITUDES,
+    "sum": MAGNITUDES,
+}
+
+
+def kept_dtype(bits: str, own: torch.dtype) -> torch.dtype:
+    """Of a moment's elements as they are kept."""
+    return {"fp32": own, "bf16": torch.bfloat16, "8bit": torch.uint8}[bits]
+
+
+def kept_as(bits: str, name: str) -> Kept | None:
+    """How a moment is kept: bits "fp32" (None: as it is), "bf16" or "8bit"."""
+    if bits == "fp32":
+        return None
+    if bits == "bf16":
+        return Half()
+    if name not in _TINY:
+        raise NotBuiltError(
+            f"8-bit moments are not built for the optimizer state '{name}'.",
+            f"Their format depends on what a state is; known are {', '.join(_TINY)}.",
+            'keep the moments in "bf16" or "fp32".',
+        )
+    return _TINY[name]
+
+
+@lru_cache
+def _table(tiny: Tiny, device: torch.device) -> Tensor:
+    values = tiny.values
+    signed = values + [-value for value in values] if tiny.is_signed else values
+    return torch.tensor(signed, dtype=torch.float32, device=device)
+
+
+def _power_of_two(powers: Tensor) -> Tensor:
+    """Exactly, from its bits; NaN where the power stands for "not finite"."""
+    bits = (powers + 127).clamp_(max=254).bitwise_left_shift_(23)
+    return torch.where(powers == 127, float("nan"), bits.view(torch.float32))

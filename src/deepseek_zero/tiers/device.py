@@ -1,0 +1,46 @@
+"""What an engine may take of the training device's memory, and what it has taken.
+
+Held by `Tiers`; everything that allocates states or buffers on the training device asks here first.  On a CPU the
+device's memory and the host's are the same chips, so this is also what tells them apart.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TypeVar
+
+from ..base.errors import OutOfMemoryError
+from ..base.quantities import format_bytes
+
+T = TypeVar("T")
+NO_LIMIT = 2**63 - 1
+
+
+class Allowance:
+    """So many bytes, and how many are taken."""
+
+    def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
+        self.limit_bytes, self.taken_bytes, self.most_bytes = limit_bytes, 0, 0
+
+    def take(self, nbytes: int, what: str) -> None:
+        """Count bytes that are about to be allocated; `OutOfMemoryError` where that is more than allowed."""
+        if self.taken_bytes + nbytes > self.limit_bytes:
+            raise OutOfMemoryError(
+                f"{what} needs {format_bytes(nbytes)} of the training device; {format_bytes(self.taken_bytes)} of the "
+                f"{format_bytes(self.limit_bytes)} that memory_budget.device allows are taken.",
+                "Asked before anything is allocated.",
+                "allow more, offload more (offload_optimizer, offload_param), or gather less at a time "
+                "(stage3_max_live_parameters, stage3_prefetch_bucket_size).",
+            )
+        self.taken_bytes += nbytes
+        self.most_bytes = max(self.most_bytes, self.taken_bytes)
+
+    def give(self, nbytes: int) -> None:
+        """They are free again."""
+        self.taken_bytes -= nbytes
+
+    def take_for(self, owner: T, nbytes: int, what: str) -> T:
+        """`take` for as long as an object lives."""
+        self.take(nbytes, what)
+        weakref.finalize(owner, self.give, nbytes).atexit = False
+        return owner
