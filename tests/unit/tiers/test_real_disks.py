@@ -12,8 +12,8 @@ import torch
 
 from deepseek_zero.base.errors import StorageError
 from deepseek_zero.tiers.disk import Disk
+from tests.needs import need
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
 MIB = 1 << 20
 
 
@@ -24,6 +24,7 @@ def run(*words: str | Path) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """8 MiB of tmpfs."""
+    need(os.geteuid() == 0, "root, to mount a tmpfs")
     place = tmp_path / "small"
     place.mkdir()
     run("mount", "-t", "tmpfs", "-o", "size=8m", "none", place)
@@ -34,6 +35,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 @pytest.fixture
 def loop(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
     """(mount point, backing file) of an ext4 in a file."""
+    need(os.geteuid() == 0, "root, to mount a loop device")
     backing, place = tmp_path / "backing", tmp_path / "loop"
     place.mkdir()
     with backing.open("wb") as file:
