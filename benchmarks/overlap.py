@@ -59,10 +59,11 @@ class Setting:
         """One optimizer step with its log."""
         self.engine.runtime.comm.fence("a step")
         self.began = time.perf_counter()
-        with self.engine.timeline() as self.events:
+        with self.engine.timeline() as seen:
             loss = self.engine(*batch)
             self.engine.backward(loss)
             self.engine.step()
+        self.events = seen.collectives
         if count:
             self.seconds.append(time.perf_counter() - self.began)
             self.under_way.append(under_way_seconds(self.events))

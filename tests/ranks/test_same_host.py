@@ -320,15 +320,15 @@ def test_a_timeline_has_every_collective_of_a_step(transport: str) -> None:
     engine.observer.settings = replace(engine.observer.settings, steps_per_print=1000)
     train_step(engine, run, 0)
     engine.runtime.comm.meter.reset()
-    with engine.timeline() as events:
+    with engine.timeline() as seen:
         train_step(engine, run, 1)
     calls = engine.runtime.comm.meter.calls
-    assert Counter(event.lane for event in events) == {
+    assert Counter(event.lane for event in seen.collectives) == {
         "gather": 2 if transport == "fastest" else calls["all_gather"],  # near ranks meet, and then see everything
         "reduce": calls["reduce_scatter"],
         "rows": calls["rows"],
     }
-    assert all(event.issued <= event.arrived and event.issued <= event.waited[1] for event in events)
+    assert all(event.issued <= event.arrived and event.issued <= event.waited[1] for event in seen.collectives)
     train_step(engine, run, 2)
     assert "computing" in engine.explain().splitlines()[-1] or "waiting" in engine.explain()
     assert ("where the run went" in said_by(engine.destroy)) is (dist.get_rank() == 0)

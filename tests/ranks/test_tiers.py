@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
+import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
+from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.sharding.plan import Tier
 from deepseek_zero.tiers.disk import DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -232,6 +235,50 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     look(engine, 1)
     assert not any(engine.optimizer.updater._left.values())
     assert not any(group.gradient.is_owed for group in engine.runtime.trained_groups)
+
+
+# -- what it tells
+
+
+@pytest.mark.ranks(2)
+def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
+    engine = engine_of(3, offload("nvme") | {"stage3_param_persistence_threshold": 0})
+    train_step(engine, Run(3), 0)
+    disk = engine.runtime.route.tiers.memories[Tier.NVME]
+    before = disk.traffic.read_bytes
+    with engine.timeline() as seen:
+        train_step(engine, Run(3), 1)  # which updates as well what step 0 left
+    assert disk.traffic.events is None
+    assert sum(event.nbytes for event in seen.transfers if event.is_read) == disk.traffic.read_bytes - before > 0
+    assert [event.issued for event in seen.transfers] == sorted(event.issued for event in seen.transfers)
+    ended = [event for event in seen.transfers if event.ended]  # the last writes may be under way
+    assert {event.is_read for event in ended} == {True, False}
+    for event in ended:
+        assert event.issued <= event.began <= event.ended
+        since, until = event.waited
+        assert since == until == 0.0 or event.issued <= since <= until >= event.ended
+    assert 0.0 <= overlap_share(seen.transfers, seen.collectives) <= 1.0
+    train_step(engine, Run(3), 2)
+    assert "of it reached: the disk at its best" in engine.explain()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ahead", [1, 0])
+def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gathered_ahead(ahead: int) -> None:
+    zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": ALL, "stage3_max_reuse_distance": 0}
+    engine = engine_of(3, zero | {"stage3_prefetch_bucket_size": ahead} | offload("nvme"))
+    train_step(engine, Run(3), 0)
+    engine.optimizer.updater.finish()
+    used = dict[str, float]()
+    for number, block in enumerate(engine.module.blocks):
+        block.register_forward_pre_hook(lambda *_, name=f"blocks.{number}": used.update({name: time.perf_counter()}))
+    with engine.timeline() as seen:
+        look(engine, 1)
+    for earlier, name in pairwise(used):
+        read = next(event for event in seen.transfers if event.what.startswith(f"the weights of {name}."))
+        assert read.is_read
+        assert read.ended <= used[name]
+        assert (read.issued < used[earlier]) is bool(ahead)
 
 
 # -- failures

@@ -1,7 +1,7 @@
 """What this rank is busy with, and for how long: one phase at a time, so that the parts add up to the whole.
 
 Costs a clock reading at each change of phase.  On a GPU it tells what the host did, which runs ahead of the device.
-Entered by sharding (forward, backward) and optim (step); read by report/explain.py.
+Entered by sharding (forward, backward), optim (step) and tiers (waits); read by report.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 
 BETWEEN = "outside"  # batches, losses, the caller's own code
+AWAY = "waiting for states"  # that rest in other memories
 
 
 class PhaseClock:

@@ -24,6 +24,11 @@ class Event(NamedTuple):
     arrived: float
     waited: tuple[float, float]
 
+    @property
+    def under_way(self) -> tuple[float, float]:
+        """From the call that started it until its data was here."""
+        return self.issued, self.arrived
+
 
 @dataclass
 class Meter:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..comm.meter import Event
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
-from ..report.explain import Advice, what_moved, where_steps_went
+from ..report.explain import Advice, Timeline, what_moved, where_steps_went
+from ..report.links import links_of
 from ..sharding.runtime import Runtime
 from .assemble import Parts
 from .memory import memory_report
@@ -173,18 +173,20 @@ class Engine(nn.Module):
         advice = Advice(
             settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
-        moved = what_moved(self.runtime.route.tiers, comm.meter.clock.steps)
+        moved = what_moved(links_of(self.runtime.route.tiers, comm.meter))
         return where_steps_went(comm.meter, advice) + moved
 
     @contextmanager
-    def timeline(self) -> Iterator[list[Event]]:
-        """A list that gets an entry for each collective of the block: when it began, arrived and was waited for."""
-        meter = self.runtime.comm.meter
-        meter.events = []
+    def timeline(self) -> Iterator[Timeline]:
+        """A log of the block: each collective and each transfer to or from another memory, with its times."""
+        meter, tiers, seen = self.runtime.comm.meter, self.runtime.route.tiers, Timeline()
+        meter.events = seen.collectives
+        tiers.record(seen.transfers)
         try:
-            yield meter.events
+            yield seen
         finally:
             meter.events = None
+            tiers.record(None)
 
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""

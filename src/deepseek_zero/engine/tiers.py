@@ -128,6 +128,8 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
         path = Path(zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path or "")
         threads = DiskSettings(config.aio.queue_depth, config.aio.block_size)
         memories[Tier.NVME] = together(comm, "opening nvme_path", lambda: Disk(path, threads))
+    for memory in memories.values():
+        memory.traffic.clock = comm.meter.clock
     return Tiers(memories, chunk_numel, Allowance(settings.device_bytes))
 
 

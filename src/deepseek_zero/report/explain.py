@@ -1,16 +1,22 @@
-"""Where a step went, and what bounds it: phases of the clock, waits and sums of the meter, in sentences.
+"""Where a step went, and what bounds it, in sentences: phases of the clock, waits and sums of the meter, links.
 
-Called by the engine's `explain`.
+And, from a log of what travelled, how much of that ran beside something else.  Called by the engine's `explain`, by
+`engine.timeline` and by benchmarks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
+from ..base.clock import AWAY
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..comm.meter import Event, Meter
-from ..tiers.tier import Tier, Tiers
+from ..tiers.traffic import TransferEvent
+from .links import Link
+
+Span = tuple[float, float]  # from when to when, in seconds of time.perf_counter
 
 WORTH_SAYING = 0.02  # of a step
 LANES = {"gather": "waiting for weights", "reduce": "waiting for gradients", "rows": "waiting to agree"}
@@ -43,6 +49,7 @@ def shares(meter: Meter) -> dict[str, float]:
     parts["computing"] -= sum(parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts)
     parts["computing"] -= meter.sum_seconds
     parts["the optimizer"] = seconds.get("optimizer", 0.0) - parts.get(LANES["rows"], 0.0)
+    parts[AWAY] = seconds.get(AWAY, 0.0)
     parts["outside"] = seconds.get("outside", 0.0)
     return dict(sorted(((name, part / total) for name, part in parts.items()), key=lambda item: -item[1]))
 
@@ -62,26 +69,38 @@ def where_steps_went(meter: Meter, advice: Advice) -> list[str]:
     return lines
 
 
-def what_moved(tiers: Tiers, steps: int) -> list[str]:
-    """A line per memory besides the device: bytes a step, speed, how much of it ran beside something else."""
-    lines = []
-    for tier, memory in tiers.memories.items():
-        moved, total = memory.traffic, memory.traffic.read_bytes + memory.traffic.written_bytes
-        if tier is Tier.HOST:
-            lines.append(f"host: {format_bytes(memory.reserved_bytes)} rest there")
-        elif steps > 0 and moved.seconds:
-            hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
-            lines.append(
-                f"disk: {format_bytes(memory.reserved_bytes)} rest there; a step reads "
-                f"{format_bytes(moved.read_bytes / steps)} and writes {format_bytes(moved.written_bytes / steps)} at "
-                f"{total / moved.seconds / 1e9:.2f} GB/s, {hidden:.0%} of that time beside something else"
-            )
-            if hidden < 1 - 2 * WORTH_SAYING:
-                lines.append(f"  waiting for the disk {format_seconds(moved.waited_seconds / steps)} a step: {_SLOW}")
+def what_moved(links: Sequence[Link]) -> list[str]:
+    """Two lines per link that carried something, and a sentence of advice on the one that is waited for most."""
+    lines = [line for link in links for line in _carried(link)]
+    slowest = max(links, key=lambda link: link.waited_seconds, default=None)
+    if slowest is not None and slowest.waited_seconds > WORTH_SAYING * slowest.step_seconds:
+        lines.append(f"  waiting for the {slowest.name} {_LINK_BOUND if _is_too_slow(slowest) else _COULD_HIDE}")
     return lines
 
 
-_SLOW = "more tokens per step hide it, a larger buffer_count lets it run further ahead"
+def _carried(link: Link) -> list[str]:
+    rest = f"{link.name}: {format_bytes(link.resting_bytes)} rest there"
+    if not link.moved_bytes:
+        return [rest]
+    return [
+        f"{rest}; a step reads {format_bytes(link.read_bytes)} and writes {format_bytes(link.written_bytes)} at "
+        f"{link.rate / 1e9:.2f} GB/s, {link.hidden:.0%} of that time hidden, {format_seconds(link.waited_seconds)} "
+        "waited for",
+        f"  bound {format_seconds(link.bound_seconds)} a step, {link.reached:.0%} of it reached: the {link.name} at "
+        f"its best ({link.best_rate / 1e9:.2f} GB/s) needs {format_seconds(link.needed_seconds)}, the work "
+        f"{format_seconds(link.working_seconds)}",
+    ]
+
+
+def _is_too_slow(link: Link) -> bool:
+    return link.needed_seconds > link.working_seconds
+
+
+_LINK_BOUND = "cannot be hidden: more tokens per step give it more work to hide behind"
+_COULD_HIDE = (
+    "could be hidden: a larger offload_optimizer.buffer_count lets updates run further ahead, a larger "
+    "stage3_prefetch_bucket_size gathers"
+)
 
 
 def _advice(lane: str, advice: Advice) -> str:
@@ -97,30 +116,65 @@ def _advice(lane: str, advice: Advice) -> str:
     return "another rank comes later; give ranks equal batches and equal machines"
 
 
-def overlap_share(events: Sequence[Event]) -> float:
-    """Of the time in which a collective was under way, the part in which this rank did something else; 0 if none."""
-    total = under_way_seconds(events)
-    return (total - exposed_seconds(events)) / total if total else 0.0
+# -- from the log
 
 
-def under_way_seconds(events: Sequence[Event]) -> float:
-    """How long at least one collective was between its start and the arrival of its data."""
-    return sum(stop - start for start, stop in _under_way(events))
+class Travel(Protocol):
+    """What a log has of each collective and each transfer: when its bytes moved, when this rank waited for it."""
+
+    @property
+    def under_way(self) -> tuple[float, float]: ...
+
+    @property
+    def waited(self) -> tuple[float, float]: ...
 
 
-def exposed_seconds(events: Sequence[Event]) -> float:
-    """How long this rank did nothing else than wait for one that was under way."""
-    standing = _merged([event.waited for event in events])
-    pairs = ((span, wait) for span in _under_way(events) for wait in standing)
-    return sum(max(0.0, min(stop, until) - max(start, since)) for (start, stop), (since, until) in pairs)
+@dataclass
+class Timeline:
+    """Everything that travelled while somebody recorded, in the order it was waited for or, if transfers, asked for."""
+
+    collectives: list[Event] = field(default_factory=list)
+    transfers: list[TransferEvent] = field(default_factory=list)
 
 
-def _under_way(events: Sequence[Event]) -> list[tuple[float, float]]:
-    return _merged([(event.issued, event.arrived) for event in events if event.arrived > event.issued])
+def overlap_share(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
+    """Of the time in which one of these was under way, the part in which this rank did something else; 0 if none.
+
+    others: waiting for these is not doing something else either.
+    """
+    total = under_way_seconds(travels)
+    return (total - exposed_seconds(travels, others)) / total if total else 0.0
 
 
-def _merged(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    found: list[tuple[float, float]] = []
+def under_way_seconds(travels: Sequence[Travel]) -> float:
+    """How long at least one of these was under way."""
+    return sum(stop - start for start, stop in _under_way(travels))
+
+
+def exposed_seconds(travels: Sequence[Travel], others: Sequence[Travel] = ()) -> float:
+    """How long one was under way and this rank did nothing else than wait, for one of these or of `others`."""
+    return _common_seconds(_under_way(travels), _merged([each.waited for each in (*travels, *others)]))
+
+
+def _under_way(travels: Sequence[Travel]) -> list[Span]:
+    return _merged([each.under_way for each in travels if each.under_way[1] > each.under_way[0]])
+
+
+def _common_seconds(left: Sequence[Span], right: Sequence[Span]) -> float:
+    """Both are in order and overlap nothing of their own."""
+    found, mine, theirs = 0.0, 0, 0
+    while mine < len(left) and theirs < len(right):
+        (start, stop), (since, until) = left[mine], right[theirs]
+        found += max(0.0, min(stop, until) - max(start, since))
+        if stop < until:
+            mine += 1
+        else:
+            theirs += 1
+    return found
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    found: list[Span] = []
     for start, stop in sorted(spans):
         if found and start <= found[-1][1]:
             found[-1] = (found[-1][0], max(found[-1][1], stop))

@@ -12,13 +12,13 @@ import errno
 import os
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +28,8 @@ from torch import Tensor
 from ..base.errors import StorageError
 from ..base.memory import PAGE, give_back, private_pages
 from ..base.quantities import format_bytes
-from .tier import OVER, Extent, Ticket, Traffic
+from .tier import OVER, Extent, Ticket
+from .traffic import Traffic, TransferEvent
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
 
@@ -115,12 +116,12 @@ class Disk:
     def submit(self, job: Callable[[], bool]) -> Future[bool]:
         return self._pool.submit(job)
 
-    def read(self, target: memoryview, offset: int) -> None:
-        with self.traffic.transfer(read=len(target)):
+    def read(self, target: memoryview, offset: int, event: TransferEvent) -> None:
+        with self.traffic.transfer(event):
             self._transfer(os.preadv, target, offset)
 
-    def write(self, source: memoryview, offset: int) -> None:
-        with self.traffic.transfer(written=len(source)):
+    def write(self, source: memoryview, offset: int, event: TransferEvent) -> None:
+        with self.traffic.transfer(event):
             self._transfer(os.pwritev, source, offset)
 
     def _transfer(self, call: Callable[[int, list[memoryview], int], int], memory: memoryview, offset: int) -> None:
@@ -144,22 +145,21 @@ class Chunk:
         self.state = State.HERE
         self.sum: int | None = None  # of what the file has; None: nothing of it
         self.is_changed = False  # may have other bytes than the file
-        self._job: Future[bool] | None = None  # the result: whether the bytes are here
+        self._job: tuple[Future[bool], TransferEvent] | None = None  # the result: whether the bytes are here
         # Both are the writer's too, so they change under the disk's lock.
         self._is_wanted = False  # while it leaves
         self._is_let_go = False  # written, and given back unless it was wanted
 
     @property
     def is_settled(self) -> bool:
-        return self._job is None or self._job.done()
+        return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
         """Bring it here; True if that takes time."""
         if self.state is State.LEAVING and not self._hold():
             self.settle()
         if self.state is State.AWAY:
-            self._enter(State.ARRIVING)
-            self._job = self.disk.submit(self._read)
+            self._start(State.ARRIVING)
         return self.state is State.ARRIVING
 
     def change(self) -> None:
@@ -174,8 +174,7 @@ class Chunk:
             self.settle()
         if self.state is State.HERE:
             self.is_changed = False
-            self._enter(State.LEAVING)
-            self._job = self.disk.submit(self._write)
+            self._start(State.LEAVING)
         elif self.state is State.LEAVING:
             self._let_leave()
         return self.state is State.LEAVING
@@ -204,19 +203,25 @@ class Chunk:
         """Wait for a transfer under way; StorageError where it failed."""
         if self._job is None:
             return
-        job, came, began = self._job, self.state is State.ARRIVING, time.perf_counter()
-        self._job = None
+        (job, event), self._job = self._job, None
+        doing = "reading" if event.is_read else "writing"
         try:
-            with _named(self.disk, f"{'reading' if came else 'writing'} {self.what}"):
+            with self.disk.traffic.waiting(event), _named(self.disk, f"{doing} {self.what}"):
                 is_here = job.result()
         except StorageError:
-            self.is_changed |= not came
-            self._enter(State.AWAY if came else State.HERE)
+            self.is_changed |= not event.is_read
+            self._enter(State.AWAY if event.is_read else State.HERE)
             raise
         finally:
-            self.disk.traffic.waited_seconds += time.perf_counter() - began
             self._is_wanted = self._is_let_go = False
         self._enter(State.HERE if is_here else State.AWAY)
+
+    def _start(self, state: State) -> None:
+        """A thread moves it."""
+        self._enter(state)
+        is_read = state is State.ARRIVING
+        event = self.disk.traffic.ask(self.what, self.piece.nbytes, is_read=is_read)
+        self._job = self.disk.submit(partial(self._read if is_read else self._write, event)), event
 
     def _hold(self) -> bool:
         """Let it stay though it is leaving; False if it is too late for that."""
@@ -245,15 +250,15 @@ class Chunk:
 
     # -- in a thread of the disk's
 
-    def _read(self) -> bool:
-        self.disk.read(_view(self.piece), self.offset)
+    def _read(self, event: TransferEvent) -> bool:
+        self.disk.read(_view(self.piece), self.offset, event)
         if sum_of(self.piece) != self.sum:
             raise OSError(errno.EBADMSG, "the bytes are not those that were written")
         return True
 
-    def _write(self) -> bool:
+    def _write(self, event: TransferEvent) -> bool:
         self.sum = sum_of(self.piece)
-        self.disk.write(_view(self.piece), self.offset)
+        self.disk.write(_view(self.piece), self.offset, event)
         with self.disk.lock:
             self._is_let_go = True
             is_wanted = self._is_wanted

@@ -13,7 +13,8 @@ import torch
 from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, lock_pages, private_pages
 from ..base.quantities import format_bytes
-from .tier import Extent, Traffic
+from .tier import Extent
+from .traffic import Traffic
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -7,10 +7,7 @@ are while nobody uses them, and who needs that never learns more than: `fetch` b
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .device import Allowance
+from .traffic import Traffic, TransferEvent
 
 
 class Tier(Enum):
@@ -27,43 +25,6 @@ class Tier(Enum):
     DEVICE = "device"  # where forward and backward compute
     HOST = "host"
     NVME = "nvme"
-
-
-class Traffic:
-    """What one rank moves to and from one memory.
-
-    read_bytes, written_bytes: since `reset`.  seconds: in which some transfer was under way.  waited_seconds: in which
-    somebody stood and waited for one.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._active, self._since = 0, 0.0
-        self.reset()
-
-    def reset(self) -> None:
-        """Count from zero."""
-        with self._lock:
-            self.read_bytes = self.written_bytes = 0
-            self.seconds = self.waited_seconds = 0.0
-            self._since = time.perf_counter()
-
-    @contextmanager
-    def transfer(self, *, read: int = 0, written: int = 0) -> Iterator[None]:
-        """So many bytes move in this block, in any thread."""
-        with self._lock:
-            if not self._active:
-                self._since = time.perf_counter()
-            self._active += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._active -= 1
-                self.read_bytes += read
-                self.written_bytes += written
-                if not self._active:
-                    self.seconds += time.perf_counter() - self._since
 
 
 class Ticket(Protocol):
@@ -175,6 +136,11 @@ class Tiers:
         """What was moved until now is not asked for."""
         for memory in self.memories.values():
             memory.traffic.reset()
+
+    def record(self, events: list[TransferEvent] | None) -> None:
+        """From now on every transfer that is asked for gets an entry there; None: no longer."""
+        for memory in self.memories.values():
+            memory.traffic.events = events
 
     def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Extent:
         """A zeroed state on a tier."""

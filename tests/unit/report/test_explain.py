@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import replace
 
 import pytest
 
-from deepseek_zero.base.clock import PhaseClock
+from deepseek_zero.base.clock import AWAY, PhaseClock
 from deepseek_zero.comm.meter import Event, Meter
-from deepseek_zero.report.explain import Advice, overlap_share, shares, what_moved, where_steps_went
-from deepseek_zero.tiers.tier import Memory, Tier, Tiers, Traffic
+from deepseek_zero.report.explain import (
+    Advice,
+    exposed_seconds,
+    overlap_share,
+    shares,
+    under_way_seconds,
+    what_moved,
+    where_steps_went,
+)
+from deepseek_zero.report.links import Link
+from deepseek_zero.tiers.traffic import TransferEvent
 
 PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "outside": 0.5}
 
@@ -62,25 +71,49 @@ def test_overlap_is_the_share_of_what_was_under_way_that_nobody_stood_still_for(
     assert overlap_share([hidden, Event("gather", "c", 1.0, 2.0, (1.0, 2.0))]) == 0.75, "one waits while another flies"
 
 
-class Moved:
-    """What a disk of one rank would tell."""
-
-    def __init__(self, *, waited: float) -> None:
-        self.reserved_bytes = 3 << 30
-        self.traffic = Traffic()
-        self.traffic.read_bytes, self.traffic.written_bytes = 4 << 30, 2 << 30
-        self.traffic.seconds, self.traffic.waited_seconds = 6.0, waited
+def test_waits_for_other_memories_are_a_part_of_their_own() -> None:
+    away = meter(gather=1.0)
+    away.clock.seconds[AWAY] = 2.5
+    assert shares(away)[AWAY] == 0.2
+    assert sum(shares(away).values()) == pytest.approx(1.0)
 
 
-def test_a_disk_is_told_by_bytes_speed_and_what_was_hidden() -> None:
-    lines = what_moved(Tiers({Tier.NVME: cast("Memory", Moved(waited=1.5))}), steps=2)
-    assert lines[0] == (
-        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, "
-        "75% of that time beside something else"
+def test_transfers_are_hidden_while_this_rank_waits_for_nothing_at_all() -> None:
+    transfer = TransferEvent("a", 10, True, 0.0, 2.0, 6.0, (5.0, 6.5))
+    later = TransferEvent("b", 10, False, 0.0, 10.0, 14.0)
+    unfinished = TransferEvent("c", 10, False, 13.0, 13.5)
+    transfers = [transfer, later, unfinished]
+    assert overlap_share([transfer]) == 0.75
+    assert (under_way_seconds(transfers), exposed_seconds(transfers)) == (8.0, 1.0)
+    collective = Event("gather", "d", 1.0, 3.0, (2.5, 3.0))
+    assert exposed_seconds(transfers, [collective]) == 1.5, "it stood still for another rank"
+    assert overlap_share(transfers, [collective]) == pytest.approx(6.5 / 8)
+    assert overlap_share([], [collective]) == 0.0
+
+
+DISK = Link("disk", 3 << 30, 2 << 30, 1 << 30, 3.0, 0.75, 2e9, 2.5, 4.0)
+
+
+def test_a_link_is_told_by_bytes_speed_what_was_hidden_and_its_bound() -> None:
+    assert what_moved([DISK]) == [
+        "disk: 3.00 GiB rest there; a step reads 2.00 GiB and writes 1.00 GiB at 1.07 GB/s, 75% of that time hidden, "
+        "750 ms waited for",
+        "  bound 2.50 s a step, 62% of it reached: the disk at its best (2.00 GB/s) needs 1.61 s, the work 2.50 s",
+        "  waiting for the disk could be hidden: a larger offload_optimizer.buffer_count lets updates run further "
+        "ahead, a larger stage3_prefetch_bucket_size gathers",
+    ]
+
+
+def test_advice_is_about_the_link_that_is_waited_for_most_and_only_if_it_matters() -> None:
+    host = replace(DISK, name="host", waited_seconds=1.0, best_rate=1e9)
+    lines = what_moved([host, DISK])
+    assert len(lines) == 5
+    assert lines[-1] == (
+        "  waiting for the host cannot be hidden: more tokens per step give it more work to hide behind"
     )
-    assert "waiting for the disk 750 ms a step" in lines[1]
-    assert len(what_moved(Tiers({Tier.NVME: cast("Memory", Moved(waited=0.1))}), steps=2)) == 1
+    assert len(what_moved([replace(DISK, waited_seconds=0.08)])) == 2
 
 
-def test_the_host_is_told_by_what_rests_there() -> None:
-    assert what_moved(Tiers({Tier.HOST: cast("Memory", Moved(waited=0.0))}), steps=2) == ["host: 3.00 GiB rest there"]
+def test_a_link_that_carried_nothing_is_told_by_what_rests_there() -> None:
+    assert what_moved([Link("host", 3 << 30)]) == ["host: 3.00 GiB rest there"]
+    assert what_moved([]) == []
