@@ -6,6 +6,7 @@ import errno
 import os
 import tempfile
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
+from deepseek_zero.engine.memory import unit_places
 from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.sharding.plan import Tier
 from deepseek_zero.tiers.disk import DiskExtent
@@ -279,6 +281,24 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
         assert read.is_read
         assert read.ended <= used[name]
         assert (read.issued < used[earlier]) is bool(ahead)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "tier"), [(3, "nvme"), (3, "none"), (2, "cpu"), (1, "none")])
+def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(stage: int, tier: str, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    zero = {"stage3_param_persistence_threshold": 300} | offload(tier, weights=stage == 3)
+    engine = engine_of(stage, zero, bf16={"enabled": True})
+    train_step(engine, Run(stage), 0)
+    shown = sum((Counter(place.nbytes) for place in unit_places(engine.runtime, engine.optimizer)), Counter())
+    predicted = engine.memory_report().predicted
+    for away in (Tier.HOST, Tier.NVME):
+        assert sum(count for (_, where), count in shown.items() if where is away) == predicted.get(away.value, 0)
+    assert shown["grad", Tier.DEVICE] == predicted["grad"]
+    picture = tmp_path / "plan.png"
+    assert engine.explain(picture) == engine.explain()
+    engine.runtime.comm.fence("the picture")
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
 
 # -- failures

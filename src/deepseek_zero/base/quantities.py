@@ -12,6 +12,14 @@ def format_bytes(num_bytes: float) -> str:
     return f"{value:.0f} B" if unit == "B" else f"{_three_digits(value)} {unit}"
 
 
+def unit_of(largest: float) -> tuple[float, str]:
+    """Bytes in the unit for sizes up to this one, and its name: numbers that stand together are compared."""
+    for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if largest >= 1024**exponent:
+            return 1024.0**exponent, name
+    return 1.0, "bytes"
+
+
 def format_count(count: float) -> str:
     """A count in decimal units: 12345 -> "12.3k"."""
     value, unit = _scale(count, 1000, _DECIMAL)

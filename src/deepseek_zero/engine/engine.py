@@ -7,21 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from ..base.log import log_once
+from ..base.log import is_rank_zero, log_once
 from ..base.mesh import Mesh
 from ..config import Config
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of
+from ..report.picture import draw_plan
 from ..sharding.runtime import Runtime
 from .assemble import Parts
-from .memory import memory_report
+from .memory import memory_report, unit_places
 from .observe import Observer
 
 
@@ -164,8 +166,14 @@ class Engine(nn.Module):
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
         return memory_report(self.runtime, self.optimizer)
 
-    def explain(self) -> str:
-        """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local."""
+    def explain(self, picture: Path | str | None = None) -> str:
+        """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local.
+
+        picture: where rank 0 also draws plan and schedule, as a PNG.
+        """
+        if picture is not None and is_rank_zero():
+            places, about = unit_places(self.runtime, self.optimizer), self.plan().partition("\n")[0]
+            draw_plan(places, self.runtime.gatherer.schedule, picture, about)
         return "\n".join([self.plan(), *self._where_steps_went()])
 
     def _where_steps_went(self) -> list[str]:

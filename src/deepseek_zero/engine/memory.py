@@ -7,11 +7,12 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from ..optim.sharded import ShardedOptimizer
-from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, resident_bytes
+from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
 from ..report.lending import buffer_bytes, lent_buffers
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
+from ..report.picture import UnitPlace, place_of
 from ..report.volume import StepVolume, step_volume
-from ..sharding.group import resting
+from ..sharding.group import FlatGroup, resting
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent
 
@@ -51,10 +52,27 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
 
 def _resting(optimizer: ShardedOptimizer) -> list[tuple[GroupFacts, dict[str, Any]]]:
     """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
+    found = [(group, options) for group, options in _updated(optimizer) if group.plan.moments_rest]
+    return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found]
+
+
+def _updated(optimizer: ShardedOptimizer) -> list[tuple[FlatGroup, dict[str, Any]]]:
+    """Each group of which this rank updates something, with its hyper-parameters."""
     owner = {id(param): group for group in optimizer.param_groups for param in group["params"]}
-    pieces = [piece for piece in optimizer.pieces() if piece.group.plan.moments_rest]
-    found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in pieces}
-    return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found.values()]
+    found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in optimizer.pieces()}
+    return list(found.values())
+
+
+def unit_places(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[UnitPlace]:
+    """What of each unit rests where on this rank, as the plan has it."""
+    counts = dict[int, int]()
+    if optimizer is not None:
+        kind = type(optimizer.inner).__name__
+        counts = {id(group): moments_for(kind, options).count(options) for group, options in _updated(optimizer)}
+    return [
+        place_of(facts, [counts.get(id(group), 0) for group in unit.groups])
+        for unit, facts in zip(runtime.units, unit_facts(runtime), strict=True)
+    ]
 
 
 def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:

@@ -17,8 +17,7 @@ from typing import Any
 
 from ..base.errors import NotBuiltError
 from ..base.quantities import format_bytes
-from .records import MemoryRow, StepRecord
-from .tables import common_unit, states_of
+from .records import MemoryRow, StepRecord, common_unit, states_of
 
 INK, GREY, FAINT = "#22303c", "#7a8894", "#e6eaed"
 BLUE, ORANGE = "#1f6fb4", "#d9662b"
@@ -70,7 +69,7 @@ def loss_curve(records: Sequence[StepRecord], path: Path | str, words: Words = W
     _scale_axes(axes, losses, words)
     axes.set_xlabel("optimizer step")
     axes.set_ylabel(f"loss ({words.unit})")
-    _titles(axes, words.title, words.subtitle)
+    titles(axes, words.title, words.subtitle)
     save(figure, path)
 
 
@@ -96,7 +95,7 @@ def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memor
     axes.set_ylabel(f"memory ({unit})")
     axes.margins(y=0.12)
     _state_legend(axes, states)
-    _titles(axes, title, "bars: measured, by state; black lines: predicted by the plan")
+    titles(axes, title, "bars: measured, by state; black lines: predicted by the plan")
     save(figure, path)
 
 
@@ -117,6 +116,13 @@ def running_mean(values: Sequence[float], radius: int) -> list[float]:
     return means
 
 
+def canvas(width: float, height: float) -> Any:
+    """An empty figure."""
+    require_matplotlib()
+    # Figure without pyplot: no global state, no window system, and Agg is what savefig picks for a PNG.
+    return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=160, layout="constrained")
+
+
 def dress(axes: Any, along: str = "x", ticks: float = 3) -> None:
     """The look of every picture: a base line and no frame, grey ticks, faint lines across.
 
@@ -134,6 +140,14 @@ def dress(axes: Any, along: str = "x", ticks: float = 3) -> None:
     axes.yaxis.label.set_color(INK)
 
 
+def titles(axes: Any, title: str, subtitle: str) -> None:
+    """A title and, below it, smaller, what to know about it."""
+    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22 if subtitle else 10)
+    if subtitle:
+        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        axes.annotate(subtitle, (0, 1), (0, 8), **place, color=GREY, fontsize=9.5)
+
+
 def save(figure: Any, path: Path | str) -> None:
     """Write a picture whole: a reader never finds half of it."""
     path = Path(path)
@@ -144,19 +158,10 @@ def save(figure: Any, path: Path | str) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    require_matplotlib()
-    # Figure without pyplot: no global state, no window system, and Agg is what savefig picks for a PNG.
-    figure = importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=160, layout="constrained")
+    figure = canvas(width, height)
     axes = figure.add_subplot()
     dress(axes)
     return figure, axes
-
-
-def _titles(axes: Any, title: str, subtitle: str) -> None:
-    axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22 if subtitle else 10)
-    if subtitle:
-        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
-        axes.annotate(subtitle, (0, 1), (0, 8), **place, color=GREY, fontsize=9.5)
 
 
 def _note(axes: Any, y: float, offset: tuple[int, int], text: str, **look: Any) -> None:

@@ -10,7 +10,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
@@ -18,9 +18,11 @@ from typing import IO, Any
 
 from ..base.errors import UsageError
 from ..base.log import is_rank_zero
+from ..base.quantities import unit_of
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"
+STATES = ("weight", "grad", "master", "moments", "buffers")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,18 @@ class MemoryRow:
     def difference(self) -> float:
         """(measured - predicted) / predicted."""
         return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
+
+
+def states_of(rows: Sequence[MemoryRow]) -> list[str]:
+    """The states that take room in any row: the usual five first, others in order of appearance."""
+    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
+    found = {state: None for state, size in sizes if size}
+    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
+
+
+def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
+    """Bytes in the unit that suits every row, and its name."""
+    return unit_of(max((row.measured_total for row in rows), default=0))
 
 
 class RecordWriter:

@@ -8,9 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .records import MemoryRow
+from .records import MemoryRow, common_unit, states_of
 
-STATES = ("weight", "grad", "master", "moments", "buffers")
 _ALARM = 0.01  # above one per cent the plan and the allocation no longer tell the same story
 
 
@@ -30,22 +29,6 @@ def memory_table(rows: Sequence[MemoryRow], title: str = "Memory per rank") -> T
         totals = [_cell(row.predicted_total, unit_bytes), _cell(row.measured_total, unit_bytes)]
         table.add_row(str(row.stage), *sizes, *totals, _difference(row))
     return table
-
-
-def states_of(rows: Sequence[MemoryRow]) -> list[str]:
-    """The states that take room in any row: the usual five first, others in order of appearance."""
-    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
-    found = {state: None for state, size in sizes if size}
-    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
-
-
-def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
-    """Bytes in the unit that suits every row, and its name: numbers that stand together are compared."""
-    largest = max((row.measured_total for row in rows), default=0)
-    for exponent, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if largest >= 1024**exponent:
-            return 1024.0**exponent, name
-    return 1.0, "bytes"
 
 
 def _cell(size: int, unit_bytes: float) -> str:

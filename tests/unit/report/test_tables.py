@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from deepseek_zero.report.records import MemoryRow
-from deepseek_zero.report.tables import common_unit, memory_table, states_of
+from deepseek_zero.report.records import MemoryRow, common_unit, states_of
+from deepseek_zero.report.tables import memory_table
 
 MIB = 1024**2
 ROWS = [

@@ -1,0 +1,185 @@
+"""The plan as a picture: what of each unit rests where, beside when it is gathered, used and released.
+
+Draws nothing that is not estimated or printed elsewhere: bytes are estimate.py's `group_bytes`, times are the
+schedule's list of actions.  Called by the engine's `explain`; needs matplotlib, as plots.py does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..base.quantities import format_bytes, unit_of
+from ..sharding.schedule import Action, Kind, Schedule
+from ..tiers.tier import Tier
+from .estimate import STATES, UnitFacts, group_bytes
+from .plots import BLUE, FAINT, GREY, INK, ORANGE, canvas, dress, save, titles
+
+TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
+PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # how far towards white
+GATHERED, FORWARD, BACKWARD = "#c3d9ee", BLUE, "#7b5ea7"
+TIMES = [
+    (FORWARD, "forward"),
+    (GATHERED, "gathered"),
+    (BACKWARD, "backward"),
+    (FAINT, "whole all the time"),
+    (INK, "gradients reduced after it"),
+]
+WIDTH, FEW = 11.0, 12  # inches; rows up to which each has its number of bytes
+
+
+@dataclass(frozen=True)
+class UnitPlace:
+    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded."""
+
+    name: str
+    nbytes: Mapping[tuple[str, Tier], int]
+    is_gathered: bool
+
+    @property
+    def total(self) -> int:
+        return sum(self.nbytes.values())
+
+
+def place_of(unit: UnitFacts, moments: Sequence[int]) -> UnitPlace:
+    """moments: of each group, the values per element that its optimizer keeps."""
+    found: Counter[tuple[str, Tier]] = Counter()
+    for facts, count in zip(unit.groups, moments, strict=True):
+        for state in STATES:
+            if (spec := getattr(facts.plan, state)) is not None:
+                found[state, spec.tier] += sum(group_bytes(facts, count, (state,)).values())
+    return UnitPlace(unit.name, {key: nbytes for key, nbytes in found.items() if nbytes}, bool(unit.sharded))
+
+
+@dataclass
+class Strip:
+    """A list of actions in columns, one for each use.  gathered: (unit, first column, column after its last).
+
+    used: (unit, column, whether forward or backward).  reduced: (unit, column after which its gradients travel).
+    """
+
+    gathered: list[tuple[int, int, int]] = field(default_factory=list)
+    used: list[tuple[int, int, Kind]] = field(default_factory=list)
+    reduced: list[tuple[int, int]] = field(default_factory=list)
+
+
+def strip_of(actions: Sequence[Action]) -> Strip:
+    """What is gathered before a use is there from that column on, what is released after one until its end."""
+    strip, since = Strip(), dict[int, int]()
+    for action in actions:
+        column = len(strip.used)
+        match action.kind:
+            case Kind.GATHER:
+                since[action.unit] = column
+            case Kind.FORWARD | Kind.BACKWARD:
+                strip.used.append((action.unit, column, action.kind))
+            case Kind.REDUCE:
+                strip.reduced.append((action.unit, column))
+            case Kind.RELEASE:
+                strip.gathered.append((action.unit, since.pop(action.unit), column))
+    return strip
+
+
+def draw_plan(places: Sequence[UnitPlace], schedule: Schedule, path: Path | str, about: str = "") -> None:
+    """One row per unit, in the order of their use: to the left its bytes, to the right its times."""
+    order, rows = schedule.forward.order, len(places)
+    height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows; inches
+    figure = canvas(WIDTH, height + 1.9)
+    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
+    _draw_bytes(left, [places[unit] for unit in order])
+    _draw_times(right, places, schedule)
+    titles(left, "What rests where", f"on each rank: {_sums(places)}")
+    titles(right, "When it is used", f"{about}; one column per use")
+    _legend(left, *_named_colours(places))
+    _legend(right, TIMES, 3)
+    points = 72 * height / rows
+    size = max(6.0, min(9.0, 0.8 * points))
+    shown = range(0, rows, math.ceil(1.1 * size / points))
+    left.set_yticks(shown, [f"{order[row]}  {places[order[row]].name}" for row in shown], fontsize=size)
+    left.set_ylim(rows - 0.5, -0.5)
+    save(figure, path)
+
+
+def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
+    dress(axes, along="y", ticks=0)
+    unit_bytes, unit = unit_of(max((place.total for place in places), default=0))
+    rows, ends, keys = range(len(places)), [0.0] * len(places), _keys(places)
+    for state, tier in keys:
+        widths = [place.nbytes.get((state, tier), 0) / unit_bytes for place in places]
+        axes.barh(rows, widths, 0.74, ends, color=_colour(state, tier), edgecolor="white", linewidth=0.5)
+        ends = [end + width for end, width in zip(ends, widths, strict=True)]
+    for row, place in enumerate(places):
+        if len(places) <= FEW or row == 0 or place.total != places[row - 1].total:
+            look = {"textcoords": "offset points", "va": "center", "color": INK, "fontsize": 8}
+            axes.annotate(format_bytes(place.total), (ends[row], row), (4, 0), **look)
+    axes.set_xlim(0, 1.2 * max(ends, default=1.0) or 1.0)
+    axes.set_xlabel(unit, fontsize=9)
+
+
+def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> None:
+    dress(axes, along="y", ticks=0)
+    axes.grid(False)
+    strip, row = strip_of(schedule.actions()), {unit: at for at, unit in enumerate(schedule.forward.order)}
+    whole = [row[unit] for unit in row if not places[unit].is_gathered]
+    moving = [(row[unit], start, stop) for unit, start, stop in strip.gathered if places[unit].is_gathered]
+    axes.barh(whole, len(strip.used), 0.3, 0, color=FAINT)
+    for at, start, stop in moving:
+        axes.barh(at, stop - start, 0.74, start, color=GATHERED)
+    for unit, column, kind in strip.used:
+        axes.barh(row[unit], 1, 0.74, column, color=FORWARD if kind is Kind.FORWARD else BACKWARD)
+    thick = max(0.5, min(1.5, 120 / len(strip.used)))  # points; less than a column
+    for unit, column in strip.reduced:
+        axes.plot(column, row[unit], "|", color=INK, markersize=7, markeredgewidth=thick, clip_on=False)
+    axes.axvline(len(strip.used) / 2, color=GREY, linewidth=0.8, linestyle=(0, (4, 3)))
+    axes.set_xlim(0, len(strip.used))
+    axes.set_xticks([len(strip.used) / 4, 3 * len(strip.used) / 4], ["forward", "backward"])
+
+
+def _sums(places: Sequence[UnitPlace]) -> str:
+    found: Counter[Tier] = Counter()
+    for place in places:
+        for (_, tier), nbytes in place.nbytes.items():
+            found[tier] += nbytes
+    return ", ".join(f"{format_bytes(found[tier])} {tier.value}" for tier in Tier if found[tier])
+
+
+def _keys(places: Sequence[UnitPlace]) -> list[tuple[str, Tier]]:
+    found = {key for place in places for key in place.nbytes}
+    return [(state, tier) for tier in Tier for state in STATES if (state, tier) in found]
+
+
+def _named_colours(places: Sequence[UnitPlace]) -> tuple[list[tuple[str, str]], int]:
+    """The legend of bytes and its columns: a row per tier, a column per state, which is how it is read."""
+    keys = _keys(places)
+    tiers = [tier for tier in Tier if any(tier is where for _, where in keys)]
+    states = [state for state in STATES if any(state == each for each, _ in keys)]
+    blank = ("none", "")
+    return [
+        (_colour(state, tier), f"{state}, {tier.value}") if (state, tier) in keys else blank
+        for state in states
+        for tier in tiers
+    ], len(states)
+
+
+def _colour(state: str, tier: Tier) -> str:
+    channels = [int(TIER_COLOURS[tier][at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(each + (255 - each) * PALER[state]):02x}" for each in channels)
+
+
+def _legend(axes: Any, entries: Sequence[tuple[str, str]], columns: int) -> None:
+    """Below the axis and its label, whatever the figure's height."""
+    patch = importlib.import_module("matplotlib.patches").Patch
+    shift = importlib.import_module("matplotlib.transforms").ScaledTranslation
+    place = axes.transAxes + shift(0, -0.52, axes.figure.dpi_scale_trans)  # inches
+    look = {"frameon": False, "labelcolor": INK, "fontsize": 8.5, "handlelength": 1, "handleheight": 1}
+    room = {"borderaxespad": 0, "borderpad": 0, "columnspacing": 1.2, "handletextpad": 0.5}
+    handles = [patch(color=colour, label=label) for colour, label in entries]
+    legend = axes.legend(
+        handles, [label for _, label in entries], ncols=max(1, columns), loc="upper left", **look, **room
+    )
+    legend.set_bbox_to_anchor((0, 0), transform=place)

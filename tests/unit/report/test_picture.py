@@ -1,0 +1,76 @@
+"""The plan's picture says what the plan and the schedule say, and is drawn for few units and for many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from deepseek_zero.report.estimate import GroupFacts, UnitFacts, group_bytes
+from deepseek_zero.report.picture import UnitPlace, draw_plan, place_of, strip_of
+from deepseek_zero.sharding.plan import PlanSettings, plan_for
+from deepseek_zero.sharding.schedule import Kind, plan_schedule
+from deepseek_zero.tiers.tier import Tier
+from tests.unit.report.test_plots import is_png_of
+
+
+def unit(stage: int, tier: Tier = Tier.DEVICE, numel: int = 8192) -> UnitFacts:
+    settings = PlanSettings(stage=stage, weight_tier=tier if stage == 3 else Tier.DEVICE, state_tier=tier)
+    plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=2)
+    frozen = plan_for(settings, torch.float32, trainable=False, persistent=False, ranks=2)
+    return UnitFacts("blocks.0", (GroupFacts(plan, numel, 2), GroupFacts(frozen, 4096, 2)))
+
+
+@pytest.mark.parametrize("tier", list(Tier))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_unit_has_the_bytes_that_the_estimator_counts(stage: int, tier: Tier) -> None:
+    facts = unit(stage, tier)
+    place = place_of(facts, [2, 0])
+    counted = [group_bytes(group, count) for group, count in zip(facts.groups, (2, 0), strict=True)]
+    assert place.total == sum(sum(each.values()) for each in counted)
+    for away in (Tier.HOST, Tier.NVME):
+        shown = sum(nbytes for (_, where), nbytes in place.nbytes.items() if where is away)
+        assert shown == sum(each.get(away.value, 0) for each in counted)
+    assert place.nbytes["moments", tier] == 2 * 4096 * 4
+    assert place.is_gathered is (stage == 3)
+    assert ("master", tier) not in place.nbytes, "in fp32 it is the weight"
+
+
+def test_the_strip_is_the_list_of_actions_in_columns() -> None:
+    settings = PlanSettings(window_numel=210, ahead_numel=100, keep_numel=-1)
+    schedule = plan_schedule([10, 100, 100, 100], range(4), settings)
+    assert str(schedule).startswith("G0 G1 F0 G2 F1 R1 G3 F2 R2 F3 R3 R0 G0 G3 B0 G2 B3 S3 R3")
+    strip = strip_of(schedule.actions())
+    assert strip.used[:5] == [(unit, unit, Kind.FORWARD) for unit in range(4)] + [(0, 4, Kind.BACKWARD)]
+    assert strip.gathered[:5] == [(1, 0, 2), (2, 1, 3), (3, 2, 4), (0, 0, 4), (3, 4, 6)]
+    assert strip.reduced == [(3, 6), (2, 7), (1, 8), (0, 8)]
+
+
+@pytest.mark.parametrize("window", [0, 250, 10**9])
+def test_every_use_lies_in_a_stretch_in_which_its_unit_is_gathered(window: int) -> None:
+    schedule = plan_schedule([10] + [100] * 9, range(10), PlanSettings(window_numel=window, ahead_numel=150))
+    strip = strip_of(schedule.actions())
+    assert len(strip.used) == 20
+    for number, column, _ in strip.used:
+        assert any(each == number and start <= column < stop for each, start, stop in strip.gathered)
+
+
+@pytest.mark.parametrize("units", [1, 4, 96, 300])
+@pytest.mark.parametrize("is_gathered", [True, False])
+def test_a_plan_of_any_number_of_units_is_drawn(units: int, is_gathered: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    places = [
+        UnitPlace(f"blocks.{number}", {("weight", Tier.NVME): 1 << 20, ("grad", Tier.DEVICE): 1 << 18}, is_gathered)
+        for number in range(units)
+    ]
+    schedule = plan_schedule([100 * is_gathered] * units, range(units), PlanSettings(window_numel=300))
+    draw_plan(places, schedule, tmp_path / "plan.png", "a plan")
+    assert is_png_of(tmp_path / "plan.png", least_width=1500)
+
+
+def test_a_model_without_parameters_has_a_picture_too(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    schedule = plan_schedule([0], [0], PlanSettings())
+    draw_plan([UnitPlace("root", {}, False)], schedule, tmp_path / "plan.png")
+    assert is_png_of(tmp_path / "plan.png", least_width=1500)
