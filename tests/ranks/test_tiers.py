@@ -260,6 +260,8 @@ def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
         since, until = event.waited
         assert since == until == 0.0 or event.issued <= since <= until >= event.ended
     assert 0.0 <= overlap_share(seen.transfers, seen.collectives) <= 1.0
+    gradients = Counter(event.what for event in ended if event.what.startswith("gradients of") and not event.is_read)
+    assert set(gradients.values()) == {1}, "written by backward, and not again when the update has read them"
     train_step(engine, Run(3), 2)
     assert "of it reached: the disk at its best" in engine.explain()
 

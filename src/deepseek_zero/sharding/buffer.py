@@ -105,6 +105,10 @@ class FlatBuffer:
         """Some of them: a view."""
         return self.memory[low:high] if self.extent is None else self.extent.part(low, high)
 
+    def look(self, low: int, high: int) -> Tensor:
+        """As `part`, to be read only."""
+        return self.memory[low:high] if self.extent is None else self.extent.look(low, high)
+
     @property
     def rests_elsewhere(self) -> bool:
         return self.extent is not None and self.extent.rests_elsewhere

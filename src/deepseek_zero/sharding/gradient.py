@@ -175,11 +175,11 @@ class Gradient:
         return self._own(self.buffer) if self.buffer is not None and self.arrivals.reduced else None
 
     def part(self, low: int, high: int) -> Tensor | None:
-        """Elements [low, high) of `reduced`."""
+        """Elements [low, high) of `reduced`, to be read: what rests elsewhere is not written a second time."""
         if self.buffer is None or not self.arrivals.reduced:
             return None
         if self.buffer.spec.placement is S:
-            return self.buffer.part(low, high)
+            return self.buffer.look(low, high)
         return self._own(self.buffer)[low:high]
 
     def drop(self) -> None:
