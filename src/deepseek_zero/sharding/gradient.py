@@ -140,7 +140,7 @@ class Gradient:
 
     @property
     def _what(self) -> str:
-        return f"the gradient of {self.group.members[0].name}"
+        return f"gradients of {self.group.members[0].name}"
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""

@@ -95,7 +95,7 @@ class FlatGroup:
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weight of {names[0]}")
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {names[0]}")
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
@@ -142,7 +142,7 @@ class FlatGroup:
             return
         values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.lifted()
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weight of {what}")
+        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {what}")
         self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)
         self.master.publish(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
