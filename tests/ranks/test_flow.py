@@ -381,6 +381,21 @@ def test_recomputed_blocks_train_when_several_forwards_come_before_the_backwards
     assert_trains_like_plain(lambda: Checkpointed(reentrant, "each"), body, setting)
 
 
+def test_the_end_of_a_recomputation_is_no_error_to_a_rank_that_waits() -> None:
+    """checkpoint ends it by an exception, which passes through our hooks."""
+
+    def dawdle(block: nn.Module, given: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: time.sleep(2))
+
+    model = seeded(lambda: Checkpointed(False, "each"))
+    if here() == 1:
+        model.blocks[0].register_forward_hook(dawdle)
+    engine = engine_for(model, STAGE_3_BARE, transport="gloo")
+    for step in range(2):
+        engine.backward(loss_of(engine, here(), step))
+        engine.step()
+
+
 @on_stages_1_and_3
 def test_a_model_that_is_checkpointed_as_a_whole_from_outside_trains(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:

@@ -1,8 +1,8 @@
 """What torch keeps private, and what differs between devices, in one place.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, storage use counts, memory counters.  Every private
-torch name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test in
-tests/unit/base/test_device.py that fails loudly when torch moves.  Called by comm, sharding and report.
+Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, storage use counts, memory
+counters.  Every private torch name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test
+in tests/unit/base/test_device.py that fails loudly when torch moves.  Called by comm, sharding and report.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -33,6 +34,11 @@ def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
     """The saved-tensor hooks in force (non-reentrant checkpoint, save_on_cpu, ...), so that ours can hand on."""
     found = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return (found[0], found[1]) if found else None
+
+
+def ends_recomputation(error: BaseException) -> bool:
+    """Whether checkpoint raised this to stop a forward that has recomputed all it was asked for: nothing is wrong."""
+    return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
 def storage_users(tensor: torch.Tensor) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..base.clock import BETWEEN
+from ..base.device import ends_recomputation
 from ..precision.policy import cast_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
@@ -118,7 +119,8 @@ class Forward:
             context.__exit__(None, None, None)
         error = sys.exc_info()[1]
         if error is not None and output is None:
-            self.runtime.comm.post_error(error)
+            if not ends_recomputation(error):
+                self.runtime.comm.post_error(error)
             return output
         if self.any_lifted and unit is not self.runtime.root:
             output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))

@@ -15,6 +15,7 @@ from deepseek_zero.base.device import (
     allocated_bytes,
     backward_id,
     default_device,
+    ends_recomputation,
     has_fast_bf16,
     local_rank,
     outer_saved_tensor_hooks,
@@ -31,6 +32,7 @@ PRIVATE = (
     "torch._C._storage_Use_Count",
     "torch._C.DisableTorchFunctionSubclass",
     "torch.optim.Optimizer._patch_step_function",
+    "torch.utils.checkpoint._StopRecomputationError",
 )
 
 
@@ -104,6 +106,21 @@ def test_the_saved_tensor_hooks_in_force_are_found_and_work() -> None:
     assert pack(torch.zeros(()))[0] == "packed"
     assert unpack(("packed", torch.zeros(()))) == 1
     assert outer_saved_tensor_hooks() is None
+
+
+def test_the_end_of_a_recomputation_is_told_from_an_error() -> None:
+    ends: list[bool] = []
+
+    class Watched(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            try:
+                return super().forward(x)
+            except Exception as error:
+                ends.append(ends_recomputation(error))
+                raise
+
+    checkpoint(Watched(3, 3), torch.randn(2, 3, requires_grad=True), use_reentrant=False).sum().backward()
+    assert ends == [True] and not ends_recomputation(RuntimeError())
 
 
 def test_storage_users_counts_tensors_and_views_and_what_autograd_saved() -> None:
