@@ -186,6 +186,29 @@ def test_autograd_grad_of_the_input_leaves_the_step_alone(setting: Setting) -> N
     assert_trains_like_plain(Model, body, setting)
 
 
+class Deep(nn.Module):
+    """Six blocks, of which a rank may skip some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor, skipped: range) -> Tensor:
+        for number, block in enumerate(self.blocks):
+            x = x if number in skipped else block(x)
+        return x
+
+
+@on_stages_1_to_3
+def test_a_rank_may_skip_several_blocks_in_a_row(setting: Setting) -> None:
+    def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
+        loss = model(draw(rank, step, 4, WIDTH), range(1, 5 if rank == step % 2 else 1)).square().mean()
+        backward(loss)
+        return loss
+
+    assert_trains_like_plain(Deep, body, setting, transport="gloo")
+
+
 # -- without gradients -------------------------------------------------------------------------------------------------
 
 

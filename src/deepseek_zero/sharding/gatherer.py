@@ -77,6 +77,12 @@ class Gatherer:
         if owner in known:
             known.remove(owner)
 
+    def issue_before(self, unit: Unit) -> None:
+        """Start the gathers of units that this rank skipped on its way to `unit`: others may need them to go on."""
+        if self._walk is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._issue_up_to(self._walk.position[unit.number] - 1)
+
     def issue_rest(self) -> None:
         """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
         if self._walk is not None:
@@ -132,4 +138,4 @@ class Gatherer:
         for index in range(self._cursor, position + 1):
             for number in self._walk.issue[index]:
                 self.units[number].start_gather()
-        self._cursor = position + 1
+        self._cursor = max(self._cursor, position + 1)

@@ -101,6 +101,7 @@ class Runtime:
             self.watcher.see("grad", unit.number, grad)
         self.gatherer.release_frozen_before(unit)
         if self._reduces_now and unit is not self.root and self.forward.count <= 1:
+            self.gatherer.issue_before(unit)
             with torch.no_grad():
                 self.reducer.pass_by(unit)
         self.gatherer.use_with_externals(unit)
