@@ -17,9 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
 from deepseek_zero.engine.memory import unit_places
 from deepseek_zero.report.explain import overlap_share
+from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.sharding.plan import Tier
 from deepseek_zero.tiers.disk import DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
@@ -127,6 +129,24 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
             chunk.settle()
         gradients = all(chunk.sum is None for chunk in extent.chunks)
         assert gradients or extent.here_bytes == 0, (extent.chunks[0].what, numel)
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_no_gathered_weight_is_kept_from_forward_to_backward(ranks: int, tier: str) -> None:
+    engine = engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0})
+    viewed, give = [], Pool.give
+
+    def look(pool: Pool, tensor: Tensor) -> None:
+        if storage_users(tensor) > 1:
+            viewed.append(tensor.numel())
+        give(pool, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pool, "give", look)
+        train_step(engine, Run(3), 0)
+    assert viewed == []
 
 
 def extents_of(engine: Any) -> list[DiskExtent]:

@@ -103,8 +103,7 @@ class Forward:
             yield torch.autocast(self.runtime.route.pool.device.type, dtype=autocast)
         kept = unit.number in self.runtime.gatherer.schedule.kept
         if (
-            unit.sharded
-            and self.runtime.comm.size > 1
+            unit.is_copied
             and not kept
             and torch.is_grad_enabled()
             and self.runtime.phase is not Phase.BACKWARD

@@ -227,7 +227,7 @@ class FlatGroup:
         full, self.full = self.full, None
         if self.weight.common is not None:
             self.weight.common.release()
-        elif self.route.comm.size > 1 or self.weight.extent is not None:
+        elif gathers_a_copy(self):
             self.route.pool.give(full.storage)
 
     def refresh(self, what: str) -> Pending:
@@ -283,6 +283,11 @@ class FlatGroup:
 
     def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None:
         self.gradient.of(self.members[self.index[id(param)]].slot).mul_(factor)
+
+
+def gathers_a_copy(group: FlatGroup) -> bool:
+    """Whether a gather brings the weight into a buffer that is lent; else it is used where it rests."""
+    return group.weight.common is None and (group.route.comm.size > 1 or group.weight.extent is not None)
 
 
 def part_of(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:

@@ -82,12 +82,7 @@ class WeightHooks:
 
 
 def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """The context for one forward of a gathered unit; does nothing inside the hooks of others.
-
-    Nor for weights in common pages, which are there in backward as they are in forward.
-    """
-    if all(group.weight.common is not None for group in unit.sharded):
-        return nullcontext()
+    """The context for one forward of a gathered unit; does nothing inside the hooks of others."""
     top = outer_saved_tensor_hooks()
     outer = getattr(top[0], "__self__", None) if top is not None else None
     if top is not None and not isinstance(outer, WeightHooks):

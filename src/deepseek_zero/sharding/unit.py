@@ -11,7 +11,7 @@ from enum import Enum
 from torch import nn
 
 from ..comm.collectives import Pending
-from .group import FlatGroup, Member
+from .group import FlatGroup, Member, gathers_a_copy
 
 
 class UnitState(Enum):
@@ -60,6 +60,11 @@ class Unit:
     def gathered_numel(self) -> int:
         """Elements that a gather brings here."""
         return sum(group.layout.padded_numel for group in self.sharded)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether gathering brings copies, which go with the release; elsewhere weights are used where they rest."""
+        return any(map(gathers_a_copy, self.sharded))
 
     @property
     def numel(self) -> int:
