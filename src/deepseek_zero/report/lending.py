@@ -2,7 +2,9 @@
 
 The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so what it holds is, for
 each size, the largest number lent at once.  That depends on the sizes of units, the window and the ranks, never on how
-many units there are: ZeRO-R's constant buffers.  Called by the engine's memory report and the truth contract.
+many units there are: ZeRO-R's constant buffers.  A unit's gradient is counted from when backward comes to the unit;
+where it has others inside, its first gradient may come later, and the number is an upper bound.  Called by the
+engine's memory report and the truth contract.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from ..comm.collectives import TILE_NUMEL
 from ..sharding.buffer import message_numel
 from ..sharding.placement import S
 from ..sharding.plan import PlanSettings
-from ..sharding.schedule import Kind, Schedule, plan_schedule
+from ..sharding.schedule import Kind, Schedule, enclosing, plan_schedule
 from ..tiers.tier import Tier
 from .estimate import GroupFacts, UnitFacts
 
@@ -133,7 +135,8 @@ def lent_buffers(
         if not any(group.plan.rests_elsewhere for group in groups):
             return Counter()
         in_place = True
-    declared = plan_schedule([unit.gathered_numel for unit in units], range(len(units)), settings)
+    sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
+    declared = plan_schedule(sizes, range(len(units)), settings, around)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
         player = _Player(units, settings, (torch.float32, TILE_NUMEL[device_type]), in_place)

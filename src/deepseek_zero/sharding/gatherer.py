@@ -13,7 +13,7 @@ import torch
 
 from ..comm.collectives import Comm
 from .plan import PlanSettings
-from .schedule import Pass, Schedule, plan_schedule
+from .schedule import Pass, Schedule, enclosing, plan_schedule
 from .tuning import Tuner
 from .unit import Unit, UnitState
 
@@ -23,7 +23,8 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm) -> None:
         self.units, self.settings, self.comm = list(units), settings, comm
-        self.schedule: Schedule = plan_schedule(self.sizes, list(range(len(units))), settings)
+        self._around = enclosing([unit.name for unit in units])
+        self.schedule: Schedule = plan_schedule(self.sizes, range(len(units)), settings, self._around)
         self.order_is_agreed = False
         self.tuner = Tuner(settings, [unit.numel for unit in units], comm)
         self._recorded: list[int] = []
@@ -51,9 +52,8 @@ class Gatherer:
         if not self.order_is_agreed and unit.number not in self._recorded:
             self._recorded.append(unit.number)
         with torch.inference_mode(False), torch.no_grad():
-            walk = self._walk
-            if walk is not None and walk.position.get(unit.number, -1) >= self._cursor:
-                self._issue_up_to(walk.position[unit.number])
+            if self._walk is not None:
+                self._issue_up_to(self._walk.position[unit.number])
             unit.start_gather()  # not in the walk, or released since: on demand
             unit.finish_gather()
 
@@ -110,9 +110,9 @@ class Gatherer:
 
     def release_frozen_before(self, unit: Unit) -> None:
         """Frozen weights give no sign when backward is done with them; the next unit's turn is the sign."""
-        position = self.schedule.backward.position
+        backward = self.schedule.backward
         for other in self.units[1:]:
-            behind = position[other.number] < position[unit.number]
+            behind = backward.done[other.number] < backward.position[unit.number]
             if other.has_frozen_shards and behind and (other.is_complete or not other.trained):
                 other.release()
 
@@ -125,13 +125,13 @@ class Gatherer:
         seen = [int(number) for number in rows[fullest] if number >= 0]
         order = [0, *(number for number in seen if number)]
         order += [number for number in range(len(self.units)) if number not in order]
-        self.schedule = plan_schedule(self.sizes, order, self.settings)
+        self.schedule = plan_schedule(self.sizes, order, self.settings, self._around)
         self.order_is_agreed = True
 
     def replan(self, settings: PlanSettings) -> None:
         """Go on with other sizes, in the same order; between two steps."""
         self.settings = settings
-        self.schedule = plan_schedule(self.sizes, self.schedule.forward.order, settings)
+        self.schedule = plan_schedule(self.sizes, self.schedule.forward.order, settings, self._around)
 
     def _issue_up_to(self, position: int) -> None:
         assert self._walk is not None

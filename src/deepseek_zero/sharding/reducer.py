@@ -15,6 +15,7 @@ import torch
 from ..base.errors import UsageError
 from ..comm.collectives import Comm
 from .placement import S
+from .schedule import Pass
 from .unit import Unit
 
 
@@ -26,14 +27,18 @@ class Reducer:
         grads = [group.plan.grad for unit in self.units for group in unit.trained]
         self.shards = any(grad is not None and grad.placement is S for grad in grads)  # so every backward reduces
         self.order: list[int] = []
+        self._passed: dict[int, int] = {}  # how many of `order` are done before backward comes to a unit
         self.late: set[int] = set()
         self._cursor = 0
         self._in_flight: Unit | None = None
 
-    def set_order(self, backward_order: Sequence[int]) -> None:
-        """Reductions follow the backward walk, the root (first there, finished last) at the end."""
-        root, *rest = backward_order
-        self.order = [number for number in [*rest, root] if self.units[number].trained]
+    def set_order(self, backward: Pass) -> None:
+        """Reductions follow the backward walk: each unit when it is done, the root at the end."""
+        self.order, self._passed = [], {}
+        for unit, ended in zip(backward.order, backward.ends, strict=True):
+            self._passed[unit] = len(self.order)
+            self.order += [number for number in ended if self.units[number].trained]
+        self.order += [backward.order[0]] if self.units[backward.order[0]].trained else []
 
     def begin(self) -> None:
         """A backward starts."""
@@ -57,7 +62,7 @@ class Reducer:
         end, while it waits for their next gather.  Should a gradient come after all, it is late (`settle`).
         """
         margin = 2 if self.overlap else 1
-        reached = self.order.index(unit.number) if unit.number in self.order else 0
+        reached = self._passed[unit.number] if unit.trained else 0
         while self._cursor < min(reached - margin + 1, len(self.order)):
             self._launch(self.units[self.order[self._cursor]])
             self._cursor += 1

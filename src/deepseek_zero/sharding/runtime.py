@@ -41,7 +41,7 @@ class Runtime:
         self.backwards = 0  # finished since the last step
         self.gatherer = Gatherer(units, settings, self.comm)
         self.reducer = Reducer(units, self.comm, settings.overlap)
-        self.reducer.set_order(self.gatherer.schedule.backward.order)
+        self.reducer.set_order(self.gatherer.schedule.backward)
         self.forward = Forward(self)
         self._backward_id = -1
         for group in self.groups:
@@ -190,7 +190,7 @@ class Runtime:
         self.backwards = 0
         if not self.gatherer.order_is_agreed:
             self.gatherer.agree_on_order()
-            self.reducer.set_order(self.gatherer.schedule.backward.order)
+            self.reducer.set_order(self.gatherer.schedule.backward)
         if self.comm.meter.end_step():
             self.route.tiers.start_counting()
         if (changed := self.gatherer.tuner.look()) is not None:

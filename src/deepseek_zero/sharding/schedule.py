@@ -8,7 +8,7 @@ Called by runtime.py and report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,16 +37,26 @@ class Action:
 @dataclass(frozen=True)
 class Pass:
     """One walk over the units: `order[k]` is used k-th; `issue[k]` are the units whose gather starts by then, in
-    order.
+    order; `ends[k]` those that are not needed after it, inner ones first.
+
+    position, done: k of a unit's use and of its end; the root, needed throughout, has no end.
     """
 
     order: tuple[int, ...]
     issue: tuple[tuple[int, ...], ...]
+    ends: tuple[tuple[int, ...], ...]
     position: dict[int, int]
+    done: dict[int, int]
 
     @classmethod
-    def over(cls, order: Sequence[int], issue: Sequence[Sequence[int]]) -> Pass:
-        return cls(tuple(order), tuple(tuple(units) for units in issue), {unit: k for k, unit in enumerate(order)})
+    def over(cls, order: Sequence[int], issue: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Pass:
+        return cls(
+            tuple(order),
+            tuple(map(tuple, issue)),
+            tuple(map(tuple, ends)),
+            {unit: k for k, unit in enumerate(order)},
+            {unit: k for k, units in enumerate(ends) for unit in units},
+        )
 
 
 @dataclass(frozen=True)
@@ -65,15 +75,14 @@ class Schedule:
         for k, unit in enumerate(self.forward.order):
             found += [Action(Kind.GATHER, each) for each in self.forward.issue[k]]
             found.append(Action(Kind.FORWARD, unit))
-            if unit not in self.kept and unit != root:
-                found.append(Action(Kind.RELEASE, unit))
+            found += [Action(Kind.RELEASE, each) for each in self.forward.ends[k] if each not in self.kept]
         if root not in self.kept:
             found.append(Action(Kind.RELEASE, root))
         for k, unit in enumerate(self.backward.order):
             found += [Action(Kind.GATHER, each) for each in self.backward.issue[k]]
             found.append(Action(Kind.BACKWARD, unit))
-            if unit != root:
-                found += [Action(Kind.REDUCE, unit), Action(Kind.RELEASE, unit)]
+            for each in self.backward.ends[k]:
+                found += [Action(Kind.REDUCE, each), Action(Kind.RELEASE, each)]
         return [*found, Action(Kind.REDUCE, root), Action(Kind.RELEASE, root)]
 
     def peak_live_numel(self, sizes: Sequence[int]) -> int:
@@ -91,18 +100,65 @@ class Schedule:
         return " ".join(map(str, self.actions()))
 
 
-def plan_schedule(sizes: Sequence[int], order: Sequence[int], settings: PlanSettings) -> Schedule:
+def enclosing(names: Sequence[str]) -> dict[int, int]:
+    """The unit that the module of another stands in, from their full names, by number; the root (0) is left out."""
+    numbers = {name: number for number, name in enumerate(names) if number}
+    found = {}
+    for name, number in numbers.items():
+        outer = name.rpartition(".")[0]
+        while outer and outer not in numbers:
+            outer = outer.rpartition(".")[0]
+        if outer:
+            found[number] = numbers[outer]
+    return found
+
+
+def plan_schedule(
+    sizes: Sequence[int], order: Sequence[int], settings: PlanSettings, around: Mapping[int, int] | None = None
+) -> Schedule:
     """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root, in use throughout.
 
-    sizes: elements that gathering unit u brings here (0 where nothing is sharded).
+    sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what `enclosing` found;
+    such a unit is in use until the last one inside it is done, forward and backward.
     """
-    root, rest = order[0], list(order[1:])
-    kept = _kept(sizes, [root, *reversed(rest)], settings)
-    ahead = settings.ahead_numel if settings.overlap else 0
-    forward = _walk(sizes, list(order), frozenset(), settings.window_numel, ahead, kept)
-    inference = _walk(sizes, list(order), frozenset(), settings.window_numel, ahead, frozenset())
-    backward = _walk(sizes, [root, *reversed(rest)], kept, settings.window_numel, ahead, frozenset())
-    return Schedule(forward, inference, backward, kept)
+    around = around or {}
+    forward, backward = list(order), _reverse(order, around)
+    kept = _kept(sizes, backward, settings)
+    none: frozenset[int] = frozenset()
+    return Schedule(
+        forward=_walk(sizes, forward, around, settings, none, kept),
+        inference=_walk(sizes, forward, around, settings, none, none),
+        backward=_walk(sizes, backward, around, settings, kept, none),
+        kept=kept,
+    )
+
+
+def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:
+    """The order of backward: last used first, but a unit before those inside it, since its output is."""
+    root, *rest = order
+    inside: dict[int, list[int]] = {unit: [] for unit in order}
+    for unit in rest:
+        inside[around.get(unit, root)].append(unit)
+    found, to_come = [], [root]
+    while to_come:
+        found.append(to_come.pop())
+        to_come += inside[found[-1]]
+    return found
+
+
+def _ends(order: Sequence[int], around: Mapping[int, int]) -> list[list[int]]:
+    """For each place of a walk the units that are not needed after it, inner ones first."""
+    last = {each: k for k, unit in enumerate(order[1:], 1) for each in _outward(unit, around)}
+    found = [[each for each in _outward(unit, around) if last[each] == k] for k, unit in enumerate(order[1:], 1)]
+    return [[], *found]
+
+
+def _outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
+    """A unit and those around it, the root left out."""
+    yield unit
+    while unit in around:
+        unit = around[unit]
+        yield unit
 
 
 def _kept(sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings) -> frozenset[int]:
@@ -120,16 +176,17 @@ def _kept(sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings)
 def _walk(
     sizes: Sequence[int],
     order: list[int],
+    around: Mapping[int, int],
+    settings: PlanSettings,
     resident: frozenset[int],
-    window: int,
-    ahead: int,
     stays: frozenset[int],
 ) -> Pass:
     """Gathers as late as the window says and as early as `ahead` allows: at least the next unit, unless it is 0."""
-    root = order[0]
+    window, ahead = settings.window_numel, settings.ahead_numel if settings.overlap else 0
     issued = set(resident)
     live = sum(sizes[unit] for unit in resident)
     issue: list[list[int]] = []
+    ends = _ends(order, around)
     for k, unit in enumerate(order):
         now = []
         if unit not in issued:
@@ -148,6 +205,5 @@ def _walk(
             early += sizes[later]
             live += sizes[later]
         issue.append(now)
-        if unit != root and unit not in stays:
-            live -= sizes[unit]
-    return Pass.over(order, issue)
+        live -= sum(sizes[each] for each in ends[k] if each not in stays)
+    return Pass.over(order, issue, ends)

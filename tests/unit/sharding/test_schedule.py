@@ -7,7 +7,7 @@ import random
 import pytest
 
 from deepseek_zero.sharding.plan import PlanSettings
-from deepseek_zero.sharding.schedule import Kind, Schedule, plan_schedule
+from deepseek_zero.sharding.schedule import Kind, Schedule, enclosing, plan_schedule
 
 SIZES = [10, 100, 100, 100]  # the root and three blocks
 
@@ -97,3 +97,53 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
     assert schedule_of(window=0).peak_live_numel(SIZES) == 110
     assert schedule_of(window=250).peak_live_numel(SIZES) == 210
     assert schedule_of(window=10**9).peak_live_numel(SIZES) == 310
+
+
+# -- units inside units
+
+NAMES = ["root", "a", "a.t.0", "a.t.1", "b", "b.t.0", "b.t.1"]
+
+
+def test_units_stand_in_the_nearest_unit_that_their_name_begins_with() -> None:
+    assert enclosing(NAMES) == {2: 1, 3: 1, 5: 4, 6: 4}
+    assert enclosing(["root", "root.a", "ab", "a", "a.b.c", "a.b.c.d"]) == {4: 3, 5: 4}
+
+
+def test_a_unit_is_in_use_until_the_last_inside_it_is_done() -> None:
+    settings = PlanSettings(window_numel=0)
+    schedule = plan_schedule([10, 20, 50, 50, 20, 50, 50], range(7), settings, enclosing(NAMES))
+    assert str(schedule) == (
+        "G0 F0 G1 F1 G2 F2 R2 G3 F3 R3 R1 G4 F4 G5 F5 R5 G6 F6 R6 R4 R0 "
+        "G0 B0 G4 B4 G6 B6 S6 R6 G5 B5 S5 R5 S4 R4 G1 B1 G3 B3 S3 R3 G2 B2 S2 R2 S1 R1 S0 R0"
+    )
+    assert schedule.peak_live_numel([10, 20, 50, 50, 20, 50, 50]) == 80, "the root, a block, a tile"
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_around_it(seed: int) -> None:
+    draw = random.Random(seed)
+    names = ["root"]
+    while len(names) < draw.randint(2, 12):
+        outer = draw.choice(names)
+        names.append(f"{outer}.{len(names)}" if outer != "root" else f"{len(names)}")
+    names[1:] = sorted(names[1:])  # as a model declares them: the outer one first
+    around = enclosing(names)
+    sizes = [draw.randint(0, 50) for _ in names]
+    window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))
+    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep)
+    schedule = plan_schedule(sizes, range(len(names)), settings, around)
+    live: set[int] = set()
+    chains = {}
+    for action in schedule.actions():
+        chain = [action.unit]
+        while chain[-1] in around:
+            chain.append(around[chain[-1]])
+        chains[action.unit] = sizes[0] + sum(sizes[unit] for unit in chain if unit)
+        if action.kind is Kind.GATHER:
+            assert action.unit not in live
+            live.add(action.unit)
+        else:
+            assert {0, *chain} <= live, f"{action} in {schedule}"
+            live -= {action.unit} if action.kind is Kind.RELEASE else set()
+    assert not live
+    assert schedule.peak_live_numel(sizes) <= max(window, *chains.values())
