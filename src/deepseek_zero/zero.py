@@ -1,4 +1,4 @@
-"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones."""
+"""DeepSpeed's `deepspeed.zero`: building sharded, gathering parameters, announcing external ones, tiled layers."""
 
 from __future__ import annotations
 
@@ -10,9 +10,16 @@ from .sharding.group import FlatGroup
 from .sharding.handle import owner_of
 from .sharding.init import Init
 from .sharding.runtime import Runtime
+from .sharding.tiled import TiledLinear
 from .sharding.unit import Unit
 
-__all__ = ["GatheredParameters", "Init", "register_external_parameter", "unregister_external_parameter"]
+__all__ = [
+    "GatheredParameters",
+    "Init",
+    "TiledLinear",
+    "register_external_parameter",
+    "unregister_external_parameter",
+]
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -63,7 +63,10 @@ def wrap_model(
     for number in _as_they_get_values(model, choices, comm, device):
         choice, groups = choices[number], group_params(choices[number], persistent, full_precision)
         built[number] = [_group(choice, key, names, settings, route) for key, names in groups.items()]
-    units = [Unit(choice.name or "root", choice.module, built[number], number) for number, choice in enumerate(choices)]
+    units = [
+        Unit(choice.name or "root", choice.module, built[number], number, is_tile=choice.is_tile)
+        for number, choice in enumerate(choices)
+    ]
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
     return Runtime(model, units, route, settings)

@@ -37,10 +37,13 @@ class Phase(Enum):
 
 
 class Active:
-    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast)."""
+    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
+
+    was_here: its weights were gathered before.
+    """
 
     def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+        self.unit, self.was_here = unit, unit.state is not UnitState.AT_REST
         self.contexts: list[Any] = []
 
 
@@ -78,7 +81,8 @@ class Forward:
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if unit is self.runtime.root and begins_a_step:
             check_structure(self.runtime.model, self.runtime.groups)
-        self.runtime.gatherer.use_with_externals(unit)
+        again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
+        self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
         if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
             dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
@@ -101,20 +105,17 @@ class Forward:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
             yield torch.autocast(self.runtime.route.pool.device.type, dtype=autocast)
-        kept = unit.number in self.runtime.gatherer.schedule.kept
-        if (
-            unit.is_copied
-            and not kept
-            and torch.is_grad_enabled()
-            and self.runtime.phase is not Phase.BACKWARD
-        ):
+        goes = unit.is_copied and unit.number not in self.runtime.gatherer.schedule.kept  # between forward and backward
+        again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
+        if goes and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.runtime.fetch)
 
     def leave(self, unit: Unit, given: Any, output: Any) -> Any:
         """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
         nothing has left its result.
         """
-        for context in reversed(self.active.pop().contexts):
+        active = self.active.pop()
+        for context in reversed(active.contexts):
             context.__exit__(None, None, None)
         error = sys.exc_info()[1]
         if error is not None and output is None:
@@ -134,7 +135,11 @@ class Forward:
             result = self._end_forward(result, training)
             return result if output is not None else None
         keep = self.runtime.gatherer.schedule.kept if training else frozenset()
-        if self.runtime.phase is not Phase.BACKWARD and unit is not self.runtime.root and unit.number not in keep:
+        if self.runtime.phase is Phase.BACKWARD:
+            is_done = unit.is_tile and not active.was_here
+        else:
+            is_done = unit is not self.runtime.root and unit.number not in keep
+        if is_done:
             unit.release()
         return output
 

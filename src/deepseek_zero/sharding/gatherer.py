@@ -47,19 +47,22 @@ class Gatherer:
         self._walk, self._cursor = walk, 0
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
 
-    def use(self, unit: Unit) -> None:
-        """Have the unit's weights in use when this returns.  Collective within the gather lane."""
+    def use(self, unit: Unit, *, in_turn: bool = True) -> None:
+        """Have the unit's weights in use when this returns.  Collective within the gather lane.
+
+        in_turn: the walk goes on to it.  A tile that backward recomputes is used out of turn: its own comes later.
+        """
         if not self.order_is_agreed and unit.number not in self._recorded:
             self._recorded.append(unit.number)
         with torch.inference_mode(False), torch.no_grad():
-            if self._walk is not None:
+            if self._walk is not None and in_turn:
                 self._issue_up_to(self._walk.position[unit.number])
             unit.start_gather()  # not in the walk, or released since: on demand
             unit.finish_gather()
 
-    def use_with_externals(self, unit: Unit) -> None:
+    def use_with_externals(self, unit: Unit, *, in_turn: bool = True) -> None:
         """The unit, and the units whose parameters its forward is known to read."""
-        self.use(unit)
+        self.use(unit, in_turn=in_turn)
         for other in self._externals.get(unit.number, ()):
             self.use(other)
 

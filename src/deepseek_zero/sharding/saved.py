@@ -5,7 +5,8 @@ While a unit that is to be released runs its forward, these hooks save such view
 restore them from the buffer gathered for backward.  They save memory only: without them a saved view keeps its old
 buffer and reads the same values.  Other tensors are kept as autograd would.  Where hooks of others are in force
 (checkpoint, save_on_cpu) everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight
-taken out of its sight would make the recomputation seem to differ.  Called by runtime.py.
+taken out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it all the same,
+when it is recomputed too: a recomputed layer would otherwise keep all its tiles.  Called by runtime.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.device import outer_saved_tensor_hooks
+from ..base.device import Pack, Unpack, outer_saved_tensor_hooks
 from ..base.errors import UsageError
 from .group import FlatGroup
 from .unit import Unit
@@ -46,25 +47,43 @@ class SavedTensor:
     unit: str
 
 
-class WeightHooks:
-    """The hooks for one forward of a gathered unit.  outer: those of the unit around it."""
+@dataclass(frozen=True)
+class SavedByOthers:
+    """Any other tensor where hooks of others are in force: what they made of it, and how it becomes a tensor again."""
 
-    def __init__(self, unit: Unit, fetch: Fetch, outer: WeightHooks | None) -> None:
-        self.unit, self.fetch, self.outer = unit.name, fetch, outer
+    packed: Any
+    restore: Unpack
+
+
+Saved = SavedWeight | SavedTensor | SavedByOthers
+
+
+class WeightHooks:
+    """The hooks for one forward of a gathered unit.  outer: those of the unit around it; others: somebody else's."""
+
+    def __init__(
+        self, unit: Unit, fetch: Fetch, outer: WeightHooks | None, others: tuple[Pack, Unpack] | None = None
+    ) -> None:
+        self.unit, self.fetch, self.outer, self.others = unit.name, fetch, outer, others
         self.places = {
             group.full.storage.untyped_storage().data_ptr(): group for group in unit.sharded if group.full is not None
         }
 
-    def pack(self, tensor: Tensor) -> SavedWeight | SavedTensor:
+    def pack(self, tensor: Tensor) -> Saved:
         group = self.places.get(tensor.untyped_storage().data_ptr())
         if group is not None and tensor.dtype == group.plan.weight.dtype:
             return SavedWeight(group, self.fetch, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
         if self.outer is not None:
             return self.outer.pack(tensor)
+        if self.others is not None:
+            pack, restore = self.others
+            return SavedByOthers(pack(tensor), restore)
         kept = tensor.detach()
         return SavedTensor(kept, kept._version, self.unit)
 
-    def unpack(self, saved: SavedWeight | SavedTensor) -> Tensor:
+    def unpack(self, saved: Saved) -> Tensor:
+        if isinstance(saved, SavedByOthers):
+            return saved.restore(saved.packed)
         if isinstance(saved, SavedWeight):
             if saved.group.full is None:
                 saved.fetch(saved.group)
@@ -82,10 +101,13 @@ class WeightHooks:
 
 
 def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """The context for one forward of a gathered unit; does nothing inside the hooks of others."""
+    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but for a tile's."""
     top = outer_saved_tensor_hooks()
     outer = getattr(top[0], "__self__", None) if top is not None else None
-    if top is not None and not isinstance(outer, WeightHooks):
+    if isinstance(outer, WeightHooks):
+        hooks = WeightHooks(unit, fetch, outer)
+    elif top is None or unit.is_tile:
+        hooks = WeightHooks(unit, fetch, None, top)
+    else:
         return nullcontext()
-    hooks = WeightHooks(unit, fetch, outer)
     return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)

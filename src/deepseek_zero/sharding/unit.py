@@ -31,10 +31,12 @@ MOVES = {
 
 class Unit:
     """Groups of parameters that move together. `module` is whose forward needs them; the root unit holds what is
-    left.
+    left.  is_tile: a unit for the sake of memory alone, wherever it stands (wrap.py).
     """
 
-    def __init__(self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int) -> None:
+    def __init__(
+        self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int, *, is_tile: bool = False
+    ) -> None:
         self.name, self.module, self.groups, self.number = name, module, list(groups), number
         self.sharded = [group for group in self.groups if group.is_sharded]
         self.trained = [group for group in self.groups if group.trainable]
@@ -46,6 +48,7 @@ class Unit:
         self.expected: set[int] = {id(member.param) for group in self.trained for member in group.members}
         self.reduced_in_backward = False
         self.is_lifted = False  # precision "auto" found that 16 bits do not do here
+        self.is_tile = is_tile
 
     @property
     def state(self) -> UnitState:

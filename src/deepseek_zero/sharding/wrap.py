@@ -21,10 +21,11 @@ LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though n
 
 @dataclass
 class UnitChoice:
-    """A module chosen as unit and the parameters it owns, by full name."""
+    """A module chosen as unit and the parameters it owns, by full name.  is_tile: see `choose_units`."""
 
     name: str
     module: nn.Module
+    is_tile: bool = False
     params: dict[str, nn.Parameter] = field(default_factory=dict)
 
 
@@ -33,12 +34,17 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
 
     Repeated blocks (two or more children of one class in a container) and large lone blocks are units; where such a
     block is itself but a sequence of repeated blocks, those are.  A leaf module never is, because its parent may read
-    its parameters directly (nn.MultiheadAttention reads out_proj.weight).  A parameter used in several units belongs
-    to the root, which is gathered throughout. `settings.unit_names` overrides the search by class or module name;
-    `leaf_classes` (mixture-of-experts blocks) are never looked into.
+    its parameters directly (nn.MultiheadAttention reads out_proj.weight), unless the parent's class says that it only
+    calls its children (`children_are_units`, tiled.py): those, its tiles, are units wherever they stand, inside others
+    too.  A parameter used in several units belongs to the root, which is gathered throughout. `settings.unit_names`
+    overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
     """
-    chosen = list(_explicit(model, settings)) if settings.unit_names else list(_search(model, "", settings))
-    units = [UnitChoice("", model), *(UnitChoice(name, module) for name, module in chosen)]
+    chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
+    tiles = dict(_tiles(model, "", settings))
+    units = [UnitChoice("", model)]
+    for name, module in model.named_modules(remove_duplicate=False):
+        if name in chosen or name in tiles:
+            units.append(UnitChoice(name, module, is_tile=name in tiles))
     owners = _owners(model, units)
     for name, param in model.named_parameters():
         owner = owners[id(param)]
@@ -106,6 +112,22 @@ def _search_container(container: nn.Module, prefix: str, settings: PlanSettings)
             yield from _search(child, f"{path}.", settings)
 
 
+def _tiles(
+    module: nn.Module, prefix: str, settings: PlanSettings, *, inside: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """The children of every class that says they are units, looking through containers and into no leaf.
+
+    inside: whether `module` is a container of such children.
+    """
+    apart = getattr(type(module), "children_are_units", False) or (inside and isinstance(module, CONTAINERS))
+    for name, child in module.named_children():
+        path = f"{prefix}{name}"
+        if apart and not isinstance(child, CONTAINERS):
+            yield path, child
+        elif not _is_leaf_unit(path, child, settings):
+            yield from _tiles(child, f"{path}.", settings, inside=apart)
+
+
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks)."""
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
@@ -119,7 +141,12 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _repeats_inside(module: nn.Module) -> bool:
-    return any(isinstance(each, CONTAINERS) and len(list(each.children())) >= 2 for each in module.modules())
+    """Whether there are lists of modules inside; a tiled layer's list of tiles is no sign of blocks."""
+    if getattr(type(module), "children_are_units", False):
+        return False
+    if isinstance(module, CONTAINERS) and len(list(module.children())) >= 2:
+        return True
+    return any(map(_repeats_inside, module.children()))
 
 
 def _is_stage(module: nn.Module) -> bool:

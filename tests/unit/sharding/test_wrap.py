@@ -9,6 +9,7 @@ from torch import nn
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.sharding.plan import PlanSettings
+from deepseek_zero.sharding.tiled import TiledLinear
 from deepseek_zero.sharding.wrap import choose_units
 
 
@@ -82,3 +83,64 @@ def test_a_parameter_of_two_units_is_the_roots() -> None:
     units = choose_units(model, PlanSettings(stage=3))
     assert "blocks.0.up.weight" in units[0].params
     assert "blocks.1.up.weight" not in [name for unit in units for name in unit.params]
+
+
+class Tiled(Block):
+    """A block with a tiled layer between what is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = TiledLinear(4, 8, in_splits=2, out_splits=2)
+
+
+TILES = ["up.linears.0.0", "up.linears.0.1", "up.linears.1.0", "up.linears.1.1"]
+
+
+def test_tiles_are_units_inside_their_block_and_own_their_parameters() -> None:
+    model = Model(Tiled)
+    units = choose_units(model, PlanSettings(stage=3))
+    expected = [name for n in (0, 1) for name in (f"blocks.{n}", *(f"blocks.{n}.{tile}" for tile in TILES))]
+    assert [unit.name for unit in units] == ["", *expected]
+    assert [unit.name for unit in units if unit.is_tile] == [name for name in expected if "linears" in name]
+    assert list(units[1].params) == ["blocks.0.down.weight", "blocks.0.down.bias"]
+    assert list(units[3].params) == ["blocks.0.up.linears.0.1.weight", "blocks.0.up.linears.0.1.bias"]
+    owned = [name for unit in units for name in unit.params]
+    assert sorted(owned) == sorted(name for name, _ in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        TiledLinear(4, 8, in_splits=2, out_splits=2),
+        nn.Sequential(TiledLinear(4, 8, out_splits=4), nn.ReLU(), TiledLinear(8, 4, in_splits=4)),
+        nn.Sequential(nn.Linear(4, 2000), nn.Sequential(TiledLinear(2000, 2000, in_splits=4))),
+    ],
+    ids=["the model itself", "a sequence", "large and alone"],
+)
+def test_tiles_outside_of_blocks_are_units_and_their_layer_is_none(model: nn.Module) -> None:
+    tiles = [name for name, module in model.named_modules() if type(module).__name__ == "Tile"]
+    units = choose_units(model, PlanSettings(stage=3))
+    assert [unit.name for unit in units[1:]] == tiles and all(unit.is_tile for unit in units[1:])
+
+
+def test_a_large_lone_block_stays_one_though_tiles_repeat_inside() -> None:
+    class Lone(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = TiledLinear(10, 1000, out_splits=2), nn.Linear(1000, 1000)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = Lone()
+
+    names = [unit.name for unit in choose_units(Model(), PlanSettings(stage=3))]
+    assert names == ["", "mlp", "mlp.up.linears.0.0", "mlp.up.linears.1.0"]
+
+
+def test_units_by_name_leave_tiles_units_and_a_leaf_keeps_its_tiles() -> None:
+    model = Model(Tiled)
+    named = choose_units(model, PlanSettings(stage=3, unit_names=("blocks.1",)))
+    assert [unit.name for unit in named][:6] == ["", *(f"blocks.0.{tile}" for tile in TILES), "blocks.1"]
+    leaves = choose_units(model, PlanSettings(stage=3, leaf_classes=("Tiled",)))
+    assert [unit.name for unit in leaves] == ["", "blocks.0", "blocks.1"]
