@@ -2,7 +2,7 @@
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
 does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py,
-sharding/buffer.py, sharding/gradient.py, engine/assemble.py and report/measure.py.
+sharding/buffer.py, sharding/gradient.py, activations/parking.py, engine/assemble.py and report/measure.py.
 """
 
 from __future__ import annotations
@@ -97,6 +97,26 @@ def _madvise() -> Callable[[int, int, int], int]:
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return madvise
+
+
+def give_back_holes() -> None:
+    """Return what is free inside the C library's heap to the system; KEPT_BYTES on top of it stay.
+
+    Under a small allocation that lives, a freed tensor leaves a hole, and glibc (2.36) never puts a tensor of the same
+    size there: the alignment torch asks for does not fit.  Other C libraries are not asked.
+    """
+    if (trim := _malloc_trim()) is not None:
+        trim(KEPT_BYTES)
+
+
+@lru_cache(maxsize=1)
+def _malloc_trim() -> Callable[[int], int] | None:
+    try:
+        trim = ctypes.CDLL(None).malloc_trim
+    except (OSError, AttributeError):
+        return None
+    trim.argtypes = [ctypes.c_size_t]
+    return trim
 
 
 class Segment:

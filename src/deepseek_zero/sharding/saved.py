@@ -6,7 +6,8 @@ restore them from the buffer gathered for backward.  They save memory only: with
 buffer and reads the same values.  Other tensors are kept as autograd would.  Where hooks of others are in force
 (checkpoint, save_on_cpu) everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight
 taken out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it all the same,
-when it is recomputed too: a recomputed layer would otherwise keep all its tiles.  Called by runtime.py.
+when it is recomputed too: a recomputed layer would otherwise keep all its tiles.  Called by forward.py;
+activations/recompute.py asks who sees.
 """
 
 from __future__ import annotations
@@ -100,14 +101,21 @@ class WeightHooks:
         return saved.tensor
 
 
-def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
-    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but for a tile's."""
+def _ours_in_force() -> WeightHooks | None:
     top = outer_saved_tensor_hooks()
     outer = getattr(top[0], "__self__", None) if top is not None else None
-    if isinstance(outer, WeightHooks):
-        hooks = WeightHooks(unit, fetch, outer)
-    elif top is None or unit.is_tile:
-        hooks = WeightHooks(unit, fetch, None, top)
-    else:
+    return outer if isinstance(outer, WeightHooks) else None
+
+
+def others_see() -> bool:
+    """Whether what autograd saves now goes to hooks of others (checkpoint, save_on_cpu)."""
+    return outer_saved_tensor_hooks() is not None and _ours_in_force() is None
+
+
+def weight_hooks(unit: Unit, fetch: Fetch) -> AbstractContextManager[Any]:
+    """The context for one forward of a gathered unit; does nothing inside the hooks of others, but for a tile's."""
+    if others_see() and not unit.is_tile:
         return nullcontext()
+    ours = _ours_in_force()
+    hooks = WeightHooks(unit, fetch, ours, outer_saved_tensor_hooks() if ours is None else None)
     return torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack)

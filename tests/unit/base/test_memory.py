@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -95,3 +96,27 @@ def test_pieces_that_are_freed_leave_no_holes_where_a_model_does_not_fit() -> No
     command = [sys.executable, "-c", HOLES, "return_freed_memory"]
     changed, grown = subprocess.run(command, env=plain, capture_output=True, text=True, check=True).stdout.split()
     assert changed == "True" and int(grown) < 8, f"MiB left of 64 pieces of 4 MiB, one at a time: {grown}"
+
+
+PINNED_HOLES = """
+import torch
+from deepseek_zero.base.memory import give_back_holes, keep_freed_memory
+from tests.unit.base.test_memory import resident_bytes
+keep_freed_memory()
+give_back_holes()
+start, pins, x = resident_bytes(), [], torch.ones(2 << 20)
+for _ in range(20):
+    y = torch.ones(2 << 20)  # 8 MiB, before the last one goes
+    pins.append(torch.ones(8))
+    x = y
+before = resident_bytes() - start
+give_back_holes()
+print(before >> 20, resident_bytes() - start >> 20, sum(float(pin.sum()) for pin in pins))
+"""
+
+
+def test_holes_in_the_heap_are_given_back_and_nothing_that_lives_in_between() -> None:
+    root = Path(__file__).resolve().parents[3]
+    before, after, total = subprocess.check_output([sys.executable, "-c", PINNED_HOLES], cwd=root, text=True).split()
+    assert float(total) == 20 * 8
+    assert int(after) <= min(int(before), 24)  # one tensor, and what lies on top
