@@ -1,0 +1,57 @@
+"""What of a tensor its bytes do not say, and how its bytes are copied out of it and back.  Called by parking.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Form:
+    """The dtype, shape and strides of a CPU tensor.
+
+    Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the stretch of memory
+    they lie in is copied as it is.  A slice with gaps is copied element by element, and has its gaps again afterwards:
+    a kernel that looks at strides takes the same way twice.
+    """
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Form:
+        return cls(tensor.dtype, tensor.size(), tensor.stride())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to keep."""
+        return min(self._span, prod(self.size)) * self.dtype.itemsize
+
+    @property
+    def _span(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+
+    def _gapless(self, tensor: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as views that have the same elements in the same order."""
+        if self._span <= prod(self.size):
+            return tensor.as_strided((self._span,), (1,)), flat
+        return tensor, flat.view(self.size)
+
+    def write(self, tensor: Tensor, bytes_: Tensor) -> None:
+        """Copy a tensor of this form into `nbytes` bytes."""
+        source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
+        target.copy_(source)
+
+    def read(self, bytes_: Tensor) -> Tensor:
+        """A new tensor of this form out of them."""
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        target, source = self._gapless(tensor, bytes_.view(self.dtype))
+        target.copy_(source)
+        return tensor

@@ -1,0 +1,220 @@
+"""Where the inputs of checkpoints wait for backward: one slab of a memory, instead of storages all over the heap.
+
+Forward parks in one order, backward takes in the other, so the slab is a stack; first fit makes any other order right
+too.  Its size is given, or learned: what the first forward needs is reserved piece by piece, and as one slab as soon as
+nothing is parked.  On a disk the newest checkpoint stays (backward begins with it), the ones before it are written
+while later ones compute, and the next ones backward wants are read while it recomputes one.  Whoever holds a `Parked`
+may take as often as it likes; its place is free when it is dropped.  Called by recompute.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..base.device import backward_id, queue_backward_callback
+from ..base.memory import PAGE, give_back_holes
+from ..base.quantities import format_bytes
+from ..tiers.tier import Memory, Ticket
+from .form import Form
+from .slab import Place, Slab
+
+CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
+AHEAD = 2  # checkpoints that are read before backward asks for them
+BEHIND = 2  # checkpoints that may be on their way to the disk
+ALIGNMENT = 64  # bytes at which a tensor begins
+HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's holes are given back
+
+
+@dataclass
+class Stay:
+    """The inputs of one checkpoint in the slab.  is_stored: sent to where the memory keeps them."""
+
+    place: Place
+    forms: list[Form]
+    is_stored: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for form in self.forms)
+
+    def parts(self, bytes_: Tensor) -> list[tuple[Form, Tensor]]:
+        """Each form with its bytes."""
+        found: list[tuple[Form, Tensor]] = []
+        start = 0
+        for form in self.forms:
+            found.append((form, bytes_[start : start + form.nbytes]))
+            start += _rounded(form.nbytes, ALIGNMENT)
+        return found
+
+
+class Parking:
+    """The parked inputs of one process.  checkpoints: how many to reserve at first; None: learned.
+
+    open_memory: makes the memory, again whenever the slab gets another size, so that nothing of the old one is kept.
+    """
+
+    def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
+        self._open, self.checkpoints = open_memory, checkpoints
+        self.memory = open_memory()
+        self.slabs: list[Slab] = []
+        self.used_bytes = self.peak_bytes = 0
+        self._stays: dict[int, Stay] = {}  # in the order they came
+        self._dropped: deque[int] = deque()  # filled by finalizers, which may run anywhere and so do nothing else
+        self._leaving: deque[Ticket] = deque()
+        self._arrived = self._holes_bytes = 0
+        self._chunk_bytes = self._largest_bytes = 0
+        self._backward = -1  # the last one that will end with a sweep
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def gap_bytes(self) -> int:
+        """What is reserved and was never needed at the same time."""
+        return self.reserved_bytes - self.peak_bytes
+
+    def park(self, tensors: Sequence[Tensor]) -> Parked:
+        """Copy the inputs of one checkpoint; `take` gives them back."""
+        self.sweep()
+        self._send_newest()
+        forms = [Form.of(tensor) for tensor in tensors]
+        stay = Stay(self._room_for(sum(_rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
+        for tensor, (form, part) in zip(tensors, stay.parts(stay.place.part()), strict=True):
+            form.write(tensor, part)
+        self._arrived += 1
+        self._stays[self._arrived] = stay
+        self._count_holes(stay)
+        self.used_bytes += stay.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return Parked(self, self._arrived)
+
+    def take(self, number: int) -> list[Tensor]:
+        """Copies of the tensors that were parked; the slab keeps its own, for another backward through this graph."""
+        self.sweep()
+        stay = self._stays[number]
+        stay.place.fetch()
+        for earlier in self._before(number, AHEAD):
+            earlier.place.fetch()
+        found = [form.read(part) for form, part in stay.parts(stay.place.look())]
+        if stay.is_stored:
+            stay.place.drop()
+        self._count_holes(stay)
+        self._sweep_after_backward()
+        return found
+
+    def _before(self, number: int, count: int) -> list[Stay]:
+        """The checkpoints that came before this one, latest first: what backward wants next."""
+        found: list[Stay] = []
+        for other in reversed(self._stays):
+            if len(found) == count:
+                break
+            if other < number:
+                found.append(self._stays[other])
+        return found
+
+    def _send_newest(self) -> None:
+        """The newest checkpoint is about to be the last but one.  Waits where the disk is too slow to keep up."""
+        newest = next(reversed(self._stays.values()), None)
+        if newest is not None and not newest.is_stored:
+            self._leaving.append(newest.place.store())
+            newest.is_stored = True
+        while len(self._leaving) > BEHIND:
+            self._leaving.popleft().wait()
+
+    def _count_holes(self, stay: Stay) -> None:
+        """Each storage that dies here, and each copy that is taken, is a hole in the heap before long."""
+        self._holes_bytes += stay.nbytes
+        if self._holes_bytes >= HOLES_BYTES:
+            self._holes_bytes = 0
+            give_back_holes()
+
+    # -- room
+
+    def _room_for(self, nbytes: int) -> Place:
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if not self._stays and len(self.slabs) > 1:
+            self._join()
+        self._chunk_bytes = self._chunk_bytes or self._best_chunk()
+        whole = _rounded(nbytes, self._chunk_bytes)
+        for slab in self.slabs:
+            if (place := slab.take(whole)) is not None:
+                return place
+        count = 1 if self.slabs or self.checkpoints is None else self.checkpoints
+        place = self._reserve(whole * count).take(whole)
+        assert place is not None
+        return place
+
+    def _join(self) -> None:
+        """One slab instead of several, while nothing is parked."""
+        self._chunk_bytes = self._best_chunk()
+        nbytes = sum(_rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
+        self._give_up()
+        self.memory = self._open()
+        self._reserve(nbytes)
+
+    def _best_chunk(self) -> int:
+        return _rounded(-(-self._largest_bytes // CHUNKS), PAGE)
+
+    def _reserve(self, nbytes: int) -> Slab:
+        self.memory.admit(nbytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.slabs.append(Slab(self.memory, nbytes, self._chunk_bytes))
+        return self.slabs[-1]
+
+    def _give_up(self) -> None:
+        self.slabs.clear()
+        self._leaving.clear()
+        self.memory.close()
+
+    # -- ends
+
+    def sweep(self) -> None:
+        """Free the places of whatever was dropped."""
+        while self._dropped:
+            stay = self._stays.pop(self._dropped.popleft())
+            self.used_bytes -= stay.nbytes
+            stay.place.give_back()
+
+    def _sweep_after_backward(self) -> None:
+        """Its last checkpoints are dropped after the last `take`."""
+        if self._backward != (now := backward_id()) and now != -1:
+            self._backward = now
+            queue_backward_callback(self.sweep)
+
+    def close(self) -> None:
+        """Give the memory up, unless a graph still needs it: then it goes with the graph."""
+        if len(self._dropped) == len(self._stays):
+            self._dropped.clear()
+            self._stays.clear()
+            self._give_up()
+
+    def explain(self) -> str:
+        """One line: what is reserved, and what of it was never needed."""
+        slabs = "one slab" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
+        return (
+            f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
+            f"most, gap {format_bytes(self.gap_bytes)}"
+        )
+
+
+class Parked:
+    """The inputs of one checkpoint, elsewhere.  Dropping it frees their place."""
+
+    def __init__(self, parking: Parking, number: int) -> None:
+        self.parking, self.number = parking, number
+
+    def take(self) -> list[Tensor]:
+        """The tensors that were parked, as new ones with the same bytes."""
+        return self.parking.take(self.number)
+
+    def __del__(self) -> None:
+        self.parking._dropped.append(self.number)
+
+
+def _rounded(nbytes: int, unit: int) -> int:
+    return -(-nbytes // unit) * unit

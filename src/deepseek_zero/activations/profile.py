@@ -1,0 +1,71 @@
+"""Seconds of each checkpoint, forward and backward, of the first step that has any.  Called by recompute.py.
+
+Backward counts from the gradient that reaches a checkpoint's output to the one that leaves its input, recomputation
+included; where no input needs a gradient, to the end of the whole backward.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..base.device import queue_backward_callback
+from ..base.log import log_once
+from ..base.quantities import format_seconds
+from ..sharding.outputs import tensors_in
+
+
+@dataclass
+class Row:
+    """One checkpoint's times."""
+
+    forward_seconds: float
+    began: float = 0.0
+    backward_seconds: float = 0.0
+
+    def end(self, grad: Tensor | None = None) -> None:
+        if self.began:
+            self.backward_seconds = time.perf_counter() - self.began
+
+
+class Profile:
+    """Times the checkpoints of one step and logs them once."""
+
+    def __init__(self) -> None:
+        self.rows: list[Row] = []
+        self.is_over = self._has_begun = False
+
+    def timed(self, call: Callable[[], Any], inputs: Any) -> Any:
+        """call(), with the times of its forward now and of its backward when that comes."""
+        if self.is_over:
+            return call()
+        began = time.perf_counter()
+        output = call()
+        row = Row(time.perf_counter() - began)
+        self.rows.append(row)
+        for tensor in tensors_in(output):
+            tensor.register_hook(lambda grad: self._begin(row))
+        for tensor in tensors_in(inputs):
+            tensor.register_hook(row.end)
+        return output
+
+    def _begin(self, row: Row) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            queue_backward_callback(self._end)
+        row.began = row.began or time.perf_counter()
+
+    def _end(self) -> None:
+        self.is_over = True
+        for row in self.rows:
+            if not row.backward_seconds:
+                row.end()
+        log_once("\n".join(["checkpoints, forward and backward", *map(_line, range(len(self.rows)), self.rows)]))
+
+
+def _line(number: int, row: Row) -> str:
+    return f"  {number}: {format_seconds(row.forward_seconds)}, {format_seconds(row.backward_seconds)}"

@@ -1,0 +1,164 @@
+"""Recomputation: torch's non-reentrant checkpoint, with its inputs parked elsewhere until backward asks for them.
+
+torch keeps what it is passed.  It is passed slots in place of activations, and a function that fills them: in forward
+with the tensors themselves, in a recomputation with what the parking gives back.  No hook, no name of torch's own.
+
+[Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` says nothing of where its inputs go, so
+that stands beside it: in `_Process`, here and nowhere else.  Called by engine/assemble.py and facade/recompute.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from ..base.device import default_device
+from ..base.errors import NotBuiltError
+from ..sharding.saved import others_see
+from ..tiers.disk import Disk, DiskSettings
+from ..tiers.host import HostMemory
+from ..tiers.tier import Extent, Memory, Tier
+from .arguments import put_back, take_out
+from .parking import Parked, Parking
+from .profile import Profile
+
+
+@dataclass(frozen=True)
+class RecomputeSettings:
+    """tier: where the inputs of checkpoints wait for backward, in one slab; None: where they are.
+
+    directory, disk: of the disk.  checkpoints: how many the slab must hold; None: learned.  profile: time each, once.
+    """
+
+    tier: Tier | None = None
+    directory: Path | None = None
+    disk: DiskSettings = field(default_factory=DiskSettings)
+    checkpoints: int | None = None
+    profile: bool = False
+
+
+class Recompute:
+    """How a process recomputes."""
+
+    def __init__(self, settings: RecomputeSettings) -> None:
+        if settings.tier is not None and (device := default_device()).type != "cpu":
+            raise NotBuiltError(
+                f"inputs of checkpoints cannot be parked beside {device.type} yet.",
+                "It has never run there, and nobody's training is the place to try.",
+                "leave activation_checkpointing.device, cpu_checkpointing and contiguous_memory_optimization out; "
+                "recomputation works without.",
+            )
+        self.settings = settings
+        self.parking = _parking_for(settings)
+        self.profile = Profile() if settings.profile else None
+
+    def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """function(*args, **kwargs), to be computed again in backward.
+
+        Inside the hooks of others (a checkpoint around this one, save_on_cpu) the inputs are theirs to keep.
+        """
+        inputs = (args, kwargs)
+        if self.parking is not None and torch.is_grad_enabled() and not others_see():
+            (args, kwargs), tensors = take_out(inputs)
+            if tensors:
+                function = _Filled(function, tensors, self.parking.park(tensors))
+        call = partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
+        if self.profile is None or not torch.is_grad_enabled():
+            return call()
+        return self.profile.timed(call, inputs)
+
+    def reset(self) -> None:
+        """Forget the size that was learned, and give the memory up; graphs that are still alive keep theirs."""
+        self.close()
+        self.parking = _parking_for(self.settings)
+
+    def close(self) -> None:
+        if self.parking is not None:
+            self.parking.close()
+
+    def explain(self) -> list[str]:
+        """A line where something was parked."""
+        return [self.parking.explain()] if self.parking is not None and self.parking.slabs else []
+
+    def extents(self) -> list[Extent]:
+        """What holds parked inputs now."""
+        return [slab.extent for slab in self.parking.slabs] if self.parking is not None else []
+
+
+class _Filled:
+    """A function whose slots are filled when it is called: at first with the tensors themselves, then as parked.
+
+    It lives as long as the graph can be recomputed, and the parked inputs as long as it.
+    """
+
+    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
+        self.function, self.parked = function, parked
+        self.tensors: list[Tensor] | None = tensors
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tensors, self.tensors = self.tensors, None
+        if tensors is None:
+            tensors = [tensor.requires_grad_() for tensor in self.parked.take()]
+        args, kwargs = put_back((args, kwargs), tensors)
+        return self.function(*args, **kwargs)
+
+
+def _parking_for(settings: RecomputeSettings) -> Parking | None:
+    if settings.tier is None:
+        return None
+    return Parking(partial(_memory_for, settings), settings.checkpoints)
+
+
+def _memory_for(settings: RecomputeSettings) -> Memory:
+    """On a CPU the device's memory is the host's, so both tiers are the same slab."""
+    if settings.tier is Tier.NVME:
+        return Disk(settings.directory or Path(), settings.disk)
+    return HostMemory()
+
+
+class _Process:
+    """See [Note: one configuration per process]."""
+
+    recompute: ClassVar[Recompute | None] = None
+
+
+def configure(settings: RecomputeSettings) -> Recompute:
+    """What `checkpoint` does in this process from now on; StorageError where the directory cannot be used."""
+    new, old = Recompute(settings), _Process.recompute
+    _Process.recompute = new
+    if old is not None:
+        old.close()
+    return new
+
+
+def current() -> Recompute | None:
+    """What was configured last; None: nothing."""
+    return _Process.recompute
+
+
+def release(recompute: Recompute | None) -> None:
+    """Undo a `configure`, unless another came after it."""
+    if recompute is None:
+        return
+    recompute.close()
+    if _Process.recompute is recompute:
+        _Process.recompute = None
+
+
+def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | None = None, **kwargs: Any) -> Any:
+    """Run `function` and compute its activations again in backward instead of keeping them.
+
+    kwargs: the function's, and torch.utils.checkpoint's own (preserve_rng_state, context_fn, ...).  use_reentrant: for
+    callers that pass it to torch's; recomputation is never reentrant here.
+    """
+    recompute = _Process.recompute
+    if recompute is None or torch.compiler.is_compiling():
+        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return recompute.checkpoint(function, args, kwargs)

@@ -1,0 +1,66 @@
+"""One stretch of a memory, reserved once and handed out by first fit: for what comes and goes like a stack, a stack.
+
+Owns where things lie; what they are, and when they move, is parking.py's, which calls it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tiers.tier import Memory, Ticket
+
+
+class Slab:
+    """So many bytes of a memory, moved in chunks.  Both sizes are multiples of what the memory moves at once."""
+
+    def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.extent = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
+        self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
+
+    def take(self, nbytes: int) -> Place | None:
+        """The first gap of so many bytes (whole chunks), None where there is none."""
+        start = 0
+        for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
+            if low - start >= nbytes:
+                self._taken.insert(number, (start, start + nbytes))
+                return Place(self, start, start + nbytes)
+            start = high
+        return None
+
+    def give_back(self, place: Place) -> None:
+        """Nobody will read what is there."""
+        self._taken.remove((place.low, place.high))
+        self.extent.forget(place.low, place.high)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The bytes [low, high) of a slab: an extent's verbs for them alone."""
+
+    slab: Slab
+    low: int
+    high: int
+
+    def part(self) -> Tensor:
+        """The bytes, to be written."""
+        return self.slab.extent.part(self.low, self.high)
+
+    def look(self) -> Tensor:
+        """The bytes, to be read; waits for them."""
+        return self.slab.extent.look(self.low, self.high)
+
+    def fetch(self) -> None:
+        self.slab.extent.fetch(self.low, self.high)
+
+    def store(self) -> Ticket:
+        return self.slab.extent.store(self.low, self.high)
+
+    def drop(self) -> None:
+        self.slab.extent.drop(self.low, self.high)
+
+    def give_back(self) -> None:
+        self.slab.give_back(self)

@@ -1,0 +1,340 @@
+"""Recomputation with parked inputs: the gradients of a run without, and storages that are gone in between."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+from deepseek_zero.activations import recompute
+from deepseek_zero.activations.parking import Parking
+from deepseek_zero.activations.recompute import RecomputeSettings, checkpoint
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.tiers.tier import Tier
+
+WIDTH, ROWS = 64, 48  # an activation of 12 KiB
+
+
+@pytest.fixture(params=["device", "host", "nvme"])
+def parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parking]:
+    found = recompute.configure(RecomputeSettings(Tier(request.param), tmp_path))
+    assert found.parking is not None
+    yield found.parking
+    recompute.release(found)
+    assert recompute.current() is None
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path) -> Iterator[Parking]:
+    found = recompute.configure(RecomputeSettings(Tier.NVME, tmp_path))
+    assert found.parking is not None
+    yield found.parking
+    recompute.release(found)
+
+
+class Pair(NamedTuple):
+    left: Tensor
+    right: Tensor | None
+
+
+class Net(nn.Module):
+    """Blocks whose arguments are of every kind, with dropout, each under `run`."""
+
+    def __init__(self, blocks: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(blocks))
+
+    def forward(self, x: Tensor, run: Callable[..., Any]) -> Tensor:
+        rows = torch.arange(len(x)).flip(0)
+        mask = torch.rand(len(x), WIDTH) > 0.1
+        x = self.first(x)
+        for number, block in enumerate(self.blocks):
+
+            def part(
+                x: Tensor,
+                nested: Any,
+                rows: Tensor,
+                scale: float,
+                pair: Pair,
+                nothing: None,
+                *,
+                mask: Tensor,
+                more: Any,
+                block: nn.Module = block,
+            ) -> tuple[Tensor, dict[str, Tensor]]:
+                assert nothing is None and pair.right is None
+                half, (other,) = nested["half"], nested["rest"]
+                y = F.dropout(torch.tanh(block(x[rows])), 0.2) * scale + half.mean() * pair.left
+                y = y.masked_fill(mask, 0) + other.t()[: len(x), :1] + more[0].mean()
+                return y, {"scaled": y * 0.5}
+
+            nested = {"half": x * 0.5, "rest": [(x * 2).t()]}
+            y, more = run(part, x, nested, rows, 0.5 + number, Pair(x.cos(), None), None, mask=mask, more=[x.sin()])
+            x = x + y + more["scaled"]
+        return x.square().mean()
+
+
+def gradients(run: Callable[..., Any], dtype: torch.dtype = torch.float32, backwards: int = 1) -> list[Tensor]:
+    torch.manual_seed(3)
+    net = Net().to(dtype)
+    x = torch.randn(ROWS, WIDTH, dtype=dtype, requires_grad=True)
+    found = []
+    for _ in range(2):
+        loss = net(x, run)
+        for left in reversed(range(backwards)):
+            loss.backward(retain_graph=left > 0)
+        found.append(loss.detach())
+    return [*found, *(param.grad for param in net.parameters() if param.grad is not None), x.grad]  # type: ignore[list-item]
+
+
+def straight(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("backwards", [1, 3])
+def test_gradients_have_the_bits_of_a_run_without(dtype: torch.dtype, backwards: int, parking: Parking) -> None:
+    expected = gradients(straight, dtype, backwards)
+    assert all(map(torch.equal, gradients(checkpoint, dtype, backwards), expected))
+    assert parking._arrived == 8 and parking.used_bytes == 0 and len(parking.slabs) == 1
+    assert len(expected) == 2 + 10 + 1 and not any(bool(value.isnan().any()) for value in expected)
+
+
+def test_each_activation_is_parked_and_nothing_else(parking: Parking) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    weight, mask = nn.Parameter(torch.ones(WIDTH, WIDTH)), torch.ones(ROWS, WIDTH)
+    hidden, small = x * 2, x[0, :4] * 1
+    out = checkpoint(
+        lambda *given: given[0] @ given[1] * given[2] + given[3].sum() + given[4], hidden, weight, mask, small, x
+    )
+    assert [form.size for stay in parking._stays.values() for form in stay.forms] == [hidden.shape]
+    out.sum().backward()
+    parking.sweep()
+    assert parking.used_bytes == 0
+
+
+def test_storages_are_gone_between_forward_and_backward_and_places_after_it(parking: Parking) -> None:
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
+    storages: list[weakref.ref[Any]] = []
+
+    def forward(run: Callable[..., Any]) -> Tensor:
+        x = blocks[0](torch.randn(ROWS, WIDTH))
+        for block in blocks:
+            storages.append(weakref.ref(x.untyped_storage()))
+            x = run(lambda x, block=block: torch.relu(block(x)), x)
+        return x.sum()
+
+    loss = forward(checkpoint)
+    assert [storage() is None for storage in storages] == [True] * 6
+    assert parking.used_bytes == 6 * ROWS * WIDTH * 4
+    loss.backward()
+    assert parking.used_bytes == 0  # swept when the backward ended
+    storages.clear()
+    loss = forward(lambda function, x: torch_checkpoint(function, x, use_reentrant=False))
+    assert not any(storage() is None for storage in storages)  # torch's own holds them
+
+
+def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(parking: Parking) -> None:
+    block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
+
+    def fail(x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            checkpoint(fail, checkpoint(block, x * 2))
+        loss = checkpoint(block, checkpoint(block, x * 2)).sum()
+    parking.sweep()
+    assert parking.used_bytes == 2 * x.nbytes
+    del loss
+    gc.collect()
+    parking.sweep()
+    assert parking.used_bytes == 0
+
+
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(parking: Parking) -> None:
+    x, calls = torch.randn(ROWS, WIDTH, requires_grad=True), []
+
+    def second_time(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("not again")
+        return x.exp()
+
+    loss = checkpoint(second_time, x * 2).sum()
+    with pytest.raises(ValueError, match="not again"):
+        loss.backward()
+    del loss
+    gc.collect()
+    parking.sweep()
+    assert parking.used_bytes == 0
+
+
+def test_without_gradients_nothing_is_parked(parking: Parking) -> None:
+    block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
+    with torch.no_grad():
+        checkpoint(block, x * 2)
+    with torch.inference_mode():
+        checkpoint(block, x * 2)
+    checkpoint(block, (x * 2).detach())
+    assert parking._arrived == 0
+
+
+def test_an_inner_checkpoint_leaves_its_inputs_to_the_outer_one(parking: Parking) -> None:
+    blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
+
+    def gradient(run: Callable[..., Any]) -> list[Tensor]:
+        def outer(x: Tensor) -> Tensor:
+            for block in blocks:
+                x = run(lambda x, block=block: torch.tanh(block(x)), x)
+            return x
+
+        torch.manual_seed(5)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        params = [x, *(param for block in blocks for param in block.parameters())]
+        return list(torch.autograd.grad(run(outer, run(outer, x * 2)).sum(), params))
+
+    expected = gradient(straight)
+    assert all(map(torch.equal, gradient(checkpoint), expected))
+    assert parking._arrived == 2
+
+
+def test_inputs_belong_to_hooks_that_are_in_force(parking: Parking) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    with torch.autograd.graph.save_on_cpu():
+        checkpoint(torch.exp, x * 2).sum().backward()
+    assert parking._arrived == 0
+
+
+def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: Parking) -> None:
+    def found(run: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(5)
+        x = torch.randn(ROWS, WIDTH, requires_grad=True)
+        a = run(torch.exp, x * 2)
+        b = run(torch.sin, a)
+        c = run(torch.cos, b)
+        (part,) = torch.autograd.grad(c.sum(), b, retain_graph=True)
+        other = run(torch.sin, b).sum()  # another forward while the first graph waits
+        return [part, *torch.autograd.grad(other, x, retain_graph=True), *torch.autograd.grad(c.sum(), x)]
+
+    expected = found(straight)
+    assert all(map(torch.equal, found(checkpoint), expected))
+
+
+def test_a_second_backward_through_a_freed_graph_is_torchs_error(parking: Parking) -> None:
+    loss = checkpoint(torch.exp, torch.randn(ROWS, WIDTH, requires_grad=True) * 2).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        loss.backward()
+
+
+def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(parking: Parking) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    hidden = x * 2
+    loss = checkpoint(torch.sin, hidden).sum()
+    hidden.detach().zero_()
+    loss.backward()
+    assert x.grad is not None and torch.equal(x.grad, (x.detach() * 2).cos() * 2)
+
+
+def test_a_list_that_the_function_fills_is_the_callers(parking: Parking) -> None:
+    x, seen = torch.randn(ROWS, WIDTH, requires_grad=True), []
+
+    def part(x: Tensor, seen: list[float]) -> Tensor:
+        seen.append(1.0)
+        return x.exp()
+
+    checkpoint(part, x * 2, seen).sum().backward()
+    assert len(seen) == 2
+
+
+def test_torchs_own_keywords_pass_through(parking: Parking) -> None:
+    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    out = checkpoint(torch.exp, x * 2, use_reentrant=True, preserve_rng_state=False, determinism_check="none")
+    out.sum().backward()
+    assert parking._arrived == 1
+
+
+def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(parking: Parking) -> None:
+    current, x = recompute.current(), torch.randn(ROWS, WIDTH, requires_grad=True)
+    assert current is not None
+    old = checkpoint(torch.sin, x * 2).sum()
+    current.reset()
+    assert current.parking is not None and current.parking is not parking and current.parking.reserved_bytes == 0
+    checkpoint(torch.sin, x * 3).sum()
+    old.backward()
+    assert x.grad is not None and torch.equal(x.grad, (x.detach() * 2).cos() * 2)
+
+
+@pytest.mark.parametrize("blocks", [4, 24])
+def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(blocks: int, on_disk: Parking) -> None:
+    """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in test_parking.py."""
+    alive, most, now = set[int](), [0], [0]
+
+    def watch(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in alive:
+            alive.add(id(storage))
+            now[0] += storage.nbytes()
+            most[0] = max(most[0], now[0])
+            weakref.finalize(storage, forget, id(storage), storage.nbytes())
+        return tensor
+
+    def forget(key: int, nbytes: int) -> None:
+        alive.discard(key)
+        now[0] -= nbytes
+
+    parts = [nn.Linear(WIDTH, WIDTH) for _ in range(blocks)]
+    for _ in range(2):
+        most[0] = 0
+        x = watch(parts[0](torch.randn(ROWS, WIDTH)))
+        for part in parts:
+            x = checkpoint(lambda x, part=part: watch(torch.tanh(watch(part(watch(x))))), x)
+        x.sum().backward()
+        del x
+    assert most[0] <= 6 * ROWS * WIDTH * 4  # a block's own: input, product, output, and what backward made of the last
+
+
+# -- one configuration per process
+
+
+def test_the_last_configuration_holds_and_an_older_one_cannot_undo_it(tmp_path: Path) -> None:
+    first = recompute.configure(RecomputeSettings(Tier.HOST))
+    second = recompute.configure(RecomputeSettings(Tier.NVME, tmp_path))
+    recompute.release(first)
+    assert recompute.current() is second
+    recompute.release(second)
+    assert recompute.current() is None
+    recompute.release(None)
+
+
+def test_a_profile_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
+    found = recompute.configure(RecomputeSettings(profile=True))
+    try:
+        x = torch.randn(ROWS, WIDTH)
+        block = nn.Linear(WIDTH, WIDTH)
+        for _ in range(3):
+            checkpoint(block, checkpoint(block, x)).sum().backward()
+    finally:
+        recompute.release(found)
+    said = capsys.readouterr().err
+    assert said.count("checkpoints, forward and backward") == 1
+    assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  0", "  1"]
+    assert found.profile is not None and all(row.backward_seconds > 0 for row in found.profile.rows)
+
+
+def test_beside_a_gpu_parking_is_refused_and_recomputation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recompute, "default_device", lambda: torch.device("cuda", 0))
+    with pytest.raises(NotBuiltError, match="cannot be parked beside cuda yet"):
+        recompute.configure(RecomputeSettings(Tier.HOST))
+    assert recompute.current() is None
+    recompute.release(recompute.configure(RecomputeSettings()))
