@@ -238,18 +238,26 @@ def _scheduler(run: _Resolver) -> None:
             )
 
 
+_OFFLOADS = (
+    (_ZERO + "offload_optimizer.device", "none"),
+    (_ZERO + "offload_param.device", "none"),
+    ("activation_checkpointing.device", "none"),
+    ("activation_checkpointing.cpu_checkpointing", False),
+    ("activation_checkpointing.contiguous_memory_optimization", False),
+)
+
+
 def _tiers(run: _Resolver) -> None:
     """The tiers have never run beside a GPU, and nobody's training is the place to try."""
-    for name in ("offload_optimizer", "offload_param"):
-        key = f"{_ZERO}{name}.device"
-        device = run.get(key, "none")
-        if device != "none" and run.facts.device_type != "cpu":
+    for key, off in _OFFLOADS:
+        value = run.get(key, off)
+        if value != off and run.facts.device_type != "cpu":
             run.problems.found.append(
                 Problem(
                     key,
                     f"is not built on {run.facts.device_type}: it comes with {Part.TIERS}",
-                    'remove it or write "none"; more ranks at stage 3 also lower the memory per device',
-                    device,
+                    f"remove it or write {off!r}; more ranks at stage 3 also lower the memory per device",
+                    value,
                     not_built=True,
                 )
             )

@@ -46,6 +46,7 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _optimizer(values, problems)
     _types(values, autos, problems)
     _tiers(values, problems)
+    _parking(values, problems)
     _packages(values, problems)
     _not_built(Config, values, "", None, problems)
 
@@ -151,6 +152,19 @@ def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
     if ratio != 1.0 and states not in ("cpu", "nvme"):
         fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
         problems.add("zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio)
+
+
+def _parking(values: Mapping[str, Any], problems: Problems) -> None:
+    """Inputs of checkpoints are parked in one place, and a disk needs a directory."""
+    section = lookup(values, "activation_checkpointing", {})
+    if section.get("device") != "nvme":
+        return
+    if not section.get("nvme_path"):
+        key = "activation_checkpointing.nvme_path"
+        problems.add(key, "is missing", "name a directory on a fast local disk", section.get("nvme_path"))
+    if section.get("cpu_checkpointing"):
+        key = "activation_checkpointing.cpu_checkpointing"
+        problems.add(key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True)
 
 
 def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:

@@ -161,8 +161,8 @@ class Config(Section):
     )
     # The rest of the grammar
     aio: behind.Aio = section(behind.Aio, "Disk requests.")
-    activation_checkpointing: behind.ActivationCheckpointing = section(
-        behind.ActivationCheckpointing, "Where recomputation keeps its inputs."
+    activation_checkpointing: train.ActivationCheckpointing = section(
+        train.ActivationCheckpointing, "Where recomputation keeps its inputs."
     )
     compile: behind.Compile = section(behind.Compile, "DeepCompile.")
     sparse_attention: behind.SparseAttention | None = later(

@@ -24,20 +24,6 @@ class Aio(Section):
     use_gds: bool = later(False, "Disk straight to the GPU.", Part.UNPLANNED, example=True)
 
 
-class ActivationCheckpointing(Section):
-    part: ClassVar[Part | None] = Part.TIERS
-    partition_activations: bool = later(
-        False, "Spread kept activations over tensor-parallel ranks.", Part.PARALLEL, example=True
-    )
-    cpu_checkpointing: bool = later(False, "Keep activations in host memory.", example=True)
-    contiguous_memory_optimization: bool = later(False, "Keep activations in one preallocated block.", example=True)
-    number_checkpoints: int | None = later(None, "Checkpoints that block must hold.", example=4, ge=1)
-    synchronize_checkpoint_boundary: bool = accepted(
-        False, "Wait for the device at every checkpoint.", "it orders nothing that events do not order already"
-    )
-    profile: bool = later(False, "Time forward and backward of every checkpoint.", example=True)
-
-
 class TpSize(Section):
     part: ClassVar[Part | None] = Part.PARALLEL
     tp_size: int = later(1, "Ranks that share one layer.", unit="ranks", example=2, ge=1)

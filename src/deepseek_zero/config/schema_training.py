@@ -1,4 +1,4 @@
-"""Sections of an ordinary run: optimizer, schedule, precision, records, monitors, checkpoint policy."""
+"""Sections of an ordinary run: optimizer, schedule, precision, records, monitors, checkpoint policy, recomputation."""
 
 from __future__ import annotations
 
@@ -257,4 +257,37 @@ class Records(Section):
     )
     every: int = effective(
         1, "Write a record every so many steps.", unit="steps", example=5, needs={"records.path": "runs/demo"}, ge=1
+    )
+
+
+class ActivationCheckpointing(Section):
+    partition_activations: bool = later(
+        False, "Spread kept activations over tensor-parallel ranks.", Part.PARALLEL, example=True
+    )
+    cpu_checkpointing: bool = effective(
+        False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
+    )
+    contiguous_memory_optimization: bool = effective(
+        False, "Park inputs of checkpoints in one preallocated slab of the device's own memory.", example=True
+    )
+    number_checkpoints: int | None = effective(
+        None,
+        "Checkpoints the slab must hold; null: learned from the first forward.",
+        example=4,
+        ge=1,
+        needs={"activation_checkpointing.contiguous_memory_optimization": True},
+    )
+    synchronize_checkpoint_boundary: bool = accepted(
+        False, "Wait for the device at every checkpoint.", "it orders nothing that events do not order already"
+    )
+    profile: bool = effective(
+        False, "Time forward and backward of each checkpoint of the first step, and log them once.", example=True
+    )
+    device: Literal["none", "cpu", "nvme"] = effective(
+        "none", "Ours. Where inputs of checkpoints are parked between forward and backward, in one slab.", example="cpu"
+    )
+    nvme_path: str | None = accepted(
+        None,
+        "Ours. Directory on the disk that holds them.",
+        "it is where, not what; without it device nvme is an error",
     )

@@ -13,10 +13,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..activations.recompute import Recompute, RecomputeSettings, configure
 from ..base.errors import UsageError
 from ..base.memory import keep_freed_memory, return_freed_memory
 from ..base.mesh import Mesh
-from ..comm.agreement import agree
+from ..comm.agreement import agree, together
 from ..comm.collectives import Comm
 from ..config import Config
 from ..optim.flow import FlowSettings
@@ -31,7 +32,16 @@ from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
 from ..tiers.tier import Tier
 from .observe import ObserverSettings
-from .tiers import TIERS, PlacementSettings, admit, device_bytes_of, placement_settings_of, tiers_of, with_places
+from .tiers import (
+    TIERS,
+    PlacementSettings,
+    admit,
+    device_bytes_of,
+    placement_settings_of,
+    recompute_settings_of,
+    tiers_of,
+    with_places,
+)
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -66,6 +76,7 @@ class Parts:
     saving_settings: SavingSettings
     placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
+    recompute: Recompute | None = None
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -81,6 +92,7 @@ class Parts:
             f"loss scale {self.scaler}",
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
+            f"recomputation {self.recompute.settings if self.recompute is not None else None}",
             *units,
             str(self.runtime.gatherer.schedule),
         ]
@@ -238,7 +250,15 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         "Ranks take their batches and their learning rates in step.",
         "pass the same configuration on every rank.",
     )
+    parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     return parts
+
+
+def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:
+    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing."""
+    if settings == RecomputeSettings():
+        return None
+    return together(comm, "opening the nvme_path of activations", lambda: configure(settings))
 
 
 def _optimizer_name(config: Config, client: Client) -> str | None:

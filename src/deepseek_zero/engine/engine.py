@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..activations import recompute
 from ..base.errors import UsageError
 from ..base.log import is_rank_zero, log_once
 from ..base.mesh import Mesh
@@ -164,7 +165,8 @@ class Engine(nn.Module):
 
     def memory_report(self) -> Any:
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
-        return memory_report(self.runtime, self.optimizer)
+        parked = self.parts.recompute.extents() if self.parts.recompute is not None else []
+        return memory_report(self.runtime, self.optimizer, parked)
 
     def explain(self, picture: Path | str | None = None) -> str:
         """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local.
@@ -174,7 +176,8 @@ class Engine(nn.Module):
         if picture is not None and is_rank_zero():
             places, about = unit_places(self.runtime, self.optimizer), self.plan().partition("\n")[0]
             draw_plan(places, self.runtime.gatherer.schedule, picture, about)
-        return "\n".join([self.plan(), *self._where_steps_went()])
+        parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
+        return "\n".join([self.plan(), *self._where_steps_went(), *parked])
 
     def _where_steps_went(self) -> list[str]:
         settings, gatherer, comm = self.runtime.settings, self.runtime.gatherer, self.runtime.comm
@@ -210,6 +213,7 @@ class Engine(nn.Module):
         if not self.runtime.is_destroyed and self.observer.settings.steps_per_print and self.global_steps > 1:
             log_once("\n".join(["where the run went", *self._where_steps_went()]))
         self.runtime.remove_hooks()
+        recompute.release(self.parts.recompute)
         self.observer.close()
 
     def __getattr__(self, name: str) -> Any:

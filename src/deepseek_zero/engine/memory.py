@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -95,9 +96,9 @@ def predicted_volume(runtime: Runtime) -> StepVolume:
     return step_volume(unit_facts(runtime), runtime.gatherer.schedule, runtime.settings)
 
 
-def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None) -> MemoryReport:
-    """Bytes on this rank by state.  Local."""
-    resting = [extent.memory for extent in extents_of(runtime, optimizer)]
+def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: Sequence[Extent] = ()) -> MemoryReport:
+    """Bytes on this rank by state.  Local.  parked: activations, which belong to no state and are not counted."""
+    resting = [extent.memory for extent in [*extents_of(runtime, optimizer), *parked]]
     seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
     measured = {
         state: bytes_of([tensor for tensor in tensors if tensor is not None], seen)

@@ -1,6 +1,6 @@
 """Which memories an engine's states rest in, and whether they are large enough: asked before anything is allocated.
 
-Called by assemble.py.
+Called by assemble.py and, for `deepseek_zero.checkpointing.configure`, by facade/recompute.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..activations.recompute import RecomputeSettings
 from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
@@ -131,6 +132,22 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
     for memory in memories.values():
         memory.traffic.clock = comm.meter.clock
     return Tiers(memories, chunk_numel, Allowance(settings.device_bytes))
+
+
+def recompute_settings_of(config: Config) -> RecomputeSettings:
+    """Where the inputs of checkpoints are parked; the plain settings where nothing is said of it."""
+    section, plain = config.activation_checkpointing, RecomputeSettings()
+    tier = Tier.DEVICE if section.contiguous_memory_optimization else None
+    if section.device != "none" or section.cpu_checkpointing:
+        tier = TIERS[section.device if section.device != "none" else "cpu"]
+    is_disk = tier is Tier.NVME
+    return RecomputeSettings(
+        tier,
+        Path(section.nvme_path or "") if is_disk else None,
+        DiskSettings(config.aio.queue_depth, config.aio.block_size) if is_disk else plain.disk,
+        section.number_checkpoints,
+        section.profile,
+    )
 
 
 def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, optimizer: str | None) -> None:

@@ -1,56 +1,85 @@
-"""DeepSpeed's `deepspeed.checkpointing`: recomputation of activations, on torch.utils.checkpoint.
+"""DeepSpeed's `deepspeed.checkpointing`: recomputation of activations, in its words.
 
-Where recomputation keeps its inputs (partitioned, on the host, contiguous) is a later part; asking for it is an error.
-Re-exported by `deepseek_zero.checkpointing`.
+What they mean is activations/recompute.py's.  Re-exported by `deepseek_zero.checkpointing`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from torch.utils.checkpoint import checkpoint as torch_checkpoint
-
+from ..activations import recompute
+from ..activations.recompute import RecomputeSettings, checkpoint
 from ..base.errors import NotBuiltError, UsageError
+from ..config import Config
+from ..config.load import load
+from ..engine.tiers import recompute_settings_of
+from ..tiers.tier import Tier
 
-PLACES = ("partition_activations", "contiguous_checkpointing", "checkpoint_in_cpu", "profile")
-WITHOUT_EFFECT = (
-    "mpu_",
-    "deepspeed_config",
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+
+WORDS = (
+    "partition_activations",
+    "contiguous_checkpointing",
     "num_checkpoints",
-    "synchronize",
-)  # sizes and hints for what PLACES would do
-
-
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `function` and compute its activations again in backward instead of keeping them."""
-    return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
-
+    "checkpoint_in_cpu",
+    "synchronize",  # without effect: it orders nothing that is not ordered already
+    "profile",
+)
 
 non_reentrant_checkpoint = checkpoint
 
 
-def configure(mpu_: Any = None, **places: Any) -> None:
-    """Accept DeepSpeed's arguments; the ones that would move activations elsewhere raise when they are set."""
-    unknown = [name for name in places if name not in (*PLACES, *WITHOUT_EFFECT)]
+def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
+    """Say where `checkpoint` keeps its inputs, for the whole process.
+
+    deepspeed_config: a dict, a path or JSON text, whose `activation_checkpointing` section is read; without it, what
+    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: names the
+    groups of tensor parallelism, which is not built.
+    """
+    unknown = [name for name in words if name not in WORDS]
     if unknown:
         raise UsageError(
-            f"checkpointing.configure has no argument {', '.join(unknown)}.",
-            fix=f"use {', '.join((*PLACES, *WITHOUT_EFFECT))}.",
+            f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join(WORDS)}."
         )
-    wanted = [name for name in PLACES if places.get(name)]
-    if wanted:
+    if words.get("partition_activations"):
         raise NotBuiltError(
-            f"checkpointing.configure({', '.join(f'{name}=True' for name in wanted)}) is not built yet.",
-            "Recomputation works; moving or profiling its inputs is a later part.",
-            "leave these arguments out.",
+            "checkpointing.configure(partition_activations=True) is not built yet.",
+            "It spreads activations over tensor-parallel ranks, and comes with tensor parallelism.",
+            "leave it out; checkpoint_in_cpu=True or activation_checkpointing.device frees more.",
         )
+    recompute.configure(_changed(_settings(deepspeed_config), words))
+
+
+def _settings(deepspeed_config: Any) -> RecomputeSettings:
+    """What a configuration says, or what is in force."""
+    if deepspeed_config is not None:
+        return recompute_settings_of(Config.model_validate(load(deepspeed_config).values))
+    current = recompute.current()
+    return current.settings if current is not None else RecomputeSettings()
+
+
+def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSettings:
+    tier, cpu, contiguous = settings.tier, words.get("checkpoint_in_cpu"), words.get("contiguous_checkpointing")
+    if cpu is not None:
+        tier = Tier.HOST if cpu else None if tier is Tier.HOST else tier
+    if contiguous is not None:
+        tier = tier or Tier.DEVICE if contiguous else None if tier is Tier.DEVICE else tier
+    count, profile = words.get("num_checkpoints"), words.get("profile")
+    return replace(
+        settings,
+        tier=tier,
+        checkpoints=settings.checkpoints if count is None else int(count),
+        profile=settings.profile if profile is None else bool(profile),
+    )
 
 
 def is_configured() -> bool:
-    """True: recomputation needs no configuration here."""
-    return True
+    """Whether anything was said of it: by `configure`, or by the configuration of an engine that is alive."""
+    return recompute.current() is not None
 
 
 def reset() -> None:
-    """Nothing is kept between steps, so there is nothing to reset."""
+    """Give the memory of parked inputs up; its size is learned anew.  Graphs that are alive keep theirs."""
+    if (current := recompute.current()) is not None:
+        current.reset()

@@ -322,6 +322,25 @@ def test_a_mistake_beside_something_not_built_is_a_config_error_that_lists_both(
     assert "pp_degree = 2" in text and "zero_optimization.stage = 9" in text
 
 
+@pytest.mark.parametrize(
+    ("section", "words"),
+    [
+        ({"device": "nvme"}, "activation_checkpointing.nvme_path = None (from dict): is missing"),
+        ({"device": "nvme", "nvme_path": "/tmp", "cpu_checkpointing": True}, "contradicts device 'nvme'"),
+        ({"number_checkpoints": 0}, "activation_checkpointing.number_checkpoints"),
+    ],
+)
+def test_a_place_for_activations_that_makes_no_sense_is_named(section: dict[str, Any], words: str) -> None:
+    assert words in complaint({"activation_checkpointing": section})
+
+
+@pytest.mark.parametrize("key", ["device", "cpu_checkpointing", "contiguous_memory_optimization"])
+def test_activations_are_parked_beside_no_gpu(key: str) -> None:
+    given = {"activation_checkpointing": {key: "cpu" if key == "device" else True}}
+    with pytest.raises(NotBuiltError, match=f"activation_checkpointing.{key}.*is not built on cuda"):
+        resolve(load(given), Facts(device_type="cuda"))
+
+
 # Which source ---------------------------------------------------------------------------------------------------------
 
 

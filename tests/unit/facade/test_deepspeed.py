@@ -15,9 +15,13 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero import checkpointing, comm, utils
+from deepseek_zero.activations import recompute
+from deepseek_zero.activations.recompute import RecomputeSettings
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UnknownNameError, UsageError
 from deepseek_zero.facade import package
 from deepseek_zero.facade.names import ATTRIBUTES, GETTERS, LATER, METHODS
+from deepseek_zero.tiers.disk import DiskSettings
+from deepseek_zero.tiers.tier import Tier
 from tests.unit.config.test_seeds import SEED_001, SEED_002
 
 CONFIG = {
@@ -214,16 +218,61 @@ def test_comm_answers_as_a_world_of_one_without_a_group() -> None:
         _ = comm.no_such_collective
 
 
-def test_recomputation_gives_the_same_gradient_and_refuses_what_is_later() -> None:
-    line, x = nn.Linear(3, 3), torch.ones(1, 3, requires_grad=True)
-    line(x).square().sum().backward()
+def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
+    line, x = nn.Linear(64, 64), torch.ones(64, 64, requires_grad=True)
+    line(x * 2).square().sum().backward()
     plain, line.weight.grad = line.weight.grad, None
-    checkpointing.configure(None, partition_activations=False, profile=False)
-    assert checkpointing.is_configured()
-    checkpointing.checkpoint(line, x).square().sum().backward()
-    assert torch.equal(plain, line.weight.grad)
-    with pytest.raises(NotBuiltError, match="checkpoint_in_cpu=True"):
-        checkpointing.configure(None, checkpoint_in_cpu=True)
+    assert not checkpointing.is_configured()
+    checkpointing.configure(mpu_=None, partition_activations=False, checkpoint_in_cpu=True, profile=False)
+    try:
+        assert checkpointing.is_configured()
+        checkpointing.non_reentrant_checkpoint(line, x * 2).square().sum().backward()
+        assert torch.equal(plain, line.weight.grad)
+        checkpointing.reset()
+        assert checkpointing.is_configured()
+    finally:
+        recompute.release(recompute.current())
+    checkpointing.reset()
+    assert not checkpointing.is_configured()
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, RecomputeSettings()),
+        ({"checkpoint_in_cpu": True}, RecomputeSettings(Tier.HOST)),
+        ({"contiguous_checkpointing": True, "num_checkpoints": 4}, RecomputeSettings(Tier.DEVICE, checkpoints=4)),
+        ({"contiguous_checkpointing": True, "checkpoint_in_cpu": True}, RecomputeSettings(Tier.HOST)),
+        ({"profile": True, "synchronize": True}, RecomputeSettings(profile=True)),
+        ({"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}}, RecomputeSettings(Tier.HOST)),
+        (
+            {"deepspeed_config": {"activation_checkpointing": {"cpu_checkpointing": True}}, "checkpoint_in_cpu": False},
+            RecomputeSettings(),
+        ),
+        (
+            {"deepspeed_config": {"activation_checkpointing": {"device": "nvme", "nvme_path": "/tmp"}}},
+            RecomputeSettings(Tier.NVME, Path("/tmp"), DiskSettings(8, 1 << 20)),
+        ),
+    ],
+)
+def test_each_word_of_configure_is_a_setting_and_what_is_not_said_stays(
+    given: dict[str, Any], expected: RecomputeSettings
+) -> None:
+    try:
+        checkpointing.configure(None, **given)
+        checkpointing.configure(None)
+        current = recompute.current()
+        assert current is not None and current.settings == expected
+    finally:
+        recompute.release(recompute.current())
+
+
+def test_words_of_configure_that_mean_nothing_here_are_errors() -> None:
+    with pytest.raises(NotBuiltError, match="partition_activations=True"):
+        checkpointing.configure(None, partition_activations=True)
+    with pytest.raises(UsageError, match="no argument checkpoint_on_moon"):
+        checkpointing.configure(None, checkpoint_on_moon=True)
+    assert not checkpointing.is_configured()
 
 
 def test_a_repeating_loader_never_ends() -> None:
