@@ -1,8 +1,8 @@
 """Where bytes come from that torch's allocator does not give: pages of our own, and pages that processes share.
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
-does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py,
-sharding/buffer.py, sharding/gradient.py, activations/parking.py, engine/assemble.py and report/measure.py.
+does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py, sharding (buffer.py,
+gradient.py, group.py), activations/parking.py, engine/assemble.py and report/measure.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ PAGE = mmap.PAGESIZE
 NAME = "deepseek_zero"  # what /proc/PID/maps calls these pages; nobody can open them by it
 KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of a model for a laptop take
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
-SMALLEST_RETURNED = 1 << 20  # having the pages of a smaller piece again costs more than they are worth
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers
 _POPULATE_READ = 22  # MADV_POPULATE_READ, Linux 5.14: map what is there, copy nothing
 _ENTRY = 8  # bytes per page in /proc/self/pagemap
@@ -38,26 +37,13 @@ def keep_freed_memory() -> bool:
     in every unit's backward.  True if it was changed: not where the user has set it (MALLOC_TRIM_THRESHOLD_,
     GLIBC_TUNABLES), nor where another allocator or C library is in force.
     """
-    return _tell_malloc(LARGEST_ON_HEAP, KEPT_BYTES)
-
-
-def return_freed_memory() -> bool:
-    """Let the C library give every large piece back when it is freed.  True as for `keep_freed_memory`.
-
-    For runs that do not fit: glibc before 2.38 cannot use the place of a freed tensor for another of the same size
-    (it asks for a little more, to align it), so on the heap what is freed adds up to the size of the model.
-    """
-    return _tell_malloc(SMALLEST_RETURNED, SMALLEST_RETURNED)
-
-
-def _tell_malloc(largest_on_heap: int, kept: int) -> bool:
     if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
         return False
     try:
         change = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
-    return bool(change(_MMAP_THRESHOLD, largest_on_heap) and change(_TRIM_THRESHOLD, kept))
+    return bool(change(_MMAP_THRESHOLD, LARGEST_ON_HEAP) and change(_TRIM_THRESHOLD, KEPT_BYTES))
 
 
 def private_pages(numel: int, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from ..activations.recompute import Recompute, RecomputeSettings, configure
 from ..base.errors import UsageError
-from ..base.memory import keep_freed_memory, return_freed_memory
+from ..base.memory import keep_freed_memory
 from ..base.mesh import Mesh
 from ..comm.agreement import agree, together
 from ..comm.collectives import Comm
@@ -30,7 +30,6 @@ from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
-from ..tiers.tier import Tier
 from .observe import ObserverSettings
 from .tiers import (
     TIERS,
@@ -220,8 +219,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     placement = placement_settings_of(config)
     settings = with_places(settings, placement, model, comm, _optimizer_name(config, client))
     if mesh.device.type == "cpu":
-        weights_rest = {settings.weight_tier, *(rest.weights for rest in settings.rests)}
-        keep_freed_memory() if weights_rest == {Tier.DEVICE} else return_freed_memory()
+        keep_freed_memory()
     tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)
     admit(tiers, model, settings, comm, _optimizer_name(config, client))
     runtime = wrap_model(model, settings, comm, mesh.device, tiers)

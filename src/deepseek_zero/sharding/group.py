@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import without_torch_function
+from ..base.memory import give_back_holes
 from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
 from ..tiers.tier import Extent, Tier
@@ -106,6 +107,7 @@ class FlatGroup:
         self.route.pool.give(full.storage)
         for extent in resting(self):
             extent.store(0, extent.memory.numel()).wait()
+            give_back_holes()  # of the values it was built from
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
@@ -229,6 +231,8 @@ class FlatGroup:
             self.weight.common.release()
         elif gathers_a_copy(self):
             self.route.pool.give(full.storage)
+        if self.weight.extent is not None:
+            give_back_holes()  # of its gradients
 
     def refresh(self, what: str) -> Pending:
         """After the master changed and was published: bring the weight to its placement."""
