@@ -35,7 +35,7 @@ import deepseek_zero as dz
 from benchmarks.cells import SEQUENCES_PER_RANK, Cell, Shape
 from benchmarks.model import GPT, Batches
 from benchmarks.probes import machine
-from benchmarks.tiers import copy_rate, job_of, offloading_engine
+from benchmarks.tiers import copy_rate, described, job_of, offloading_engine
 
 RESULTS = Path(__file__).parent / "results" / "huge.md"
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")  # version 1; version 2 has one tree for all
@@ -172,14 +172,12 @@ def main() -> None:
         if code:
             raise SystemExit(f"the run ended with exit code {code}; the group held {largest / GIB:.2f} GiB at most")
         story = json.loads(story_file.read_text())
-    page = report(options, params, story, largest, memory.largest_pss, machine())
+    page = report(options, params, story, largest, memory.largest_pss, described(machine()))
     options.out.write_text(page, encoding="utf-8")
     print(page)
 
 
-def report(
-    options: argparse.Namespace, params: int, story: dict[str, Any], group: int, pss: int, about: dict[str, Any]
-) -> str:
+def report(options: argparse.Namespace, params: int, story: dict[str, Any], group: int, pss: int, about: str) -> str:
     """The page."""
     rate = sorted(story["rates"])[len(story["rates"]) // 2]
     step = sorted(story["steps"][1:])[len(story["steps"][1:]) // 2]
@@ -207,7 +205,7 @@ def report(
         "",
         "Written by `benchmarks/huge.py`; 2 ranks, 1,024 tokens a step, clipping on, everything on the disk.",
         "",
-        f"{date.today()}, {about}",
+        f"{date.today()}, torch {torch.__version__}, {about}",
         "",
         "| | |",
         "|---|---|",

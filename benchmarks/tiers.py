@@ -99,6 +99,11 @@ def offloading_engine(model: GPT, job: Job, device: str, folder: str, **zero: An
     return dz.initialize(model=model, config=settings | {"gradient_clipping": 1.0, "steps_per_print": None})[0]
 
 
+def described(facts: dict[str, Any]) -> str:
+    """A machine in a few words."""
+    return f"{facts['cpu']}, {facts['cores']} cores, {facts['memory_gib']} GiB, with {' '.join(facts['has'])}"
+
+
 def copy_rate(folder: str) -> float:
     """Bytes a second of a plain sequential O_DIRECT write and read of one file, half each."""
     block = mmap.mmap(-1, BLOCK)
@@ -175,6 +180,44 @@ NOTES = (
 )
 
 
+@dataclass(frozen=True)
+class Goal:
+    """What a way is to reach in every cell: at most, or at least, so much."""
+
+    way: str
+    what: str
+    column: str
+    limit: float
+    is_most: bool = True
+    cells: tuple[str, ...] = ("fp32", "bf16")
+
+    def line(self, row: Row) -> str:
+        found = getattr(row, self.column)
+        is_met = found is not None and (found <= self.limit if self.is_most else found >= self.limit)
+        sign = "<=" if self.is_most else ">="
+        return f"| {row.cell}, {self.what} | {sign} {self.limit} | {found:.2f} | {'yes' if is_met else 'no'} |"
+
+
+GOALS = (
+    Goal("stage 3, host", "host: step over the floor", "over_floor", 1.25),
+    Goal("stage 3, disk", "disk: step over the floor", "over_floor", 2.4, cells=("bf16",)),
+    Goal("stage 3, disk", "disk: step over its schedule bound", "over_bound", 1.25, cells=("bf16",)),
+    Goal("stage 3, disk", "disk: speed over a plain copy's", "of_copy", 0.85, is_most=False),
+    Goal("stage 3, disk", "disk: share of transfer time beside compute", "beside_compute", 0.5, is_most=False),
+)
+
+
+def goals(rows: list[Row]) -> list[str]:
+    """A table of what was wanted of the 125M cells and what was found."""
+    found = [
+        goal.line(row)
+        for row in rows
+        for goal in GOALS
+        if row.name == goal.way and row.cell in [f"125m-{dtype}" for dtype in goal.cells]
+    ]
+    return ["| goal | | measured | met |", "|---|--:|--:|:-:|", *found, ""] if found else []
+
+
 def table(rows: list[Row], about: str) -> str:
     lines = [
         "# States on the host and on a disk",
@@ -183,6 +226,7 @@ def table(rows: list[Row], about: str) -> str:
         "",
         about,
         "",
+        *goals(rows),
         "| cell | | step, s | over floor | over schedule bound | read, MB | written, MB | disk, GB/s | of a plain copy "
         "| hidden | beside compute | at rest there, MB | same losses |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|:-:|",
@@ -232,8 +276,7 @@ def main() -> None:
     for cell in options.cells or [Cell("125m", "fp32"), Cell("125m", "bf16")]:
         rows += measure(cell, options.steps, options.folder)
     if int(os.environ["RANK"]) == 0:
-        facts = machine()
-        about = f"{date.today()}, torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {facts}"
+        about = f"{date.today()}, torch {torch.__version__}, {os.environ['WORLD_SIZE']} ranks, {described(machine())}"
         options.out.write_text(table(rows, about), encoding="utf-8")
         options.out.with_suffix(".json").write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         draw(rows, options.out.with_suffix(".png"))
