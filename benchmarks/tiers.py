@@ -259,7 +259,7 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set_yticks(range(len(rows)), [f"{row.cell}: {row.name}" for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("step time over the floor", color=INK)
-    dress(axes)
+    dress(axes, along="y")
     save(figure, path)
 
 
