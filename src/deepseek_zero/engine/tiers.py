@@ -21,7 +21,7 @@ from ..config import Config
 from ..report.estimate import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
 from ..report.lending import buffer_bytes, lent_buffers
 from ..report.placement import Choices, place, split_by_ratio, told
-from ..sharding.plan import PlanSettings, Rest
+from ..sharding.plan import PlanSettings
 from ..tiers.device import NO_LIMIT, Allowance
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory, free_host_bytes
@@ -65,7 +65,6 @@ def with_places(
     settings: PlanSettings, wish: PlacementSettings, model: nn.Module, comm: Comm, optimizer: str | None
 ) -> PlanSettings:
     """The plan with a place for every unit where the configuration leaves that open.  Collective; logs the choice."""
-    usual = Rest("", settings.weight_tier, settings.state_tier)
     choices = _choices(settings, wish)
     if len(choices.weights) > 1 or len(choices.states) > 1:
         units = {
@@ -78,7 +77,8 @@ def with_places(
         log_once(f"placement: {told(rests)}")
         return replace(settings, rests=rests)
     if wish.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
-        return replace(settings, rests=split_by_ratio(units_of_model(model, settings, comm.size), usual, wish.ratio))
+        units_now = units_of_model(model, settings, comm.size)
+        return replace(settings, rests=split_by_ratio(units_now, settings.weight_tier, wish.ratio))
     return settings
 
 

@@ -73,8 +73,10 @@ class Moments:
             moment, state = self._found[id(piece.group), name], self._inner.state[piece.param]
             if not self._is_hidden(state.get(name)):
                 continue
-            values = moment.extent.part(piece.start, piece.stop)
-            if moment.kept is not None:
+            if moment.kept is None:
+                values = moment.extent.part(piece.start, piece.stop)
+            else:  # a copy: looking at it changes nothing that would have to be stored
+                values = moment.extent.look(piece.start, piece.stop)
                 shared = self._scratch.take(name, moment.dtype)[piece.at : piece.at + piece.numel] if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
             state[name] = values.view(piece.param.shape)

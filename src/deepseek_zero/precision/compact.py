@@ -30,7 +30,6 @@ BLOCK = 256  # elements that share a power of two
 _PER_COUNT = 16  # 16-bit numbers that one count of the generator gives
 _MANTISSA = 20  # bits of an fp32 mantissa that are cut off
 _LEAST, _MOST = -120, 126  # powers of two that a block may have: up to 1.6e38; 127 stands for "not finite"
-_HALF = 0x8000
 
 
 @dataclass(frozen=True)

@@ -59,14 +59,14 @@ def place(
     return tuple(Rest(*each) for each in zip(names, weights, states, strict=True))
 
 
-def split_by_ratio(units: Sequence[UnitFacts], usual: Rest, ratio: float) -> tuple[Rest, ...]:
+def split_by_ratio(units: Sequence[UnitFacts], weights: Tier, ratio: float) -> tuple[Rest, ...]:
     """The units whose states stay on the device where only a share of all elements is offloaded (Twin-Flow)."""
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept, found = 0, []
     for unit in units:
         kept += sum(group.padded_numel for group in unit.trained)
         if kept <= keep:
-            found.append(Rest(unit.name, usual.weights, Tier.DEVICE))
+            found.append(Rest(unit.name, weights, Tier.DEVICE))
     return tuple(found)
 
 

@@ -105,8 +105,9 @@ class FlatGroup:
             values = full.storage if self.master.placement is R else full.slice(comm.rank)
             self.master.absorb(0, values.numel(), values)
         self.route.pool.give(full.storage)
-        for extent in resting(self):
+        for extent in (extents := resting(self)):
             extent.store(0, extent.memory.numel()).wait()
+        if extents:
             give_back_holes()  # of the values it was built from
         for member in self.members:
             set_owner(member.param, self)

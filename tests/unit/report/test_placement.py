@@ -62,7 +62,7 @@ def test_what_fits_nowhere_is_named() -> None:
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 1.0])
 def test_a_ratio_keeps_whole_units_and_offloads_at_least_the_share(ratio: float) -> None:
     facts = units()[HOST]
-    kept = [rest.unit for rest in split_by_ratio(facts, Rest("", DEVICE, HOST), ratio)]
+    kept = [rest.unit for rest in split_by_ratio(facts, DEVICE, ratio)]
     assert kept == [unit.name for unit in facts][: len(kept)]
     sizes = [sum(group.padded_numel for group in unit.trained) for unit in facts]
     assert sum(sizes[len(kept) :]) >= ratio * sum(sizes)
