@@ -6,15 +6,20 @@ tests/reference.py's.
 
 from __future__ import annotations
 
+import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.base.errors import PeerError, StorageError
 from deepseek_zero.sharding.handle import AtRest
 from tests.models import batch_of
 from tests.reference import OPTIMIZERS, MakeOptimizer
@@ -73,6 +78,23 @@ def offload(tier: str, *, states: bool = True, weights: bool = True) -> dict[str
     place = {"device": tier, "nvme_path": tempfile.gettempdir()}
     asked = {"offload_optimizer": states, "offload_param": weights}
     return {name: place for name, is_asked in asked.items() if is_asked}
+
+
+@contextmanager
+def a_disk_that_refuses(call: str, number: int, monkeypatch: pytest.MonkeyPatch, *, rank: int) -> Iterator[None]:
+    """A block that must end in an error on every rank, since `os.call` of this rank gives errno `number`: StorageError
+    there, on the others a PeerError that quotes it.
+    """
+
+    def refuse(*given: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    is_here = dist.get_rank() == rank
+    with monkeypatch.context() as broken:
+        if is_here:
+            broken.setattr(os, call, refuse)
+        with pytest.raises(StorageError if is_here else PeerError, match=os.strerror(number)):
+            yield
 
 
 def start_engine(run: Run, model: nn.Module, make: MakeOptimizer | None = None) -> Any:

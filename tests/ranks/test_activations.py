@@ -6,7 +6,6 @@ The names say offload, so that whoever runs the tests of the tiers runs these to
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 import weakref
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from deepseek_zero.activations.parking import Parking
 from deepseek_zero.base.errors import PeerError, StorageError
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
-from tests.training import offload
+from tests.training import a_disk_that_refuses, offload
 
 SAMPLES = 40  # activations of 16 KiB in fp32, 8 in bf16
 BLOCKS = 3
@@ -228,13 +227,7 @@ def test_an_offload_disk_that_fails_on_one_rank_ends_the_step_on_all(
     engine = engine_of("nvme")
     train(engine, 0)
 
-    def refuse(*given: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as broken:
-        if dist.get_rank() == 1:
-            broken.setattr(os, call, refuse)
-        with pytest.raises(StorageError if dist.get_rank() == 1 else PeerError, match=os.strerror(number)):
-            for step in range(1, 4):
-                train(engine, step)
+    with a_disk_that_refuses(call, number, monkeypatch, rank=1):
+        for step in range(1, 4):
+            train(engine, step)
     engine.destroy()

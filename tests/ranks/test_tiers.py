@@ -27,7 +27,7 @@ from deepseek_zero.tiers.disk import DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
-from tests.training import ALL, Run, offload, start_engine, train_step
+from tests.training import ALL, Run, a_disk_that_refuses, offload, start_engine, train_step
 
 STEPS = 3
 AXES = {
@@ -345,15 +345,9 @@ def test_a_disk_that_fails_on_one_rank_ends_the_step_on_all(
     engine = engine_of(3, offload("nvme") | {"stage3_param_persistence_threshold": 0})
     train_step(engine, Run(3), 0)
 
-    def refuse(*given: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    with monkeypatch.context() as broken:
-        if dist.get_rank() == 1:
-            broken.setattr(os, call, refuse)
-        with pytest.raises(StorageError if dist.get_rank() == 1 else PeerError, match=os.strerror(number)):
-            for step in range(1, 4):
-                train_step(engine, Run(3), step)
+    with a_disk_that_refuses(call, number, monkeypatch, rank=1):
+        for step in range(1, 4):
+            train_step(engine, Run(3), step)
 
 
 @pytest.mark.ranks(1)
