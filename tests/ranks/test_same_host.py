@@ -30,7 +30,8 @@ from deepseek_zero.base.errors import ModelMismatchError, PeerError
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
 from deepseek_zero.comm import links, neighbours
-from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.collectives import Comm, hand_out
+from deepseek_zero.comm.neighbours import INLINE_BYTES
 from deepseek_zero.comm.same_host import SameHost
 from deepseek_zero.comm.transports import Gloo, Together
 from tests.models import Gpt, seeded
@@ -214,6 +215,16 @@ def test_a_full_queue_makes_nobody_wait_for_ever() -> None:
     for each in pending:
         each.wait()
     assert [float(box[1 - rank]) for box in boxes] == [float(turn + 1 - rank) for turn in range(2000)]
+
+
+@pytest.mark.ranks(2, timeout=20)
+def test_a_rank_that_goes_away_has_said_all_it_had_to_say() -> None:
+    comm, rank, pieces = Comm(CPU), dist.get_rank(), torch.ones(40, INLINE_BYTES // 4)
+    if rank == 1:
+        time.sleep(0.3)  # the queue towards this rank is full long before it listens
+    for number, piece in enumerate(pieces):
+        hand_out(comm, [piece] * 2, piece, f"piece {number}")
+    # Rank 0 takes part in nothing any more.
 
 
 @pytest.mark.ranks(2, dies=[1], timeout=20)

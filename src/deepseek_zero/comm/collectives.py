@@ -265,6 +265,7 @@ class Comm:
                 if error := links.board.evidence(links.position(place.lane.name, place.sequence), self.name):
                     self._gave_up = True
                     raise error from None
+                self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
             except DeepSeekZeroError:
                 raise
             except RuntimeError as caught:

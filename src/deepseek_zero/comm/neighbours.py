@@ -60,6 +60,7 @@ class Neighbours:
         self._poll = select.poll()
         self._buffer = bytearray(_HEADER.size + INLINE_BYTES)
         self._unsent: list[tuple[int, bytes, tuple[int, ...]]] = []
+        self._is_flushing = False
         for connection in sockets.values():
             connection.setblocking(False)
             self._poll.register(connection, select.POLLIN)
@@ -72,7 +73,21 @@ class Neighbours:
         self._unsent.append((rank, header + message.payload, descriptors))
         self._flush()
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether a message still waits for room in another rank's queue; `receive` sends what it can."""
+        return bool(self._unsent)
+
     def _flush(self) -> None:
+        if self._is_flushing:  # called by a finalizer in the midst of it: the loop below comes to its message, too
+            return
+        self._is_flushing = True
+        try:
+            self._send_unsent()
+        finally:
+            self._is_flushing = False
+
+    def _send_unsent(self) -> None:
         blocked: set[int] = set()
         left = []
         for rank, data, descriptors in self._unsent:

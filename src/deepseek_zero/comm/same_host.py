@@ -203,10 +203,9 @@ class SameHost:
         self.neighbours.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
 
     def progress(self) -> None:
-        """Take in what has arrived; sums whose pieces are all here are formed."""
-        if self._flights or self._readers:
-            with self._lock:
-                self._receive()
+        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
+        with self._lock:
+            self._receive()
 
     def settle(self, tensor: Tensor) -> None:
         """Return when nobody reads this buffer any more; TimeoutError after a while, to be called again."""
@@ -223,12 +222,13 @@ class SameHost:
     # -- messages
 
     def _until(self, done: Callable[[], bool], needed: Callable[[], set[int]]) -> None:
-        """Take messages in until `done`.  RuntimeError where a rank that is needed has ended; TimeoutError after a
-        while.
+        """Take messages in until `done` and all of this rank's own are sent: it may not come here again for long.
+
+        RuntimeError where a rank that is needed has ended; TimeoutError after a while.
         """
         began = time.perf_counter()
-        while not done():
-            if ended := needed() & self.neighbours.gone:
+        while not (is_done := done()) or self.neighbours.has_unsent:
+            if not is_done and (ended := needed() & self.neighbours.gone):
                 raise RuntimeError(f"the process of rank {min(ended)} has ended")
             waited = time.perf_counter() - began
             if waited > transports.POLL_SECONDS:
