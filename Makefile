@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test check sizes bench bench-full bench-growth bench-tiers clean
+.PHONY: train test check sizes bench bench-full bench-growth bench-tiers bench-checkpoint clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
@@ -28,6 +28,9 @@ bench-growth: $(STAMP)  ## a step over the floor at 2 to 4 ranks, the cost of a 
 
 bench-tiers: $(STAMP)  ## states on the host and on a disk against the floor, the disk's own speed and the schedule's bound
 	@OMP_NUM_THREADS=1 $(BIN)/deepseek-zero run --nproc 2 benchmarks/tiers.py
+
+bench-checkpoint: $(STAMP)  ## what saves and loads cost: GPT-350M, two ranks
+	@OMP_NUM_THREADS=1 $(BIN)/deepseek-zero run --nproc 2 benchmarks/checkpoint.py
 
 clean:
 	@rm -rf .venv build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import random
+import stat
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +20,10 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint import files
+from tests.pairwise import cases
 from tests.plain import here, world
+from tests.training import offload
 
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
@@ -191,13 +199,15 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_keeps_the_last_checkpoi
     engine.save_checkpoint(tmp_path, tag="good")
     with pytest.MonkeyPatch.context() as patch:
         if here() == 1:
-            patch.setattr("deepseek_zero.checkpoint.save.save_file", _full_disk)
-        with pytest.raises(CheckpointError, match=r"rank 1 failed .*No space left"):
+            patch.setattr("deepseek_zero.checkpoint.files.write", _full_disk)
+        with pytest.raises(CheckpointError, match="No space left"):
             engine.save_checkpoint(tmp_path, tag="bad")
     assert not (tmp_path / "bad").exists()
     assert (tmp_path / "latest").read_text() == "good"
+    dist.barrier()  # rank 0 has tidied up
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
     engine.load_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path, tag="bad")  # what the failed save left is no obstacle
+    engine.save_checkpoint(tmp_path, tag="bad")
     assert (tmp_path / "latest").read_text() == "bad"
 
 
@@ -284,3 +294,272 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     from safetensors.torch import load_file
 
     assert_same(whole, load_file(tmp_path / "model.safetensors"))
+
+
+# -- written while training goes on
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """A disk that steps overtake."""
+    write = files.write
+
+    def late(descriptor: int, data: memoryview, offset: int) -> None:
+        time.sleep(seconds)
+        write(descriptor, data, offset)
+
+    monkeypatch.setattr(files, "write", late)
+
+
+BEHIND = {
+    "stage": (0, 1, 2, 3),
+    "kind": ("fp32", "bf16", "8bit"),
+    "snapshot": (0, 5000, 1 << 30),
+}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(*cases(BEHIND))
+def test_a_checkpoint_written_behind_has_the_state_of_its_beginning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, kind: str, snapshot: int
+) -> None:
+    few_bits = {"optimizer": {"type": "AdamW", "moments": "8bit"}}
+    top = {"fp32": {}, "bf16": BF16, "8bit": BF16 | few_bits}[kind]
+    engine = build(stage, **top, checkpoint={"snapshot_bytes": snapshot})
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, tag="at once", save_latest=False)
+    slowly(monkeypatch, 0.05)
+    engine.save_checkpoint(tmp_path, tag="behind", wait=False)
+    assert not (tmp_path / "behind").exists()
+    train(engine, 2, 4)
+    engine.finish_saving()
+    assert (tmp_path / "latest").read_text() == "behind"
+    found = []
+    for tag in ("at once", "behind"):
+        other = build(stage, **top)
+        other.load_checkpoint(tmp_path, tag=tag)
+        found.append((other.module_state_dict(), moments_of(other), other.global_steps))
+    assert_same(found[0][0], found[1][0])
+    assert_same(found[0][1], found[1][1])
+    assert found[0][2] == found[1][2] == 2
+
+
+def steps_until_it_is_over(engine: Any) -> None:
+    while engine.parts.saver.current is not None:
+        train(engine, engine.global_steps, engine.global_steps + 1)
+        time.sleep(0.01)
+
+
+@pytest.mark.ranks(2)
+def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(3)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="first", wait=False)
+    steps_until_it_is_over(engine)
+    assert (tmp_path / "latest").read_text() == "first"
+    with monkeypatch.context() as patch:
+        if here() == 1:
+            patch.setattr(files, "write", _full_disk)
+        engine.save_checkpoint(tmp_path, tag="second", wait=False)
+        with pytest.raises(CheckpointError, match="No space left"):
+            steps_until_it_is_over(engine)
+    dist.barrier()  # rank 0 has tidied up
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest"]
+    train(engine, 3, 4)
+
+
+@pytest.mark.ranks(2)
+def test_what_is_set_by_hand_meanwhile_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepseek_zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
+
+    engine = build(3, **BF16)
+    train(engine, 0, 2)
+    expected, moments = engine.module_state_dict(), moments_of(engine)
+    slowly(monkeypatch, 0.05)
+    engine.save_checkpoint(tmp_path, wait=False)
+    params = dict(engine.module.named_parameters())
+    safe_set_full_fp32_param(params["blocks.2.0.weight"], torch.zeros(33, 33))
+    safe_set_full_optimizer_state(params["read.weight"], torch.ones(33, 7), "exp_avg")
+    with deepseek_zero.zero.GatheredParameters(params["read.bias"], modifier_rank=0):
+        params["read.bias"].data.fill_(5.0)
+    engine.finish_saving()
+    engine.load_checkpoint(tmp_path)
+    assert_same(expected, engine.module_state_dict())
+    assert_same(moments, moments_of(engine))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_states_elsewhere_are_written_from_there(tmp_path: Path, tier: str) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **offload(tier)}
+    engine = build(3, zero_optimization=zero)
+    train(engine, 0, 2)
+    engine.save_checkpoint(tmp_path, wait=False)
+    train(engine, 2, 4)
+    expected = engine.module_state_dict(), moments_of(engine)
+    other = build(3, zero_optimization=zero)
+    engine.finish_saving()
+    other.load_checkpoint(tmp_path)
+    train(other, 2, 4)
+    assert_same(expected[0], other.module_state_dict())
+    assert_same(expected[1], moments_of(other))
+
+
+# -- what else goes on
+
+
+class Noisy(nn.Module):
+    """Dropout, and a choice that Python and NumPy make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.write = nn.Linear(6, 32), nn.Linear(32, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.read(x), 0.3)
+        return self.write(x * (1.0 + random.random() + float(np.random.rand()))).square().mean()
+
+
+@pytest.mark.ranks(2)
+def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    def noisy() -> tuple[Any, Any]:
+        torch.manual_seed(3)
+        config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "steps_per_print": None}
+        engine, _, loader, _ = deepseek_zero.initialize(
+            model=Noisy(), config=config, training_data=torch.randn(28, 6, generator=torch.Generator().manual_seed(1))
+        )
+        return engine, loader
+
+    def losses(engine: Any, batches: Any, count: int) -> list[float]:
+        found = []
+        for _ in range(count):
+            loss = engine(next(batches))
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item())
+        return found
+
+    engine, loader = noisy()
+    torch.manual_seed(100 + here())
+    batches = iter(deepseek_zero.utils.RepeatingLoader(loader))
+    losses(engine, batches, 3)
+    engine.save_checkpoint(tmp_path)
+    expected = losses(engine, batches, 9)
+    resumed, loader = noisy()
+    resumed.load_checkpoint(tmp_path)
+    assert losses(resumed, iter(deepseek_zero.utils.RepeatingLoader(loader)), 9) == expected
+    assert len(set(expected)) == 9
+
+
+@pytest.mark.ranks(4, fresh=True, timeout=120)
+def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None:
+    rank, walk = (
+        dist.get_rank(),
+        [(4, 3, "none"), (3, 3, "nvme"), (1, 3, "cpu"), (2, 1, "none"), (3, 0, "none"), (2, 2, "cpu")],
+    )
+    for number, (ranks, stage, tier) in enumerate(walk):
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank < ranks:
+            store = dist.FileStore(str(tmp_path / f"store{number}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            places = {"none": {}, "nvme": offload("nvme"), "cpu": offload("cpu", weights=stage == 3)}[tier]
+            engine = build(
+                stage, **BF16, zero_optimization={"stage": stage, "stage3_param_persistence_threshold": 0, **places}
+            )
+            if number:
+                engine.load_checkpoint(tmp_path / str(number - 1))
+            else:
+                train(engine, 0, 2)
+            found = {"weights": engine.module_state_dict(), "moments": moments_of(engine)}
+            if not number and rank == 0:
+                torch.save(found, tmp_path / "expected.pt")
+            if rank == 0:
+                expected = torch.load(tmp_path / "expected.pt", weights_only=True)
+                assert_same(expected["weights"], found["weights"])
+                assert_same(expected["moments"], found["moments"])
+            engine.save_checkpoint(tmp_path / str(number))
+            dist.barrier()
+            dist.destroy_process_group()
+        _everyone(tmp_path, rank, number)
+
+
+def _everyone(folder: Path, rank: int, number: int) -> None:
+    """All four ranks in one world again, whoever took part in the last."""
+    store = dist.FileStore(str(folder / f"all{number}"), 4)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+
+
+# -- damage
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "another's", "manifest"])
+def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path: Path, damage: str) -> None:
+    engine = build(3, **BF16)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="older")
+    train(engine, 1, 2)
+    engine.save_checkpoint(tmp_path, tag="newer")
+    expected, moments, random_state = engine.module_state_dict(), moments_of(engine), torch.get_rng_state()
+    path = tmp_path / "newer" / "rank_00001.safetensors"
+    if here() == 0:
+        whole = path.read_bytes()
+        if damage == "flipped":
+            path.write_bytes(whole[:-40] + bytes([whole[-40] ^ 4]) + whole[-39:])
+        elif damage == "cut":
+            path.write_bytes(whole[:-40])
+        elif damage == "missing":
+            path.unlink()
+        elif damage == "another's":
+            path.write_bytes((tmp_path / "older" / path.name).read_bytes())
+        else:
+            manifest = tmp_path / "newer" / "manifest.json"
+            manifest.write_text(manifest.read_text().replace('"stage": 3', '"stage": 2'))
+    dist.barrier()
+    said = {
+        "flipped": "is not what was written",
+        "cut": "cut short",
+        "missing": "No such file",
+        "another's": "is of another save",
+        "manifest": "manifest.json is not what was written",
+    }[damage]
+    with pytest.raises(CheckpointError, match=said):
+        engine.load_checkpoint(tmp_path)
+    assert_same(expected, engine.module_state_dict())
+    assert_same(moments, moments_of(engine))
+    assert torch.equal(torch.get_rng_state(), random_state)
+    engine.load_checkpoint(tmp_path, tag="older")
+
+
+@pytest.mark.ranks(2)
+def test_two_jobs_do_not_write_into_one_checkpoint_and_leftovers_are_no_obstacle(tmp_path: Path) -> None:
+    engine = build(3)
+    hidden = tmp_path / ".one.saving"
+    if here() == 0:
+        hidden.mkdir()
+        (hidden / "rank_00000.safetensors").write_bytes(b"half")
+        with open(hidden / ".writing", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            with pytest.raises(CheckpointError, match="being written by another job"):
+                engine.save_checkpoint(tmp_path, tag="one")
+    else:
+        with pytest.raises(CheckpointError, match="being written by another job"):
+            engine.save_checkpoint(tmp_path, tag="one")
+    engine.save_checkpoint(tmp_path, tag="one")
+    assert not hidden.exists()
+
+
+@pytest.mark.ranks(2)
+def test_files_are_private_and_tags_stay_inside(tmp_path: Path) -> None:
+    engine = build(3)
+    engine.save_checkpoint(tmp_path / "new", tag="one")
+    folder = tmp_path / "new" / "one"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    for tag in ("../one", ".", "a/b", ".hidden"):
+        with pytest.raises(CheckpointError, match="cannot be a tag"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+        with pytest.raises(CheckpointError, match="cannot be a tag"):
+            engine.load_checkpoint(tmp_path, tag=tag)

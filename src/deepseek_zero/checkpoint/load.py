@@ -9,21 +9,38 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..comm.collectives import Comm
 from ..optim.piece import Piece
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
-from .manifest import BUFFER, LATEST, MANIFEST, MOMENT, VALUES, WEIGHT, WHOLE, Chunk, Manifest, together
+from ..sharding.runtime import Runtime
+from . import rng
+from .manifest import (
+    BUFFER,
+    LATEST,
+    MANIFEST,
+    MOMENT,
+    RNG,
+    VALUE,
+    WEIGHT,
+    WHOLE,
+    Chunk,
+    Manifest,
+    checked_tag,
+    together,
+)
 from .plain import decode
+from .shard import check
 from .state import Contents, persistent_buffers
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
@@ -32,10 +49,16 @@ KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturab
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state."""
+    """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.
+
+    rng: restore random generators, at the world size they were saved with.  verify: read every byte first, so that a
+    damaged file is refused before anything changes; each rank reads its share of the files.
+    """
 
     strict: bool = True
     moments: bool = True
+    rng: bool = True
+    verify: bool = True
 
 
 @dataclass(frozen=True)
@@ -55,28 +78,35 @@ def latest_tag(directory: Path) -> str | None:
         return None
 
 
+def folder_of(directory: Path, tag: str) -> Path:
+    """Where a checkpoint is; CheckpointError where there is none of that tag."""
+    folder = directory / checked_tag(tag)
+    if not folder.exists():  # a crash between the two renames of a save that replaces it
+        folder = directory / f".{tag}.replaced"
+    if folder.exists():
+        return folder
+    raise CheckpointError(
+        f"{directory} holds no checkpoint {tag!r}.",
+        fix=f"choose one of: {', '.join(sorted(_tags(directory))) or 'none is there'}.",
+    )
+
+
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
     """Fill weights, masters and moments from `directory/tag`.  Collective."""
     runtime, loaded = contents.runtime, []
 
     def look() -> str:
-        folder = directory / tag
-        if not folder.exists() and (directory / f".{tag}.replaced").exists():  # a crash between save's two renames
-            folder = directory / f".{tag}.replaced"
-        if not folder.exists():
-            raise CheckpointError(
-                f"{directory} holds no checkpoint {tag!r}.",
-                fix=f"choose one of: {', '.join(sorted(_tags(directory))) or 'none is there'}.",
-            )
+        folder = folder_of(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         _check(manifest, contents, settings)
-        values = load_file(folder / VALUES)
-        loaded.append((manifest, values, folder))
+        loaded.append((manifest, folder))
         return ""
 
     together(runtime.comm, f"loading {tag}: the manifest", look)
-    manifest, values, folder = loaded[0]
-    plain = decode(manifest.plain, values)
+    manifest, folder = loaded[0]
+    if settings.verify:
+        together(runtime.comm, f"loading {tag}: checksums", lambda: _verify(folder, manifest, runtime.comm))
+    plain = _plain_values(folder, manifest)
     with torch.no_grad():
         runtime.gatherer.release_all()
         runtime.drop_grads()
@@ -87,6 +117,8 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()
+    if settings.rng:
+        _restore_rng(folder, manifest, runtime)
     return Loaded(folder, plain["trainer"], plain["client"])
 
 
@@ -94,7 +126,34 @@ def _tags(directory: Path) -> list[str]:
     return [path.parent.name for path in directory.glob(f"*/{MANIFEST}")] if directory.exists() else []
 
 
+def _plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    with ExitStack() as stack:
+        reader = Reader(folder, manifest.chunks, stack)
+        tensors = {chunk.name: reader.whole(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
+    found: dict[str, Any] = decode(manifest.plain, tensors)
+    return found
+
+
+def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
+    if manifest.world_size != runtime.comm.size:
+        return  # nobody's sequence here goes on one of those
+    with ExitStack() as stack:
+        own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
+        reader = Reader(folder, own, stack)
+        rng.restore({chunk.name: reader.whole(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
+
+
 # -- what is refused
+
+
+def _verify(folder: Path, manifest: Manifest, comm: Comm) -> str:
+    """Read this rank's share of the files."""
+    of_file: dict[str, list[Chunk]] = {}
+    for chunk in manifest.chunks:
+        of_file.setdefault(chunk.file, []).append(chunk)
+    for name in sorted(of_file)[comm.rank :: comm.size]:
+        check(folder / name, of_file[name], manifest.run)
+    return ""
 
 
 def _check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
@@ -184,9 +243,10 @@ class Reader:
                 "load another tag.",
             )
 
-    def whole(self, name: str, key: str) -> Tensor:
-        """A state with a shape of its own."""
-        found: Tensor = self._slice(self._chunks[WHOLE, name, key][0])[:]
+    def whole(self, kind: str, name: str, key: str = "") -> Tensor:
+        """What was never cut, in its own shape."""
+        chunk = self._chunks[kind, name, key][0]
+        found: Tensor = self._file(chunk).get_tensor(chunk.entry)
         return found
 
     def of_rank(self, name: str, rank: int) -> Tensor:
@@ -196,9 +256,12 @@ class Reader:
         return found
 
     def _slice(self, chunk: Chunk) -> Any:
+        return self._file(chunk).get_slice(chunk.entry)
+
+    def _file(self, chunk: Chunk) -> Any:
         if chunk.file not in self._files:
             self._files[chunk.file] = self._stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
-        return self._files[chunk.file].get_slice(chunk.entry)
+        return self._files[chunk.file]
 
 
 def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Contents, settings: LoadSettings) -> str:
@@ -244,20 +307,21 @@ def _fill_buffers(reader: Reader, manifest: Manifest, contents: Contents) -> Non
 def _fill_optimizer(
     reader: Reader, manifest: Manifest, groups: list[dict[str, Any]], optimizer: ShardedOptimizer
 ) -> None:
-    """Through the inner optimizer's own load_state_dict, which knows where each of its states must be."""
-    state: dict[int, dict[str, Any]] = {}
-    for number, piece in enumerate(optimizer.pieces()):
-        found = _piece_state(reader, manifest, piece)
-        if found:
-            state[number] = found
-    count = 0
-    restored = []
+    """Through the inner optimizer's own load_state_dict, which knows where each of its states must be; group by group,
+    so that states stand here twice for one group at most.
+    """
+    count, restored = 0, []
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
         numbers = list(range(count, count + len(mine["params"])))
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    optimizer.load_inner({"state": state, "param_groups": restored})
+    optimizer.forget_states()
+    numbered = sorted(enumerate(optimizer.pieces()), key=lambda item: id(item[1].group))
+    for _, pieces in groupby(numbered, key=lambda item: id(item[1].group)):
+        found = {number: _piece_state(reader, manifest, piece) for number, piece in pieces}
+        state = {number: values for number, values in found.items() if values}
+        optimizer.load_inner({"state": state, "param_groups": restored})
 
 
 def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, Any]:
@@ -271,7 +335,7 @@ def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, 
                 view[low - cover.start : low - cover.start + part.numel()].copy_(part)
         state[key] = value
     for cover in covers:
-        state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
+        state |= {key: reader.whole(WHOLE, cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
     return state | _numbers(manifest, [cover.slot.name for cover in covers])
 
 

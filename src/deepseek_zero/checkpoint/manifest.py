@@ -2,8 +2,7 @@
 
     <directory>/latest                           text: the tag to load
     <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
-    <directory>/<tag>/values.safetensors         tensors of the manifest's plain values
-    <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one flat tensor each
+    <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
 A chunk is elements [start, stop) of one state of one parameter, so any number of ranks can read what any other wrote.
 """
@@ -11,7 +10,7 @@ A chunk is elements [start, stop) of one state of one parameter, so any number o
 from __future__ import annotations
 
 import json
-import os
+import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -21,11 +20,12 @@ from ..base.errors import CheckpointError
 from ..comm.agreement import hear
 from ..comm.collectives import Comm
 
-FORMAT, VERSION = "deepseek-zero checkpoint", 1
-LATEST, MANIFEST, VALUES = "latest", "manifest.json", "values.safetensors"
+FORMAT, VERSION = "deepseek-zero checkpoint", 2
+LATEST, MANIFEST = "latest", "manifest.json"
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
+VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,7 @@ class Chunk:
     start: int
     stop: int
     rank: int
+    crc: int | None = None  # zlib's CRC-32 of its bytes in the file; None: nobody has it
 
     @property
     def file(self) -> str:
@@ -51,6 +52,11 @@ class Chunk:
     def entry(self) -> str:
         """The chunk's name inside its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
+
+    @property
+    def said(self) -> str:
+        """The chunk in an error."""
+        return f"elements {self.start} to {self.stop} of '{self.name}' ({f'{self.kind} {self.key}'.strip()})"
 
 
 @dataclass
@@ -70,14 +76,16 @@ class Manifest:
     excluded: list[str]
     lifted: list[str] = field(default_factory=list)  # units that precision "auto" computes in fp32
     plain: Any = None  # encoded: {"groups": ..., "trainer": ..., "client": ...}
+    run: str = ""  # the identity of this save; every file of it has it, too
     format: str = FORMAT
     version: int = VERSION
     extra: dict[str, Any] = field(default_factory=dict)
 
-    def write(self, path: Path) -> None:
+    def text(self) -> str:
+        """The manifest as JSON, with its own checksum."""
         document = asdict(self)
         document["chunks"] = [list(asdict(chunk).values()) for chunk in self.chunks]
-        write_durably(path, json.dumps(document, allow_nan=False))
+        return json.dumps({**document, "crc": _crc(document)}, allow_nan=False)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
@@ -100,25 +108,23 @@ class Manifest:
                 f"This version reads {FORMAT!r} version {VERSION}.",
                 "load it with the version of the library that wrote it.",
             )
+        if document.pop("crc", None) != _crc(document):
+            raise CheckpointError(f"{path} is not what was written.", "Its checksum differs.", "load another tag.")
         document["chunks"] = [Chunk(*values) for values in document["chunks"]]
         return cls(**document)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a text file so that it is on the disk when this returns."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def _crc(document: dict[str, Any]) -> int:
+    return zlib.crc32(json.dumps(document, allow_nan=False).encode())
 
 
-def sync(path: Path) -> None:
-    """Have a file's or directory's contents on the disk when this returns."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def checked_tag(tag: str) -> str:
+    """The tag, unless it could lead out of the directory it names a folder of."""
+    if not tag or tag.startswith(".") or Path(tag).name != tag:
+        raise CheckpointError(
+            f"{tag!r} cannot be a tag.", "A tag is the name of one directory.", "use letters, digits, '_' and '-'."
+        )
+    return tag
 
 
 def together(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:

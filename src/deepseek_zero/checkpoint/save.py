@@ -7,67 +7,212 @@ engine/saving.py.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
-import shutil
+import secrets
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.log import log_once
-from .manifest import LATEST, MANIFEST, VALUES, Chunk, Manifest, sync, together, write_durably
+from . import files, rng
+from .manifest import LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
 from .plain import encode
 from .state import (
+    Batch,
     Contents,
-    buffer_chunk,
+    Source,
+    batches_of,
+    buffer_source,
     dtype_name,
     exact_dtype,
     numbers,
-    owned_moments,
-    owned_weights,
     persistent_buffers,
 )
+from .writing import Shard
+
+AT_ONCE, BEHIND = "at once", "behind"
+WRITING = ".writing"  # in a hidden directory; locked for as long as somebody writes there
 
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """latest: point `latest` at this checkpoint. tag_validation:  Ignore, Warn or Fail when ranks name different
-    tags.
+    """latest: point `latest` at this checkpoint.  tag_validation: Ignore, Warn or Fail when ranks name different tags.
+
+    wait: return when the checkpoint is on the disk; else write behind the training, where all states rest in memory.
+    snapshot_bytes: what each rank may copy meanwhile of states that a step is about to change.
     """
 
     latest: bool = True
     exclude_frozen: bool = False
     tag_validation: str = "Warn"
+    wait: bool = True
+    snapshot_bytes: int = 1 << 30
+
+
+class Saving:
+    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank writes its file."""
+
+    def __init__(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> None:
+        self.contents, self.settings = contents, settings
+        self._comm = contents.runtime.comm
+        self._tensors: dict[str, Tensor] = {}
+        self._plain: dict[str, Any] = {}
+        self._lock = -1
+
+        def look() -> str:
+            self._plain = _plain(contents, self._tensors)
+            return tag
+
+        tag = _agreed_tag(together(self._comm, "saving: the values", look), settings.tag_validation)
+        self.final, self.hidden = directory / tag, directory / f".{tag}.saving"
+        self.run = together(self._comm, "saving: the directory", self._prepare)[0]
+        try:
+            digests = together(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
+            self._scalars: dict[str, dict[str, Any]] = {}
+            ways = together(self._comm, "saving: this rank's states", lambda: self._open(json.loads(digests[0])))
+            if AT_ONCE in ways:
+                together(self._comm, "saving: this rank's slices", self._write)
+            else:
+                self.shard.start()
+        except Exception:
+            self._abandon()
+            raise
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank has written its file, or failed to."""
+        return self.shard.is_over
+
+    def commit(self) -> Path:
+        """Wait for every rank's file, then make the checkpoint visible; it is on the disk when this returns."""
+        try:
+            indexes = together(self._comm, "saving: this rank's index", self._index)
+            together(self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else "")
+        except Exception:
+            self._abandon()
+            raise
+        return self.final
+
+    # -- this rank's part
+
+    def _open(self, common: dict[str, str]) -> str:
+        """Find what is to be written, and when. common: digests of the buffers that rank 0 writes for all."""
+        contents, rank = self.contents, self._comm.rank
+        batches = [*self._own_values(common), *self._states()]
+        self._scalars = numbers(contents.optimizer) if contents.optimizer is not None else {}
+        self._manifest = _manifest(contents, self.settings, self.run)
+        path, metadata = self.hidden / f"rank_{rank:05d}.safetensors", {"run": self.run, "rank": str(rank)}
+        self.shard = Shard(path, batches, metadata, self.settings.snapshot_bytes)
+        return AT_ONCE if self.settings.wait or not self.shard.rests_in_place else BEHIND
+
+    def _write(self) -> str:
+        self.shard.write()
+        return ""
+
+    def _own_values(self, common: dict[str, str]) -> list[Batch]:
+        """Copies of what changes between steps."""
+        rank, runtime = self._comm.rank, self.contents.runtime
+        found = [
+            buffer_source(name, buffer.detach().clone(), rank)
+            for name, buffer in persistent_buffers(runtime.model).items()
+            if rank == 0 or common.get(name) != _digest(buffer)
+        ]
+        own = {(RNG, name): value for name, value in rng.capture(runtime.route.pool.device).items()}
+        if rank == 0:
+            own |= {(VALUE, name): value for name, value in self._tensors.items()}
+        return [Batch([*found, *(_plain_source(kind, name, value, rank) for (kind, name), value in own.items())])]
+
+    def _states(self) -> Iterator[Batch]:
+        if self.contents.optimizer is not None:
+            self.contents.optimizer.updater.finish()
+        return batches_of(self.contents, skip_frozen=self.settings.exclude_frozen)
+
+    def _index(self) -> str:
+        chunks = [list(asdict(chunk).values()) for chunk in self.shard.chunks()]
+        with files.saying(f"syncing '{self.hidden}'"):
+            files.sync_folder(self.hidden)
+        return json.dumps({"chunks": chunks, "scalars": self._scalars})
+
+    # -- rank 0's part
+
+    def _prepare(self) -> str:
+        """A hidden directory of our own, locked while we write; the identity of this save."""
+        if self._comm.rank:
+            return ""
+        with files.saying(f"saving to '{self.final}'"):
+            self.final.parent.mkdir(parents=True, exist_ok=True)
+            if self.hidden.exists():
+                _refuse_if_written(self.hidden)
+                files.remove_folder(self.hidden)  # of a save that never finished
+            files.make_folder(self.hidden)
+            self._lock = files.create(self.hidden / WRITING)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        return secrets.token_hex(8)
+
+    def _finish(self, indexes: list[str]) -> str:
+        """The manifest, the rename, `latest`."""
+        found = [json.loads(index) for index in indexes]
+        missing = [rank for rank in range(len(found)) if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()]
+        if missing:
+            raise CheckpointError(
+                f"rank 0 does not see the files of ranks {missing} in {self.hidden}.",
+                "All ranks write into one directory, which rank 0 completes.",
+                "save to a file system that every rank shares.",
+            )
+        self._manifest.chunks = [Chunk(*values) for index in found for values in index["chunks"]]
+        for index in found:
+            self._manifest.scalars.update(index["scalars"])
+        self._manifest.plain = self._plain
+        with files.saying(f"completing '{self.final}'"):
+            files.write_text(self.hidden / MANIFEST, self._manifest.text())
+            files.remove(self.hidden / WRITING)
+            files.sync_folder(self.hidden)
+            self._publish()
+        self._unlock()
+        return ""
+
+    def _publish(self) -> None:
+        replaced = self.final.with_name(f".{self.final.name}.replaced")
+        if replaced.exists() and self.final.exists():
+            files.remove_folder(replaced)
+        if self.final.exists():
+            files.rename(self.final, replaced)
+        files.rename(self.hidden, self.final)
+        files.sync_folder(self.final.parent)
+        if replaced.exists():
+            files.remove_folder(replaced)
+        if self.settings.latest:
+            pointer = self.final.parent / f".{LATEST}.saving"
+            if pointer.exists():
+                files.remove(pointer)  # of a save that never finished
+            files.write_text(pointer, self.final.name)
+            files.rename(pointer, self.final.parent / LATEST)
+            files.sync_folder(self.final.parent)
+
+    def _abandon(self) -> None:
+        """A rank has failed: what was written takes room and is good for nothing."""
+        if self._comm.rank == 0 and self._lock >= 0:
+            with suppress(OSError):
+                files.remove_folder(self.hidden)
+            self._unlock()
+
+    def _unlock(self) -> None:
+        os.close(self._lock)
+        self._lock = -1
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state count."""
-    comm = contents.runtime.comm
-    values: dict[str, Tensor] = {}
-    plain: dict[str, Any] = {}
-
-    def look() -> str:
-        plain.update(_plain(contents, values))
-        return tag
-
-    tag = _agreed_tag(together(comm, "saving: the values", look), settings.tag_validation)
-    final, hidden = directory / tag, directory / f".{tag}.saving"
-    together(comm, "saving: the directory", lambda: _prepare(final, hidden) if comm.rank == 0 else "")
-    digests = together(comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
-    common = json.loads(digests[0]) if comm.rank else {}
-    indexes = together(comm, "saving: this rank's slices", lambda: _write_slices(hidden, contents, settings, common))
-    together(
-        comm,
-        "saving: the manifest",
-        lambda: _finish(hidden, final, contents, _Written(indexes, plain, values), settings) if comm.rank == 0 else "",
-    )
-    return final
+    return Saving(directory, tag, contents, settings).commit()
 
 
 def _plain(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
@@ -83,6 +228,12 @@ def _plain(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
+def _plain_source(kind: str, name: str, value: Tensor, rank: int) -> Source:
+    flat = value.reshape(-1)
+    chunk = Chunk(kind, name, "", 0, value.numel(), rank)
+    return Source(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
+
+
 def _agreed_tag(tags: list[str], validation: str) -> str:
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
@@ -90,39 +241,20 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
         if validation == "Fail":
             raise CheckpointError(f"{said}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
         log_once(f"{said}; rank 0's is used.")
-    tag = tags[0]
-    if not tag or tag.startswith(".") or Path(tag).name != tag:
-        raise CheckpointError(
-            f"{tag!r} cannot be a tag.", "A tag is the name of one directory.", "use letters, digits, '_' and '-'."
-        )
-    return tag
+    return checked_tag(tags[0])
 
 
-def _prepare(final: Path, hidden: Path) -> str:
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if hidden.exists():  # a save that never finished
-        shutil.rmtree(hidden)
-    hidden.mkdir()
-    return ""
-
-
-def _write_slices(folder: Path, contents: Contents, settings: SaveSettings, common: dict[str, str]) -> str:
-    """Write this rank's file; returns its index as JSON. common: digests of what rank 0 writes for all."""
-    runtime = contents.runtime
-    rank = runtime.comm.rank
-    found = list(owned_weights(runtime, skip_frozen=settings.exclude_frozen))
-    if contents.optimizer is not None:
-        found += owned_moments(contents.optimizer, rank)
-    for name, buffer in persistent_buffers(runtime.model).items():
-        if common.get(name) != _digest(buffer):
-            found.append((buffer_chunk(name, buffer, rank), buffer.detach().reshape(-1)))
-    tensors = {chunk.entry: _own_copy(data) for chunk, data in found}
-    path = folder / f"rank_{rank:05d}.safetensors"
-    save_file(tensors, path)
-    sync(path)
-    scalars = numbers(contents.optimizer) if contents.optimizer is not None else {}
-    chunks = [list(asdict(chunk).values()) for chunk, _ in found]
-    return json.dumps({"chunks": chunks, "scalars": scalars})
+def _refuse_if_written(hidden: Path) -> None:
+    """Raise if another job is writing there at this moment."""
+    with suppress(FileNotFoundError), open(hidden / WRITING, "rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"'{hidden}' is being written by another job.",
+                "Two jobs save under one tag into one directory.",
+                "give each job a directory of its own.",
+            ) from None
 
 
 def _digests(contents: Contents) -> dict[str, str]:
@@ -130,60 +262,14 @@ def _digests(contents: Contents) -> dict[str, str]:
     return {name: _digest(buffer) for name, buffer in persistent_buffers(contents.runtime.model).items()}
 
 
-def _own_copy(data: Tensor) -> Tensor:
-    """On the host, contiguous and alone in its storage, as safetensors wants it."""
-    host = data.detach().to("cpu").contiguous()
-    return host if host.untyped_storage().nbytes() == host.nbytes else host.clone()
-
-
 def _digest(buffer: Tensor) -> str:
     data = buffer.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if data.numel() else ""
 
 
-@dataclass(frozen=True)
-class _Written:
-    """What rank 0 knows when every slice is on the disk."""
-
-    indexes: list[str]
-    plain: dict[str, Any]
-    values: dict[str, Tensor]
-
-
-def _finish(hidden: Path, final: Path, contents: Contents, written: _Written, settings: SaveSettings) -> str:
-    """Rank 0: the manifest, the rename, `latest`."""
-    missing = [rank for rank in range(len(written.indexes)) if not (hidden / f"rank_{rank:05d}.safetensors").exists()]
-    if missing:
-        raise CheckpointError(
-            f"rank 0 does not see the files of ranks {missing} in {hidden}.",
-            "All ranks write into one directory, which rank 0 completes.",
-            "save to a file system that every rank shares.",
-        )
-    save_file(written.values, hidden / VALUES)
-    sync(hidden / VALUES)
-    _manifest(contents, written, settings).write(hidden / MANIFEST)
-    sync(hidden)
-    replaced = final.with_name(f".{final.name}.replaced")
-    if final.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(hidden, final)
-    sync(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
-    if settings.latest:
-        pointer = final.parent / f".{LATEST}.saving"
-        write_durably(pointer, final.name)
-        os.replace(pointer, final.parent / LATEST)
-        sync(final.parent)
-    return ""
-
-
-def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> Manifest:
+def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
+    """What is known before anything is written."""
     runtime, optimizer = contents.runtime, contents.optimizer
-    indexes = [json.loads(index) for index in written.indexes]
-    scalars: dict[str, dict[str, Any]] = {}
-    for index in indexes:
-        scalars.update(index["scalars"])
     plan = {}
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
@@ -206,10 +292,10 @@ def _manifest(contents: Contents, written: _Written, settings: SaveSettings) -> 
         buffers={
             name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in buffers.items()
         },
-        chunks=[Chunk(*values) for index in indexes for values in index["chunks"]],
+        chunks=[],
         optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
-        scalars=scalars,
+        scalars={},
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
         lifted=[unit.name for unit in runtime.units if unit.is_lifted],
-        plain=written.plain,
+        run=run,
     )

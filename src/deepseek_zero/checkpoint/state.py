@@ -1,19 +1,23 @@
-"""What of an engine goes into a checkpoint on this rank, as chunks of flat tensors.
+"""What of an engine goes into a checkpoint on this rank, as chunks of flat tensors, and where each is to be had.
 
-Walks units, masters, buffers and optimizer pieces; writes no file.  Called by save.py and load.py.
+Walks units, masters, buffers and optimizer pieces; writes no file, and copies nothing before it is read.  Called by
+save.py, writing.py and load.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
-from ..optim.piece import Cover
+from ..optim.flow import Stretch
+from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.layout import Slot
@@ -50,18 +54,76 @@ def owned_values(group: FlatGroup, slot: Slot) -> Tensor:
     return group.master.read(*group.master.owned(slot))
 
 
-def owned_weights(runtime: Runtime, *, skip_frozen: bool) -> Iterator[tuple[Chunk, Tensor]]:
-    """This rank's part of every parameter, also of those that every rank holds whole: each element is written once."""
-    rank = runtime.comm.rank
+@dataclass(eq=False)
+class Source:
+    """One chunk of this rank's and where its elements are now.
+
+    read(low, high): elements of the chunk, to be looked at before anything else happens.  group: whose step changes it.
+    """
+
+    chunk: Chunk
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], Tensor]
+    group: FlatGroup | None = None
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass
+class Batch:
+    """Sources that are read together, and what of other memories must be here meanwhile."""
+
+    sources: list[Source]
+    stretches: list[Stretch] = field(default_factory=list)
+
+
+def batches_of(contents: Contents, *, skip_frozen: bool) -> Iterator[Batch]:
+    """This rank's part of weights and optimizer states, group by group in the order of their update.  Each element of
+    the model is in one rank's batches.
+    """
+    runtime, optimizer = contents.runtime, contents.optimizer
+    pieces: dict[int, list[Piece]] = {}
+    for piece in optimizer.pieces() if optimizer is not None else ():
+        pieces.setdefault(id(piece.group), []).append(piece)
+    recent = Recent()
     for group in runtime.groups:
-        if skip_frozen and not group.trainable:
+        if group.trainable or not skip_frozen:
+            yield _weights(group)
+        for piece in pieces.get(id(group), ()):
+            assert optimizer is not None
+            yield _moments(optimizer, piece, recent)
+
+
+def _weights(group: FlatGroup) -> Batch:
+    """This rank's part of a group's parameters, also of those that every rank holds whole."""
+    batch, rank, master = Batch([]), group.route.comm.rank, group.master
+    places = []
+    for member in group.members:
+        start, stop = group.layout.owned(member.slot, rank)
+        if start >= stop:
             continue
-        for member in group.members:
-            start, stop = group.layout.owned(member.slot, rank)
-            if start < stop:
-                low = member.slot.start
-                chunk = Chunk(WEIGHT, member.name, "", start - low, stop - low, rank)
-                yield chunk, owned_values(group, member.slot)
+        low = member.slot.start
+        chunk = Chunk(WEIGHT, member.name, "", start - low, stop - low, rank)
+        if master is not None:
+            place = master.owned(member.slot)[0]
+            read = partial(_read_from, master.peek, place)
+        else:
+            place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
+            read = partial(_read_from, group.weight.peek, place)
+        places.append((place, place + stop - start))
+        batch.sources.append(Source(chunk, exact_dtype(group), (stop - start,), read, group))
+    if places:
+        extents = master.extents() if master is not None else [group.weight.extent]
+        low, high = places[0][0], places[-1][1]
+        batch.stretches = [Stretch(extent, low, high, changes=False) for extent in extents if extent is not None]
+    return batch
+
+
+def _read_from(peek: Callable[[int, int], Tensor], place: int, low: int, high: int) -> Tensor:
+    return peek(place + low, place + high)
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -74,18 +136,31 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def owned_moments(optimizer: ShardedOptimizer, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
-    """This rank's part of every optimizer state that has elements."""
-    for piece in optimizer.pieces():
-        state = optimizer.state.get(piece.param, {})
-        for key, value in state.items():
-            if not isinstance(value, Tensor) or is_number(value, piece.param):
-                continue
-            for cover in piece.covers():
-                if value.shape == piece.param.shape:
-                    yield from _owned_moment(cover, key, value, rank)
-                else:
-                    yield from _whole_state(cover, key, value, rank)
+class Recent:
+    """A piece's moment as it was read last: parameters that share the piece ask for it one after another."""
+
+    def __init__(self) -> None:
+        self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
+
+    def of(self, optimizer: ShardedOptimizer, piece: Piece, key: str) -> Tensor:
+        last = self._last
+        if last is None or last[0] != (id(piece), key):
+            last = self._last = (id(piece), key), optimizer.moments.read(piece, key).reshape(-1)
+        return last[1]
+
+
+def _moments(optimizer: ShardedOptimizer, piece: Piece, recent: Recent) -> Batch:
+    """This rank's part of every optimizer state of a piece that has elements."""
+    batch, rank = Batch([], [replace(each, changes=False) for each in optimizer.moments.stretches(piece)]), piece.rank
+    for key, value in optimizer.inner.state.get(piece.param, {}).items():
+        if not isinstance(value, Tensor) or is_number(value, piece.param):
+            continue
+        for cover in piece.covers():
+            if value.shape == piece.param.shape:
+                batch.sources += _owned_moment(optimizer, cover, key, value.dtype, recent)
+            else:
+                batch.sources += _whole_state(cover, key, value, rank)
+    return batch
 
 
 def is_number(value: Tensor, param: Tensor) -> bool:
@@ -93,33 +168,42 @@ def is_number(value: Tensor, param: Tensor) -> bool:
     return value.dim() == 0 and param.dim() > 0
 
 
-def _owned_moment(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
+def _owned_moment(
+    optimizer: ShardedOptimizer, cover: Cover, key: str, dtype: torch.dtype, recent: Recent
+) -> Iterator[Source]:
     """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
-    low, high = cover.piece.group.layout.owned(cover.slot, rank)
+    piece, rank = cover.piece, cover.piece.rank
+    low, high = piece.group.layout.owned(cover.slot, rank)
     start, stop = max(cover.start, low - cover.slot.start), min(cover.stop, high - cover.slot.start)
     if start < stop:
-        part = cover.of(value)[start - cover.start : stop - cover.start]
-        yield Chunk(MOMENT, cover.slot.name, key, start, stop, rank), part
+        at = cover.offset + start - cover.start
+
+        def read(low: int, high: int) -> Tensor:
+            return recent.of(optimizer, piece, key)[at + low : at + high]
+
+        yield Source(Chunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group)
 
 
-def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[tuple[Chunk, Tensor]]:
+def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[Source]:
     if cover.stop - cover.start != cover.slot.numel:
         raise CheckpointError(
             f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",
             "Only whole parameters can have a state of another shape.",
             'give the optimizer class the attribute granularity = "tensor".',
         )
-    low, high = cover.piece.group.layout.bounds(rank)
-    replicated = cover.piece.group.master is not None and cover.piece.group.master.placement is R
+    group = cover.piece.group
+    low, high = group.layout.bounds(rank)
+    replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= cover.slot.start < high:
-        yield Chunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank), value
+        chunk = Chunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank)
+        yield Source(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
 
 
 def numbers(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """Optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
     found: dict[str, dict[str, Any]] = {}
     for piece in optimizer.pieces():
-        for key, value in optimizer.state.get(piece.param, {}).items():
+        for key, value in optimizer.inner.state.get(piece.param, {}).items():
             if isinstance(value, Tensor) and not is_number(value, piece.param):
                 continue
             number = _number(key, value, piece.names[0])
@@ -140,5 +224,7 @@ def _number(key: str, value: Any, name: str) -> dict[str, Any]:
     )
 
 
-def buffer_chunk(name: str, buffer: Tensor, rank: int) -> Chunk:
-    return Chunk(BUFFER, name, "", 0, buffer.numel(), rank)
+def buffer_source(name: str, buffer: Tensor, rank: int) -> Source:
+    flat = buffer.detach().reshape(-1)
+    chunk = Chunk(BUFFER, name, "", 0, buffer.numel(), rank)
+    return Source(chunk, buffer.dtype, (buffer.numel(),), lambda low, high: flat[low:high])

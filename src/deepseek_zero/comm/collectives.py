@@ -8,7 +8,6 @@ never delivers wrong bytes, and the board (comm/board.py) turns the silence into
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 import weakref
@@ -78,11 +77,8 @@ class Comm:
     transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.
     """
 
-    _made = itertools.count()
-
     def __init__(self, device: torch.device, *, deterministic: bool = False, transport: str = "fastest") -> None:
-        # Engines are made in the same order on every rank, so their numbers agree.
-        self.name, self.meter, self.deterministic = f"engine {next(self._made)}", Meter(), deterministic
+        self.name, self.meter, self.deterministic = "engine", Meter(), deterministic
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._links: Links | None = None
@@ -92,6 +88,7 @@ class Comm:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             links = self._links = Links.of_this_world()
             self.rank, self.size = links.rank, links.size
+            self.name = f"engine {next(links.engines)}"  # made in the same order on every rank of this world
             weakref.finalize(self, links.forget, self.name).atexit = False
             self._host_transport: Transport = links.gloo
             self._host_transport = _agreed(self, links, transport)

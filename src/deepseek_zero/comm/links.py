@@ -6,6 +6,7 @@ knows where the others stand in every engine.  Called by collectives.py.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from dataclasses import dataclass, field
 from typing import ClassVar
@@ -54,6 +55,7 @@ class Links:
         self.fastest: Transport = far  # shared memory to the ranks of this host, gloo to the others
         if same_host is not None:
             self.fastest = Together(same_host, far, self.rank) if far.peers else same_host
+        self.engines = itertools.count()  # numbers for those that will use it
         self._lanes: dict[str, Lane] = {}
 
     @classmethod

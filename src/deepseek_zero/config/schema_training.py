@@ -229,6 +229,12 @@ class Checkpoint(Section):
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
     )
+    snapshot_bytes: int = effective(
+        1 << 30,
+        "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is written behind.",
+        example=1 << 20,
+        ge=0,
+    )
     load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
     use_node_local_storage: bool = later(
         False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True

@@ -6,7 +6,7 @@ Nothing below ever sees a key.  Called by the doors (facade/).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
 from .observe import ObserverSettings
+from .saving import Saver
 from .tiers import (
     TIERS,
     PlacementSettings,
@@ -58,6 +59,7 @@ class SavingSettings:
     """What saving is told.  gather_16bit: save_16bit_model may gather a sharded model."""
 
     tag_validation: str = "Warn"
+    snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
 
 
@@ -76,6 +78,7 @@ class Parts:
     placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
+    saver: Saver = field(default_factory=Saver)
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -237,7 +240,11 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         step_settings,
         observer_settings_of(config),
         DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
-        SavingSettings(config.checkpoint.tag_validation, zero.stage3_gather_16bit_weights_on_model_save),
+        SavingSettings(
+            config.checkpoint.tag_validation,
+            config.checkpoint.snapshot_bytes,
+            zero.stage3_gather_16bit_weights_on_model_save,
+        ),
         placement,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,11 +26,24 @@ def to_device(value: Any, device: torch.device) -> Any:
     return value
 
 
+class _From:
+    """A sampler's indices from `first` on: what a resumed epoch does not see again is not loaded, either."""
+
+    def __init__(self, sampler: Iterable[Any]) -> None:
+        self.sampler, self.first = sampler, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self.sampler), self.first, None)
+
+    def __len__(self) -> int:
+        return len(self.sampler)  # type: ignore[arg-type]
+
+
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
     Every rank sees the same number of batches (the sampler pads the last ones); the order is shuffled anew each epoch
-    with a seed all ranks share.
+    with a seed all ranks share.  `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
     """
 
     def __init__(
@@ -41,38 +55,58 @@ class ShardedLoader:
         drop_last: bool = False,
         sampler: Any = None,
     ) -> None:
-        self.device, self.epoch = mesh.device, 0
+        self.device, self.epoch, self.ranks = mesh.device, 0, mesh.size
+        self.position = self._resume_at = 0  # batches of this epoch that were handed out, or were before a restart
         iterable = isinstance(dataset, IterableDataset)
         self.sampler = sampler
         if sampler is None and not iterable:
             self.sampler = DistributedSampler(dataset, mesh.size, mesh.rank, shuffle=True, drop_last=drop_last)
+        self._indices = _From(self.sampler) if self.sampler is not None else None
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
             batch_size=batch_size,
-            sampler=self.sampler,
+            sampler=self._indices,
             collate_fn=collate_fn,
             drop_last=drop_last,
             pin_memory=mesh.device.type == "cuda",
+            # Of its own: an epoch that begins draws a number, and a resumed run begins one more.
+            generator=torch.Generator(),
         )
         self.batch_size = batch_size
+
+    def state_dict(self) -> dict[str, int]:
+        """The epoch, and how many samples of it all ranks together have been given."""
+        return {"epoch": self.epoch, "samples": self.position * self.batch_size * self.ranks}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on there, at any number of ranks; a batch that this number of ranks would cut is given again."""
+        self.epoch = int(state["epoch"])
+        self.position = self._resume_at = int(state["samples"]) // (self.batch_size * self.ranks)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle; counted on by itself at the end of each epoch."""
-        self.epoch = epoch
+        if epoch != self.epoch:
+            self.epoch, self.position, self._resume_at = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
         if isinstance(self.sampler, DistributedSampler):
             self.sampler.set_epoch(self.epoch)
-        ahead: Any = None
-        waiting = False
-        for batch in self.loader:
-            moved = to_device(batch, self.device)
-            if waiting:
-                yield ahead
-            ahead, waiting = moved, True
-        if waiting:
-            yield ahead
-        self.epoch += 1
+        self.position, self._resume_at = self._resume_at, 0
+        batches = iter(self._rest_of_epoch())
+        ahead = [to_device(batch, self.device) for batch in islice(batches, 1)]
+        while ahead:
+            batch = ahead.pop()
+            ahead = [to_device(batch, self.device) for batch in islice(batches, 1)]
+            self.position += 1
+            yield batch
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _rest_of_epoch(self) -> Iterable[Any]:
+        """What has not been handed out: without loading the rest where a sampler says what is what."""
+        if self._indices is None:
+            return islice(self.loader, self.position, None)
+        self._indices.first = self.position * self.batch_size
+        return self.loader

@@ -118,6 +118,7 @@ class Engine(nn.Module):
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self.observer.stepped(self)
+        self.parts.saver.look()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -206,12 +207,14 @@ class Engine(nn.Module):
         return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
 
     def destroy(self) -> None:
-        """Unhook the model and free what the engine lent; calling it twice is harmless.
+        """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective where a checkpoint
+        is being written, which is finished first.
 
         Rank 0 logs where its steps went, unless steps_per_print says that nothing is printed.
         """
         if not self.runtime.is_destroyed and self.observer.settings.steps_per_print and self.global_steps > 1:
             log_once("\n".join(["where the run went", *self._where_steps_went()]))
+        self.parts.saver.finish()
         self.runtime.remove_hooks()
         recompute.release(self.parts.recompute)
         self.observer.close()

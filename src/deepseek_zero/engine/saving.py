@@ -1,18 +1,22 @@
 """An engine's checkpoints: what of it is saved beside the slices, and what loading gives back.
 
-The files are checkpoint/'s; counters, loss scaler and schedule are read and set here.  Called by the doors.
+The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set here.  Called by the
+doors and engine.py.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from ..base.log import log_once
 from ..checkpoint.load import Loaded, LoadSettings, latest_tag, load
 from ..checkpoint.manifest import together
-from ..checkpoint.save import SaveSettings, save
+from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
 
 if TYPE_CHECKING:
@@ -29,11 +33,40 @@ class Restore:
     moments: bool = True
     schedule: bool = True
     module_only: bool = False
+    rng: bool = True
+    verify: bool = True
+
+
+class Saver:
+    """The checkpoint an engine writes while it trains, if there is one."""
+
+    def __init__(self) -> None:
+        self.current: Saving | None = None
+        self.commit_seconds = 0.0  # of the last one
+
+    def look(self) -> None:
+        """Between two steps: once every rank has written its file, make the checkpoint visible.
+
+        Collective where a checkpoint is under way.  CheckpointError on every rank where one could not write.
+        """
+        if self.current is None:
+            return
+        comm = self.current.contents.runtime.comm
+        if bool(comm.rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint under way.  Collective where there is one."""
+        saving, self.current = self.current, None
+        if saving is not None:
+            began = time.perf_counter()
+            saving.commit()
+            self.commit_seconds = time.perf_counter() - began
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any, settings: SaveSettings) -> Path:
     """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
-    it.
+    it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.
     """
     if engine.micro_steps % engine.config.gradient_accumulation_steps:
         log_once("saved between two micro-batches of one step: the gradients summed so far are not in the checkpoint.")
@@ -41,10 +74,16 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
+    loader = engine.training_dataloader
+    trainer["data"] = loader.state_dict() if hasattr(loader, "state_dict") else None
+    engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
-    return save(
-        Path(directory), str(tag) if tag is not None else f"global_step{engine.global_steps}", contents, settings
-    )
+    name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    saving = Saving(Path(directory), name, contents, settings)
+    if settings.wait:
+        return saving.commit()
+    engine.parts.saver.current = saving
+    return saving.final
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
@@ -52,6 +91,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
 
     (None, None) and a warning where there is no `latest`, as DeepSpeed has it.
     """
+    engine.parts.saver.finish()
     folder = Path(directory)
     tags = together(
         engine.runtime.comm, "loading: the tag", lambda: str(tag) if tag is not None else latest_tag(folder) or ""
@@ -65,7 +105,12 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
         return None, None
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
-    loaded = load(folder, chosen, contents, LoadSettings(restore.strict, moments))
+    loaded = load(
+        folder,
+        chosen,
+        contents,
+        LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, restore.verify),
+    )
     if not restore.module_only:
         _restore_trainer(engine, loaded, restore)
     return str(loaded.folder), loaded.client
@@ -80,5 +125,7 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
+    if hasattr(engine.training_dataloader, "load_state_dict") and saved["data"] is not None:
+        engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])

@@ -96,12 +96,17 @@ class DeepSpeedEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        wait: bool = True,
     ) -> bool:
         """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
 
-        client_state: plain values and tensors; rank 0's is saved.
+        client_state: plain values and tensors; rank 0's is saved.  wait=False: write while training goes on; the first
+        step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at once.
         """
-        settings = SaveSettings(save_latest, exclude_frozen_parameters, self.config.checkpoint.tag_validation)
+        policy = self.config.checkpoint
+        settings = SaveSettings(
+            save_latest, exclude_frozen_parameters, policy.tag_validation, wait, policy.snapshot_bytes
+        )
         saving.save_checkpoint(self, save_dir, tag, dict(client_state or {}), settings)
         return True
 
@@ -122,6 +127,10 @@ class DeepSpeedEngine(Engine):
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         return saving.load_checkpoint(self, load_dir, tag, restore)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written while training goes on.  Collective where there is one."""
+        self.parts.saver.finish()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """The model's whole state dict, on every rank.  Collective."""

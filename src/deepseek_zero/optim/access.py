@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup
+from ..sharding.group import FlatGroup, before_change
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
 from ..sharding.placement import R
@@ -191,6 +191,7 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
 
 
 def _owner(param: nn.Parameter) -> FlatGroup:
+    """The group whose states are about to be changed."""
     owner = owner_of(param)
     if not isinstance(owner, FlatGroup):
         raise UsageError(
@@ -198,6 +199,7 @@ def _owner(param: nn.Parameter) -> FlatGroup:
             "Only a wrapped model's parameters have sharded state.",
             "pass a parameter of the model that initialize (or DeepSeekZeRO3) wrapped.",
         )
+    before_change(owner)
     return owner
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..precision.compact import BLOCK, Chance, Kept, kept_as
-from ..tiers.tier import Extent, Tier
+from ..tiers.tier import Extent, Tier, peek
 from .flow import Stretch
 from .piece import Piece
 from .scratch import Scratch
@@ -80,6 +80,17 @@ class Moments:
                 shared = self._scratch.take(name, moment.dtype)[piece.at : piece.at + piece.numel] if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
             state[name] = values.view(piece.param.shape)
+
+    def read(self, piece: Piece, name: str) -> Tensor:
+        """One moment as the optimizer has it, whatever waits for an update; a view or a copy."""
+        value: Tensor = self._inner.state[piece.param][name]
+        if not self._is_hidden(value):
+            return value
+        moment = self._found[id(piece.group), name]
+        values = peek(moment.extent, piece.start, piece.stop)
+        if moment.kept is None:
+            return values
+        return moment.kept.decode(values, moment.powers.get(id(piece)), None)
 
     def hide(self, piece: Piece, chance: Chance, *, keep: bool) -> None:
         """Keep what the optimizer has made of them; what is not kept as it is shown is NaN until it is shown again.

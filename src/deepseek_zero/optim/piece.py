@@ -46,6 +46,10 @@ class Piece:
         assert self.group.master is not None
         return self.group.master
 
+    @property
+    def rank(self) -> int:
+        return self.group.route.comm.rank
+
     def grad(self) -> Tensor | None:
         part = self.group.gradient.part(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
@@ -60,7 +64,7 @@ class Piece:
 
     def covers(self) -> Iterator[Cover]:
         """What it covers, parameter by parameter."""
-        low = 0 if self.master.placement is R else self.group.layout.bounds(self.group.route.comm.rank)[0]
+        low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
         first, last = low + self.start, low + self.stop
         for member in self.group.members:
             slot = member.slot

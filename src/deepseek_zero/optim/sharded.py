@@ -21,7 +21,7 @@ from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
-from ..sharding.group import FlatGroup
+from ..sharding.group import FlatGroup, before_change
 from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
@@ -121,6 +121,7 @@ class ShardedOptimizer(Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         self.updater.finish()
         for piece in self.pieces():
+            before_change(piece.group)  # whoever asks may change it
             self.moments.show(piece, working=False)
         return self.inner.state
 
@@ -238,15 +239,25 @@ class ShardedOptimizer(Optimizer):
         """What `state_dict` of the same rank, world size and stage returned."""
         self.updater.finish()
         self.updater.updates = int(state["updates"])
+        self.forget_states()
         self.load_inner(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
 
+    def forget_states(self) -> None:
+        """As before the first step; what is loaded then comes piece by piece."""
+        self.updater.finish()
+        self.inner.state.clear()
+
     def load_inner(self, state: dict[str, Any]) -> None:
-        """Give the inner optimizer a state of its own; its moments then go where they rest."""
+        """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
+        kept = dict(self.inner.state)
         self.inner.load_state_dict(state)
+        loaded = set(self.inner.state)
+        self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
         for piece in self.pieces():
-            self.moments.put_away(piece, Chance(self.updater.updates))
+            if piece.param in loaded:
+                self.moments.put_away(piece, Chance(self.updater.updates))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"

@@ -19,7 +19,7 @@ from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
 from ..tiers.device import Allowance
-from ..tiers.tier import Extent, Ticket, Tier, Tiers
+from ..tiers.tier import Extent, Ticket, Tier, Tiers, peek
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
@@ -108,6 +108,10 @@ class FlatBuffer:
     def look(self, low: int, high: int) -> Tensor:
         """As `part`, to be read only."""
         return self.memory[low:high] if self.extent is None else self.extent.look(low, high)
+
+    def peek(self, low: int, high: int) -> Tensor:
+        """As `look`, but as they are now, whatever update waits."""
+        return self.memory[low:high] if self.extent is None else peek(self.extent, low, high)
 
     @property
     def rests_elsewhere(self) -> bool:

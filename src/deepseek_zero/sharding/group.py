@@ -66,6 +66,7 @@ class FlatGroup:
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
+        self.reader: Callable[[], None] | None = None  # called before its states change: somebody still reads them
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=route.pool.device)
         self._views: list[Tensor] = []  # of members in common pages, which stay where they are
@@ -249,6 +250,7 @@ class FlatGroup:
         """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
         their bits).
         """
+        before_change(self)
         rank = self.route.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
@@ -275,6 +277,7 @@ class FlatGroup:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
         if self.weight.common is not None:  # others may still be reading the old one
             self.route.comm.fence(f"writing {self.name_of(param)}")
+        before_change(self)
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
         start, stop, weight = self.weight.held(slot, rank)
@@ -315,6 +318,12 @@ def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | N
     buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
     exposed = plan.weight.placement is not S or route.comm.size == 1
     return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home)
+
+
+def before_change(group: FlatGroup) -> None:
+    """States of the group are about to change: a checkpoint that is written meanwhile takes what it has not yet."""
+    if group.reader is not None:
+        group.reader()
 
 
 def resting(group: FlatGroup) -> list[Extent]:

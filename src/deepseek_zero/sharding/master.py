@@ -93,6 +93,15 @@ class Master:
         join(upper, lower, out, scratch, is_exposed=self.is_exposed)
         return out
 
+    def peek(self, place: int, end: int) -> Tensor:
+        """The values as they are now, whatever update waits, to be read only: a view or a copy."""
+        lower = self.buffer.peek(place, end)
+        if not self.is_split or self.weight is None:
+            return lower.to(self.dtype)
+        out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        join(self.weight.peek(place, end).to(lower.device), lower, out, is_exposed=self.is_exposed)
+        return out
+
     def write(self, place: int, end: int, values: Tensor) -> None:
         """Take new values; this rank's part of the weight has them too."""
         if not self.is_split:

@@ -105,6 +105,14 @@ class Extent:
         return False
 
 
+def peek(extent: Extent, low: int, high: int) -> Tensor:
+    """These elements as they are, whatever is due, to be read only; from another thread where they rest in place."""
+    if not extent.rests_elsewhere:
+        return extent.memory[low:high]
+    extent.fetch(low, high).wait()
+    return extent.memory[low:high]
+
+
 class Memory(Protocol):
     """One tier of one rank."""
 

@@ -1,0 +1,240 @@
+"""What a checkpoint costs: how long training stands still, how fast bytes reach the disk, what memory it takes.
+
+    deepseek-zero run --nproc 2 benchmarks/checkpoint.py                     # GPT-350M in bf16 (make bench-checkpoint)
+    deepseek-zero run --nproc 2 benchmarks/checkpoint.py --cells tiny-fp32 --rounds 1 --out /tmp/checkpoint.md
+
+In one run and in turn: a plain sequential write of the same bytes, past the page cache and through it, each ended by an
+fsync; a save that training waits for; a save written behind, while steps are taken; a load, with and without comparing
+checksums first; a plain read of the same bytes.  All ranks write at once.  Leaves a table (.md) and figures (.json).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import mmap
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import date
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+
+import deepseek_zero as dz
+from benchmarks.cells import SEQUENCES_PER_RANK, Cell
+from benchmarks.model import Batches, build_model
+from benchmarks.probes import Peak, machine, settled_memory
+from benchmarks.systems.common import engine_settings, engine_step
+from benchmarks.tiers import described, job_of
+from deepseek_zero.checkpoint.shard import BLOCK_BYTES, BLOCKS
+from deepseek_zero.engine.saving import Restore, load_checkpoint
+
+RESULTS = Path(__file__).parent / "results" / "checkpoint.md"
+STAGING_BYTES = BLOCKS * BLOCK_BYTES  # what a save may take beside the states, besides one piece under way
+
+
+@dataclass
+class Found:
+    """Seconds of every round, by what was done; bytes of this rank."""
+
+    nbytes: int = 0
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    extra_bytes: dict[str, int] = field(default_factory=dict)
+
+    def timed(self, what: str, act: Callable[[], Any], fence: Callable[[str], None]) -> None:
+        fence(f"before {what}")
+        began = time.perf_counter()
+        act()
+        fence(f"after {what}")
+        self.note(what, time.perf_counter() - began)
+
+    def watched(self, what: str, act: Callable[[], Any], fence: Callable[[str], None]) -> None:
+        """Memory above what was held before.  Not where time is taken: looking at memory takes some."""
+        fence(f"before watching {what}")
+        before = settled_memory()["pss"]
+        with Peak() as peak:
+            act()
+            fence(f"after watching {what}")
+        self.extra_bytes[what] = peak.highest["pss"] - before
+
+    def note(self, what: str, seconds: float) -> None:
+        self.seconds.setdefault(what, []).append(seconds)
+
+    def median(self, what: str) -> float:
+        return statistics.median(self.seconds[what])
+
+
+def plain_write(path: Path, nbytes: int, flag: int) -> None:
+    """One thread, front to back, one request at a time, on the disk when this returns."""
+    block = mmap.mmap(-1, BLOCK_BYTES)
+    block.write(os.urandom(4096) * (BLOCK_BYTES // 4096))
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | flag, 0o600)
+    try:
+        for offset in range(0, nbytes, BLOCK_BYTES):
+            os.pwritev(descriptor, [block], offset)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def plain_read(path: Path) -> None:
+    block = mmap.mmap(-1, BLOCK_BYTES)
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+    try:
+        for offset in range(0, os.fstat(descriptor).st_size, BLOCK_BYTES):
+            os.preadv(descriptor, [block], offset)
+    finally:
+        os.close(descriptor)
+
+
+def forget_cache(folder: Path) -> None:
+    """So that a load reads the disk."""
+    for path in folder.rglob("*.safetensors"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def measure(cell: Cell, rounds: int, folder: Path) -> Found:
+    """Collective; `folder` is the same on all ranks."""
+    job = job_of(cell)
+    settings = engine_settings(job, {"stage": 3}) | {"steps_per_print": None}
+    engine = dz.initialize(model=build_model(cell.shape), config=settings)[0]
+    step, batches = engine_step(engine), Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
+    fence, found, numbers = engine.runtime.comm.fence, Found(), itertools.count()
+
+    def one_step() -> None:
+        step(batches.of_step(next(numbers)))
+
+    plain = folder / f"plain{job.rank}"
+    for _ in range(2):
+        one_step()
+    for _ in range(rounds):
+        found.timed("save", lambda: engine.save_checkpoint(folder, tag="now"), fence)
+        found.nbytes = (folder / "now" / f"rank_{job.rank:05d}.safetensors").stat().st_size
+        found.timed("plain write past the page cache", lambda: plain_write(plain, found.nbytes, os.O_DIRECT), fence)
+        found.timed("plain write through it", lambda: plain_write(plain, found.nbytes, 0), fence)
+        for _ in range(2):
+            found.timed("step", one_step, fence)
+        save_behind(found, engine, folder, lambda: found.timed("step while one is written", one_step, fence))
+        for what, verify in (("load, checksums first", True), ("load", False)):
+            forget_cache(folder)
+            found.timed(what, partial(load, engine, folder, verify), fence)
+        found.timed("plain read", lambda: plain_read(plain), fence)
+    found.watched("save", lambda: engine.save_checkpoint(folder, tag="now"), fence)
+    found.watched("load", lambda: load(engine, folder, True), fence)
+    found.watched("step", one_step, fence)
+    found.watched("step while one is written", lambda: save_behind(Found(), engine, folder, one_step), fence)
+    return found
+
+
+def save_behind(found: Found, engine: Any, folder: Path, one_step: Callable[[], None]) -> None:
+    """Steps until the checkpoint is there, and how long training stood still for it."""
+    began = time.perf_counter()
+    engine.save_checkpoint(folder, tag="behind", wait=False)
+    called = time.perf_counter() - began
+    shard = engine.parts.saver.current.shard
+    while engine.parts.saver.current is not None:
+        one_step()
+    found.note("save behind: writing", shard.seconds)
+    found.note("save behind: training stands still", called + shard.blocked_seconds + engine.parts.saver.commit_seconds)
+
+
+def load(engine: Any, folder: Path, verify: bool) -> None:
+    load_checkpoint(engine, folder, "now", Restore(verify=verify))
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What is to be reached: at most, or at least, so much."""
+
+    what: str
+    limit: float
+    found: float
+    is_most: bool = True
+
+    def line(self) -> str:
+        is_met = self.found <= self.limit if self.is_most else self.found >= self.limit
+        sign = "<=" if self.is_most else ">="
+        return f"| {self.what} | {sign} {self.limit:.0%} | {self.found:.0%} | {'yes' if is_met else 'no'} |"
+
+
+def goals_of(found: Found) -> list[Goal]:
+    """The issue's, over the faster of the two plain writes."""
+    fastest = min(found.median("plain write past the page cache"), found.median("plain write through it"))
+    still = found.median("save behind: training stands still") / found.median("save behind: writing")
+    return [
+        Goal("training stands still, of the time a save behind is written", 0.10, still),
+        Goal("save: bandwidth over a plain write's", 0.80, fastest / found.median("save"), is_most=False),
+        Goal("load: bandwidth over a plain read's", 0.80, found.median("plain read") / found.median("load"), False),
+    ]
+
+
+def table(name: str, found: Found, ranks: int) -> str:
+    lines = [f"## {name}, {found.nbytes / 1e9:.2f} GB a rank", "", "| goal | | measured | met |", "|---|--:|--:|:-:|"]
+    lines += [goal.line() for goal in goals_of(found)]
+    lines += ["", "| | seconds | GB/s, all ranks | extra memory of a rank, MB |", "|---|--:|--:|--:|"]
+    for what, seconds in found.seconds.items():
+        moves = "step" not in what and "still" not in what
+        rate = f"{ranks * found.nbytes / statistics.median(seconds) / 1e9:.2f}" if moves else "-"
+        extra = f"{found.extra_bytes[what] / 1e6:.0f}" if what in found.extra_bytes else "-"
+        lines.append(f"| {what} | {statistics.median(seconds):.3f} | {rate} | {extra} |")
+    lines.append("")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", type=lambda text: [Cell.parse(name) for name in text.split(",")])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dz.init_distributed()
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    folder = Path(options.folder) / f"checkpoint-bench-{os.environ.get('MASTER_PORT', '0')}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = {}
+    try:
+        for cell in options.cells or [Cell("350m", "bf16")]:
+            found[cell.name] = measure(cell, options.rounds, folder)
+    finally:
+        if rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    if rank:
+        return
+    about = f"{date.today()}, torch {torch.__version__}, {ranks} ranks, {described(machine())}"
+    text = "\n".join(
+        [
+            "# Checkpoints",
+            "",
+            "Written by `benchmarks/checkpoint.py`; medians of interleaved rounds.",
+            "",
+            about,
+            "",
+            *(table(name, each, ranks) for name, each in found.items()),
+            f"A save stages {STAGING_BYTES / 1e6:.0f} MB a rank, beside one piece of a million elements; one written "
+            "behind copies up to `checkpoint.snapshot_bytes` more.",
+            "",
+        ]
+    )
+    options.out.write_text(text, encoding="utf-8")
+    record = {name: asdict(each) for name, each in found.items()}
+    options.out.with_suffix(".json").write_text(json.dumps({"about": about, **record}, indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

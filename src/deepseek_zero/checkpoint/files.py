@@ -1,0 +1,97 @@
+"""Every change that a checkpoint makes to a disk, in a dozen verbs.
+
+What must survive a power cut is synced before anything points at it; a test replays every prefix of these calls,
+without what was not synced.  Files are 0600, folders 0700.  Called by shard.py, save.py and catalogue.py.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..base.errors import CheckpointError
+
+ADVICE = {
+    errno.ENOSPC: "free some space there, or save elsewhere",
+    errno.EDQUOT: "free some of your quota there, or save elsewhere",
+    errno.EROFS: "mount it for writing, or save elsewhere",
+    errno.EACCES: "let this user write there, or save elsewhere",
+    errno.EPERM: "let this user write there, or save elsewhere",
+    errno.ENOTDIR: "name a directory",
+    errno.EIO: "look at the disk (dmesg, smartctl), and save elsewhere",
+}
+
+
+@contextmanager
+def saying(what: str) -> Iterator[None]:
+    """Turns an OSError into a CheckpointError that says what was being done."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{what} failed: {error.strerror or error}.",
+            "What is on the disk already, and the run itself, are as they were.",
+            ADVICE.get(error.errno or 0, "save elsewhere") + ".",
+        ) from error
+
+
+def create(path: Path, flags: int = 0) -> int:
+    """A new file to be written, which must not exist; its descriptor."""
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
+
+
+def write(descriptor: int, data: memoryview, offset: int) -> None:
+    """All of it."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], offset + done)
+
+
+def truncate(descriptor: int, length: int) -> None:
+    os.ftruncate(descriptor, length)
+
+
+def sync(descriptor: int) -> None:
+    """Have the file's bytes on the disk when this returns."""
+    os.fsync(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A new file of text, on the disk when this returns."""
+    descriptor = create(path)
+    try:
+        write(descriptor, memoryview(text.encode()), 0)
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    os.mkdir(path, 0o700)
+
+
+def sync_folder(path: Path) -> None:
+    """Have the names in a folder on the disk when this returns."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(source: Path, target: Path) -> None:
+    """A file takes another one's place; a folder must not find one."""
+    os.rename(source, target)
+
+
+def remove(path: Path) -> None:
+    os.unlink(path)
+
+
+def remove_folder(path: Path) -> None:
+    """With all that is in it."""
+    shutil.rmtree(path)

@@ -1,0 +1,229 @@
+"""One rank's file of a checkpoint: safetensors, in one pass, through a few staging blocks and past the page cache.
+
+    8 bytes     length of the header
+    header      JSON: entry -> dtype, shape, place in the data; "__metadata__": which save and which rank it is of
+    data        entry after entry, without holes, larger dtypes first, so that each is aligned
+
+Any safetensors reader opens it.  Called by writing.py and load.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from ..base.memory import PAGE, private_pages
+from . import files
+from .manifest import Chunk
+
+BLOCK_BYTES = 8 << 20
+BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
+THREADS = 2  # writes at once
+DTYPES = {
+    torch.float64: "F64",
+    torch.int64: "I64",
+    torch.complex64: "C64",
+    torch.float32: "F32",
+    torch.int32: "I32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of the file."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The file's head, padded so that the data begins at a multiple of 8."""
+    found: dict[str, object] = {"__metadata__": dict(metadata)}
+    at = 0
+    for entry in entries:
+        if entry.dtype not in DTYPES:
+            raise CheckpointError(
+                f"'{entry.name}' is {entry.dtype}, which a checkpoint cannot hold.",
+                f"Its files have {', '.join(DTYPES.values())}.",
+                "keep that state in one of these dtypes.",
+            )
+        found[entry.name] = {
+            "dtype": DTYPES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
+        }
+        at += entry.nbytes
+    text = json.dumps(found).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class ShardWriter:
+    """Writes one file from front to back.  Errors are CheckpointErrors that name it."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
+        head = header_of(entries, metadata)
+        self.path, self.nbytes = path, len(head) + sum(entry.nbytes for entry in entries)
+        with self._saying():
+            self._descriptor = _open(path)
+        self._idle = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))
+        self._going: deque[tuple[Future[None], Tensor]] = deque()
+        self._pool = ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint")
+        self._filled = self._offset = 0
+        self.put(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+
+    def put(self, values: Tensor, crc: int = 0) -> int:
+        """Append a tensor's bytes; returns zlib's CRC-32 of them, which continues `crc`."""
+        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        done = 0
+        while done < len(data):
+            part = data[done : done + BLOCK_BYTES - self._filled]
+            target = self._block()[self._filled : self._filled + len(part)]
+            target.copy_(part)
+            crc = zlib.crc32(target.numpy().data, crc)
+            done += len(part)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._send(BLOCK_BYTES)
+        return crc
+
+    def finish(self) -> None:
+        """Have all of it on the disk."""
+        try:
+            if self._filled:
+                self._send(-(-self._filled // PAGE) * PAGE)
+            while self._going:
+                self._take_back()
+            with self._saying():
+                files.truncate(self._descriptor, self.nbytes)
+                files.sync(self._descriptor)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is open; the file stays as it is."""
+        self._pool.shutdown(wait=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _block(self) -> Tensor:
+        """The block that is being filled."""
+        while not self._idle:
+            self._take_back()
+        return self._idle[0]
+
+    def _send(self, nbytes: int) -> None:
+        block = self._block()
+        self._idle.popleft()
+        data = block.numpy().data[:nbytes]
+        self._going.append((self._pool.submit(files.write, self._descriptor, data, self._offset), block))
+        self._offset, self._filled = self._offset + nbytes, 0
+
+    def _take_back(self) -> None:
+        job, block = self._going.popleft()
+        with self._saying():
+            job.result()
+        self._idle.append(block)
+
+    def _saying(self) -> AbstractContextManager[None]:
+        return files.saying(f"writing '{self.path}'")
+
+
+def _open(path: Path) -> int:
+    """A new file past the page cache, or through it where the file system knows no other way."""
+    with suppress(OSError, AttributeError):
+        descriptor = files.create(path, os.O_DIRECT)
+        page = private_pages(PAGE, torch.uint8)
+        try:
+            files.write(descriptor, page.numpy().data, 0)  # some take the flag and refuse what follows
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+            files.remove(path)
+            raise
+    return files.create(path)
+
+
+# -- reading
+
+
+def check(path: Path, chunks: Sequence[Chunk], run: str) -> None:
+    """Compare a file with what the manifest says of it, byte by byte; a CheckpointError names what differs.
+
+    run: the identity of the save it must be of, "" where the manifest has none.
+    """
+    fix = "load another tag (`deepseek-zero checkpoint verify` tells which are whole)."
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}.", "A file is missing.", fix) from error
+    try:
+        begin, header = _header(descriptor, path, fix)
+        if run and header.get("__metadata__", {}).get("run") != run:
+            raise CheckpointError(f"'{path}' is of another save.", "Files of two checkpoints were mixed.", fix)
+        for chunk in chunks:
+            found = header.get(chunk.entry)
+            if found is None or prod(found["shape"]) != chunk.stop - chunk.start:
+                raise CheckpointError(f"'{path}' lacks {chunk.said}.", "The file is damaged.", fix)
+            low, high = found["data_offsets"]
+            if chunk.crc is not None and _crc(descriptor, begin + low, begin + high) != chunk.crc:
+                raise CheckpointError(
+                    f"{chunk.said} in '{path}' is not what was written.", "Its checksum differs: it is damaged.", fix
+                )
+    except OSError as error:
+        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}.", "The disk failed.", fix) from error
+    finally:
+        os.close(descriptor)
+
+
+def _header(descriptor: int, path: Path, fix: str) -> tuple[int, dict[str, Any]]:
+    """(where the data begins, the header)"""
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    try:
+        header = json.loads(os.pread(descriptor, length, 8)) if length <= size else None
+    except ValueError:
+        header = None
+    entries = [value for key, value in (header or {}).items() if key != "__metadata__"]
+    if header is None or 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0) != size:
+        raise CheckpointError(f"'{path}' is cut short or damaged ({size:,} bytes).", fix=fix)
+    return 8 + length, header
+
+
+def _crc(descriptor: int, begin: int, end: int) -> int:
+    crc, buffer = 0, bytearray(min(BLOCK_BYTES, end - begin))
+    while begin < end:
+        view = memoryview(buffer)[: end - begin]
+        count = os.preadv(descriptor, [view], begin)
+        if not count:
+            return -1  # cut short while it was read
+        crc = zlib.crc32(view[:count], crc)
+        begin += count
+    return crc

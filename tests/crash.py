@@ -1,0 +1,138 @@
+"""A disk that remembers what was done to it, and what of it a power cut would leave.
+
+Records the verbs of deepseek_zero.checkpoint.files while they work as always.  Then any prefix of them can be replayed
+into a folder: as a kill leaves it (everything that was done), or as a power cut may (a file has what it had at its
+last sync, a folder the names it had at its own), or anything between.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deepseek_zero.checkpoint import files
+
+
+@dataclass(eq=False)
+class File:
+    data: bytearray = field(default_factory=bytearray)
+    synced: bytes = b""
+
+
+@dataclass(eq=False)
+class Folder:
+    names: dict[str, File | Folder] = field(default_factory=dict)
+    synced: dict[str, File | Folder] = field(default_factory=dict)
+
+
+Operation = tuple[str, tuple[Any, ...]]
+
+
+class Recorder:
+    """What was done under one folder, in order."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.operations = root, list[Operation]()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with pytest.MonkeyPatch.context() as patch:
+            for verb in ("create", "write", "truncate", "sync", "make_folder", "sync_folder", "rename", "remove"):
+                patch.setattr(files, verb, self._recorded(verb, getattr(files, verb)))
+            patch.setattr(files, "remove_folder", self._remove_folder)
+            yield
+
+    def _recorded(self, verb: str, act: Any) -> Any:
+        def recorded(*given: Any) -> Any:
+            with self._lock:  # one at a time: the record's order is the disk's
+                result = act(*given)
+                plain = tuple(bytes(each) if isinstance(each, memoryview) else each for each in given)
+                self.operations.append((verb, (result, *plain) if verb == "create" else plain))
+            return result
+
+        return recorded
+
+    def _remove_folder(self, path: Path) -> None:
+        """Name by name, since a crash may come between two."""
+        for child in sorted(path.iterdir()):
+            files.remove(child)
+        with self._lock:
+            path.rmdir()
+            self.operations.append(("remove", (path,)))
+
+
+class Disk:
+    """The state after some operations."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.top = root, Folder()
+        self._open: dict[int, File] = {}
+
+    def apply(self, operation: Operation) -> None:
+        verb, given = operation
+        getattr(self, f"_{verb}")(*given)
+
+    def _at(self, path: Path) -> tuple[Folder, str]:
+        folder = self.top
+        *parents, name = path.relative_to(self.root).parts
+        for each in parents:
+            inner = folder.names[each]
+            assert isinstance(inner, Folder)
+            folder = inner
+        return folder, name
+
+    def _create(self, descriptor: int, path: Path, flags: int = 0) -> None:
+        folder, name = self._at(path)
+        folder.names[name] = self._open[descriptor] = File()
+
+    def _write(self, descriptor: int, data: bytes, offset: int) -> None:
+        file = self._open[descriptor]
+        file.data.extend(bytes(max(0, offset + len(data) - len(file.data))))
+        file.data[offset : offset + len(data)] = data
+
+    def _truncate(self, descriptor: int, length: int) -> None:
+        del self._open[descriptor].data[length:]
+
+    def _sync(self, descriptor: int) -> None:
+        self._open[descriptor].synced = bytes(self._open[descriptor].data)
+
+    def _make_folder(self, path: Path) -> None:
+        folder, name = self._at(path)
+        folder.names[name] = Folder()
+
+    def _sync_folder(self, path: Path) -> None:
+        found: File | Folder = self.top
+        if path != self.root:
+            folder, name = self._at(path)
+            found = folder.names[name]
+        assert isinstance(found, Folder)
+        found.synced = dict(found.names)
+
+    def _rename(self, source: Path, target: Path) -> None:
+        (before, old), (after, new) = self._at(source), self._at(target)
+        after.names[new] = before.names.pop(old)
+
+    def _remove(self, path: Path) -> None:
+        folder, name = self._at(path)
+        folder.names.pop(name, None)  # another rank's, which its own record has
+
+    def leave(self, into: Path, chance: random.Random | None, kept: float) -> None:
+        """Write what is left into a folder. kept: the share of what was not synced that is there all the same."""
+        _leave(self.top, into, chance or random.Random(0), kept)
+
+
+def _leave(folder: Folder, into: Path, chance: random.Random, kept: float) -> None:
+    into.mkdir(mode=0o700)
+    for name, found in (folder.names if chance.random() < kept else folder.synced).items():
+        if isinstance(found, Folder):
+            _leave(found, into / name, chance, kept)
+        else:
+            (into / name).write_bytes(found.data if chance.random() < kept else found.synced)

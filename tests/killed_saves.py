@@ -1,0 +1,117 @@
+"""Ranks that do nothing but save are killed at random moments, again and again; prints what was found as JSON.
+
+    python tests/killed_saves.py FOLDER KILLS SEED
+
+Each life of the two ranks begins with the checkpoint that the one before left.  Ranks are forked from a process that
+has imported everything, so that a life takes a fraction of a second.  Run by tests/ranks/test_crash.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from deepseek_zero.comm import transports
+from tests.ranks.test_crash import engine_of, newest, step
+
+RANKS = 2
+PATIENCE_SECONDS, END_SECONDS = 60.0, 10.0
+
+
+def live(rank: int, port: int, folder: Path, told: int) -> None:
+    """One rank: go on from the newest checkpoint, then save after every step, at once and behind in turn.
+
+    told: gets a byte when the rank is ready, and one after every call of save_checkpoint.
+    """
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    transports.POLL_SECONDS = 0.1
+    engine = engine_of()
+    engine.load_checkpoint(folder)
+    os.write(told, b"x")
+    for number in itertools.count(engine.global_steps):
+        step(engine)
+        engine.save_checkpoint(folder, tag=f"tag{number % 3}", wait=number % 2 == 0)
+        os.write(told, b"x")
+
+
+def start(rank: int, port: int, folder: Path, told: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    try:
+        live(rank, port, folder, told)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def end_of(children: list[int]) -> int:
+    """Wait for them; how many had to be killed."""
+    deadline, left = time.monotonic() + END_SECONDS, list(children)
+    while left and time.monotonic() < deadline:
+        left = [child for child in left if os.waitpid(child, os.WNOHANG)[0] == 0]
+        time.sleep(0.01)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return len(left)
+
+
+def hear(reading: int) -> None:
+    if not select.select([reading], [], [], PATIENCE_SECONDS)[0] or not os.read(reading, 1):
+        raise SystemExit("a rank did not come so far; see above")
+
+
+def one_life(folder: Path, chance: random.Random) -> int:
+    """How many ranks did not end by themselves after a kill."""
+    port = free_port()
+    reading, writing = os.pipe()
+    children = [start(rank, port, folder, writing) for rank in range(RANKS)]
+    os.close(writing)
+    for _ in range(RANKS):
+        hear(reading)
+    began = time.monotonic()
+    for _ in range(RANKS):  # every rank's first save, more or less
+        hear(reading)
+    took = time.monotonic() - began
+    for _ in range(chance.randrange(3)):
+        hear(reading)
+    time.sleep(chance.uniform(0.0, took))
+    for victim in chance.choice([children[:1], children[1:], children]):
+        os.kill(victim, signal.SIGKILL)
+    os.close(reading)
+    return end_of(children)
+
+
+def main() -> None:
+    folder, kills, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    found: list[str | None] = []
+    hung = leftovers = 0
+    for _ in range(kills):
+        hung += one_life(folder, chance)
+        found.append(newest(folder))  # raises where a byte is wrong
+        leftovers += any(path.name.startswith(".") for path in folder.iterdir())
+    sys.stdout.write(json.dumps({"kills": kills, "different": len(set(found)), "hung": hung, "leftovers": leftovers}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""A rank's file: readable by safetensors, written in bounded memory, and refused by name when a byte differs."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint import files
+from deepseek_zero.checkpoint.manifest import Chunk
+from deepseek_zero.checkpoint.shard import BLOCK_BYTES, DTYPES, Entry, ShardWriter, check
+
+RUN = {"run": "a1", "rank": "0"}
+
+
+def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
+    """The checksums by name."""
+    writer = ShardWriter(path, [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()], RUN)
+    crcs = {}
+    for name, each in tensors.items():
+        crcs[name] = 0
+        for part in each.reshape(-1).split(1000):
+            crcs[name] = writer.put(part, crcs[name])
+    writer.finish()
+    return crcs
+
+
+def chunk_of(name: str, numel: int, crc: int | None) -> Chunk:
+    return Chunk("weight", name, "", 0, numel, 0, crc)
+
+
+def test_safetensors_reads_every_dtype_and_shape_of_it(tmp_path: Path) -> None:
+    kinds = sorted(DTYPES, key=lambda dtype: -dtype.itemsize)
+    tensors = {str(kind): torch.randn(5, 13).mul(20).to(kind) for kind in kinds}
+    tensors |= {"nothing": torch.zeros(0, dtype=torch.uint8), "number": torch.tensor(3, dtype=torch.uint8)}
+    crcs = write(tmp_path / "file", tensors)
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    for name, expected in tensors.items():
+        assert found[name].dtype == expected.dtype and found[name].shape == expected.shape
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8))
+        assert crcs[name] == zlib.crc32(expected.reshape(-1).view(torch.uint8).numpy())
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_a_file_of_many_blocks_is_whole_with_and_without_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = {"large": torch.arange(3 * BLOCK_BYTES // 4 + 77, dtype=torch.int32)}
+    write(tmp_path / "past", large)
+    monkeypatch.delattr(os, "O_DIRECT")
+    write(tmp_path / "through", large)
+    assert (tmp_path / "past").read_bytes() == (tmp_path / "through").read_bytes()
+    assert torch.equal(load_file(tmp_path / "past")["large"], large["large"])
+
+
+def test_what_differs_from_the_manifest_is_named(tmp_path: Path) -> None:
+    path, values = tmp_path / "file", torch.arange(50.0)
+    first, second = (chunk_of(name, 50, None) for name in ("first", "second"))
+    crcs = write(path, {first.entry: values, second.entry: values})
+    chunks = [chunk_of("first", 50, crcs[first.entry]), chunk_of("second", 50, crcs[second.entry])]
+    check(path, chunks, "a1")
+    whole = path.read_bytes()
+    with pytest.raises(CheckpointError, match="is of another save"):
+        check(path, chunks, "b2")
+    with pytest.raises(CheckpointError, match="lacks elements 0 to 50 of 'third'"):
+        check(path, [*chunks, chunk_of("third", 50, None)], "a1")
+    path.write_bytes(whole[:-20] + bytes([whole[-20] ^ 1]) + whole[-19:])
+    with pytest.raises(CheckpointError, match=r"elements 0 to 50 of 'second' \(weight\) in .* is not what was written"):
+        check(path, chunks, "a1")
+    path.write_bytes(whole[:-20])
+    with pytest.raises(CheckpointError, match="cut short"):
+        check(path, chunks, "a1")
+    path.write_bytes(b"\xff" * 30)
+    with pytest.raises(CheckpointError, match="cut short or damaged"):
+        check(path, chunks, "a1")
+    path.unlink()
+    with pytest.raises(CheckpointError, match="No such file"):
+        check(path, chunks, "a1")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO, errno.EROFS])
+@pytest.mark.parametrize("call", ["write", "sync"])
+def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+    def refuse(*given: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files, call, refuse)
+    with pytest.raises(CheckpointError, match=os.strerror(number)) as caught:
+        write(tmp_path / "file", {"one": torch.zeros(2 * BLOCK_BYTES, dtype=torch.uint8)})
+    assert str(tmp_path / "file") in str(caught.value)
+
+
+def test_a_dtype_without_a_name_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="complex128"):
+        ShardWriter(tmp_path / "file", [Entry("odd", torch.complex128, (1,))], RUN)
