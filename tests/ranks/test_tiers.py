@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import deepseek_zero
 from deepseek_zero.base.device import storage_users
@@ -45,7 +47,7 @@ AXES = {
 
 def engine_of(stage: int, zero: dict[str, Any], optimizer: str = "adamw", **top: Any) -> Any:
     """An engine that clips, in tiles as small as they come."""
-    model = seeded(Gpt)
+    model = top.pop("model", None) or seeded(Gpt)
     if optimizer == "groups":  # stretches of two groups take turns inside every unit
         plain = [param for param in model.parameters() if param.dim() > 1]
         rest = [param for param in model.parameters() if param.dim() <= 1]
@@ -257,6 +259,42 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     look(engine, 1)
     assert not any(engine.optimizer.updater._left.values())
     assert not any(group.gradient.is_owed for group in engine.runtime.trained_groups)
+
+
+class Recomputing(Gpt):
+    """Each block under torch's checkpoint.  reentrant: which of the two."""
+
+    reentrant = False
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        assert targets is not None
+        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentrant: bool) -> None:
+    """With the smallest window a unit is loaded for forward and for backward; what forward ends with, once, unless a
+    reentrant checkpoint lets its forward look like an evaluation.
+    """
+    engine = engine_of(
+        3, offload("nvme", states=False) | {"stage3_param_persistence_threshold": 0}, model=seeded(Recomputing)
+    )
+    engine.module.reentrant = reentrant
+    train_step(engine, Run(3), 0)
+    for extent in (group.weight.extent for group in engine.runtime.groups):
+        extent.store(0, 0)
+        for chunk in extent.chunks:
+            chunk.settle()  # what the update wrote has left
+    with engine.timeline() as seen:
+        batch = batch_of(1, 0, dist.get_rank())
+        engine.backward(engine(batch.tokens, batch.targets))
+    loads = Counter(event.what.removeprefix("the weights of ").rpartition(".norm_1")[0] for event in seen.transfers)
+    assert loads == {"blocks.0": 2, "blocks.1": 2, "blocks.2": 2 if reentrant else 1, "": 1}
 
 
 # -- what it tells

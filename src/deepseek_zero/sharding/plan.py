@@ -156,6 +156,11 @@ class PlanSettings:
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
 
+    @property
+    def streams(self) -> bool:
+        """Whether weights of some unit come out of another memory for each use."""
+        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(rest.weights for rest in self.rests)))
+
     def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
         """What holds for one unit, and for those of its parameters that never leave fp32."""
         usual = Rest(name, self.weight_tier, self.state_tier)

@@ -123,8 +123,9 @@ def plan_schedule(
     """
     around = around or {}
     forward, backward = list(order), _reverse(order, around)
-    kept = _kept(sizes, backward, settings)
     none: frozenset[int] = frozenset()
+    at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams else none
+    kept = _kept(sizes, backward, settings, at_turn)
     return Schedule(
         forward=_walk(sizes, forward, around, settings, none, kept),
         inference=_walk(sizes, forward, around, settings, none, none),
@@ -161,13 +162,20 @@ def _outward(unit: int, around: Mapping[int, int]) -> Iterator[int]:
         yield unit
 
 
-def _kept(sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings) -> frozenset[int]:
-    """Units worth keeping between forward and backward: the last used first, while window and reuse distance allow."""
-    kept, total = set(), 0
+def _kept(
+    sizes: Sequence[int], backward: Sequence[int], settings: PlanSettings, at_turn: frozenset[int]
+) -> frozenset[int]:
+    """Units worth keeping between forward and backward: the last used first, while window and reuse distance allow.
+
+    at_turn: units in use as forward ends and again as backward begins, kept whatever the window: they are alive
+    together in any case, so that letting them go would repeat a load and lower no peak.
+    """
+    kept, total = set[int](), 0
     for unit in backward:
         distance = 2 * total  # elements used between this unit's forward and its backward
         total += sizes[unit]
-        if total > settings.window_numel or distance > settings.keep_numel:
+        fits = total <= settings.window_numel or {*kept, unit} <= at_turn
+        if not fits or distance > settings.keep_numel:
             break
         kept.add(unit)
     return frozenset(kept)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from deepseek_zero.sharding.plan import PlanSettings
 from deepseek_zero.sharding.schedule import Kind, Schedule, enclosing, plan_schedule
+from deepseek_zero.tiers.tier import Tier
 
 SIZES = [10, 100, 100, 100]  # the root and three blocks
 
@@ -67,6 +69,18 @@ def test_an_agreed_order_is_walked_forward_and_its_reverse_backward_with_the_roo
     assert [schedule.backward.position[unit] for unit in (0, 3, 1, 2)] == [0, 1, 2, 3]
 
 
+def test_where_weights_stream_what_forward_ends_with_is_what_backward_begins_with() -> None:
+    settings = PlanSettings(window_numel=0, weight_tier=Tier.NVME)
+    schedule = plan_schedule(SIZES, range(4), settings)
+    assert str(schedule) == "G0 F0 G1 F1 R1 G2 F2 R2 G3 F3 B0 B3 S3 R3 G2 B2 S2 R2 G1 B1 S1 R1 S0 R0"
+    assert schedule.peak_live_numel(SIZES) == schedule_of(window=0).peak_live_numel(SIZES) == 110
+    far = plan_schedule(SIZES, range(4), replace(settings, keep_numel=19))
+    assert far.kept == {0}, "the reuse distance holds"
+    nested = plan_schedule([10, 20, 50, 50, 20, 50, 50], range(7), settings, enclosing(NAMES))
+    assert nested.kept == {0, 4, 6}, "the root, the last block, its last tile"
+    assert nested.peak_live_numel([10, 20, 50, 50, 20, 50, 50]) == 80
+
+
 def test_units_that_shard_nothing_cost_no_window() -> None:
     schedule = schedule_of(window=100, sizes=[0, 0, 100])
     assert schedule.kept == {0, 1, 2}
@@ -78,7 +92,8 @@ def test_any_schedule_uses_only_what_is_gathered_and_releases_what_it_gathers(se
     sizes = [draw.randint(0, 50) for _ in range(draw.randint(1, 9))]
     order = [0, *draw.sample(range(1, len(sizes)), len(sizes) - 1)]
     window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))
-    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep)
+    tier = draw.choice(list(Tier))
+    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier)
     schedule = plan_schedule(sizes, order, settings)
     live: set[int] = set()
     for action in schedule.actions():
@@ -130,7 +145,8 @@ def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_aro
     around = enclosing(names)
     sizes = [draw.randint(0, 50) for _ in names]
     window, ahead, keep = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(3))
-    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep)
+    tier = draw.choice(list(Tier))
+    settings = PlanSettings(window_numel=window, ahead_numel=ahead, keep_numel=keep, weight_tier=tier)
     schedule = plan_schedule(sizes, range(len(names)), settings, around)
     live: set[int] = set()
     chains = {}
