@@ -46,6 +46,7 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _optimizer(values, problems)
     _types(values, autos, problems)
     _tiers(values, problems)
+    _vertical(values, problems)
     _parking(values, problems)
     _packages(values, problems)
     _not_built(Config, values, "", None, problems)
@@ -152,6 +153,20 @@ def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
     if ratio != 1.0 and states not in ("cpu", "nvme"):
         fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
         problems.add("zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio)
+
+
+def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
+    """Micro-batches in turn share loads of weights, and are parts of one batch."""
+    key = "zero_optimization.vertical_micro_batches"
+    count = lookup(values, key, 1)
+    stage = lookup(values, "zero_optimization.stage", 0) or 0
+    if count > 1 and stage < 3:
+        what = f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load to share"
+        problems.add(key, what, 'write "stage": 3, or gradient_accumulation_steps instead', count)
+    samples = lookup(values, "train_micro_batch_size_per_gpu")
+    if isinstance(samples, int) and count > 0 and samples % count:
+        what = f"does not divide train_micro_batch_size_per_gpu = {samples}, the batch that it cuts"
+        problems.add(key, what, f"make that a multiple of {count}", count)
 
 
 def _parking(values: Mapping[str, Any], problems: Problems) -> None:

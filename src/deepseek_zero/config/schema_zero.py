@@ -169,6 +169,15 @@ class ZeroOptimization(Section):
     )
     offload_param: OffloadParam = section(OffloadParam, "The tier of weights (stage 3).")
     offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "The tier of master weights and moments.")
+    vertical_micro_batches: int = effective(
+        1,
+        "Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in turn, on one load of "
+        "its weights (stage 3).",
+        unit="micro-batches",
+        example=2,
+        needs=_STAGE_3,
+        ge=1,
+    )
     sub_group_size: int = effective(
         1_000_000_000,
         "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU.",

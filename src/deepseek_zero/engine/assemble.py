@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..activations.recompute import Recompute, RecomputeSettings, configure
+from ..activations.vertical import VerticalOrder
 from ..base.errors import UsageError
 from ..base.memory import keep_freed_memory
 from ..base.mesh import Mesh
@@ -78,7 +79,11 @@ class Parts:
     placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
+<<<<<<< HEAD
     saver: Saver = field(default_factory=Saver)
+=======
+    vertical: VerticalOrder | None = None
+>>>>>>> ee5a27c (Vertical order: each unit takes the micro-batches of a step in turn, on one load of its weights; decision 0028)
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -95,6 +100,7 @@ class Parts:
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
             f"recomputation {self.recompute.settings if self.recompute is not None else None}",
+            f"micro-batches in vertical order: {self.vertical.micro_batches if self.vertical is not None else 1}",
             *units,
             str(self.runtime.gatherer.schedule),
         ]
@@ -250,12 +256,14 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     )
     agree(
         comm,
-        [f"{parts.data_settings}", f"schedule {parts.schedule}"],
+        [f"{parts.data_settings}", f"schedule {parts.schedule}", f"vertical {zero.vertical_micro_batches}"],
         "the configuration",
         "Ranks take their batches and their learning rates in step.",
         "pass the same configuration on every rank.",
     )
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
+    if zero.vertical_micro_batches > 1:
+        parts.vertical = VerticalOrder(runtime, zero.vertical_micro_batches)
     return parts
 
 

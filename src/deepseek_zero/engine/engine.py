@@ -217,6 +217,8 @@ class Engine(nn.Module):
         self.parts.saver.finish()
         self.runtime.remove_hooks()
         recompute.release(self.parts.recompute)
+        if self.parts.vertical is not None:
+            self.parts.vertical.remove()
         self.observer.close()
 
     def __getattr__(self, name: str) -> Any:

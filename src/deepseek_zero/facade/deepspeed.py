@@ -208,6 +208,12 @@ class DeepSpeedEngine(Engine):
                 "Those are DeepCompile's passes; units are compiled one by one here.",
                 "leave both out.",
             )
+        if self.parts.vertical is not None:
+            raise NotBuiltError(
+                "engine.compile() beside vertical_micro_batches is not built.",
+                "Both stand in for the forward of a unit.",
+                "leave one of the two out.",
+            )
         if not self.is_compiled:
             self.__dict__["_compiled_units"] = compile_units(
                 self.runtime, {"backend": backend, **(compile_kwargs or {})}

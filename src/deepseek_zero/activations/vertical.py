@@ -1,0 +1,179 @@
+"""Vertical order: every micro-batch of a unit before the next unit, so that one load of its weights serves them all.
+
+The engine is called once, with all micro-batches of a step in one batch.  What stands around the units (embedding,
+head, loss) runs over the whole batch.  Each unit runs over one micro-batch after the other, each a checkpoint of its
+own: forward keeps nothing inside the unit, and backward holds the activations of one micro-batch.  Autograd goes from
+the last micro-batch to the first, and hands a parameter's gradient over when it has added all of them: to sharding/
+this is one forward and one backward of the unit.  Called by engine/assemble.py.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from ..sharding.outputs import map_tensors
+from ..sharding.runtime import Runtime
+from ..sharding.schedule import enclosing
+from ..sharding.unit import Unit
+from .arguments import replaced
+from .recompute import checkpoint
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments
+FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
+
+
+class VerticalOrder:
+    """Lets the units of one model run over so many micro-batches in turn, wherever gradients are recorded.
+
+    samples: of the forward under way, or the last one, on this rank.
+    """
+
+    def __init__(self, runtime: Runtime, micro_batches: int) -> None:
+        self.micro_batches, self.samples = micro_batches, 0
+        self._forwards = [InTurn(self, unit) for unit in _units_to_cut(runtime.units)]
+        # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
+        self._handle = runtime.model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def remove(self) -> None:
+        """Let every module run as it did before; calling it twice is harmless."""
+        self._handle.remove()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+
+    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Before the model's forward: what a batch is in it."""
+        self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
+        if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
+            raise UsageError(
+                f"the model was given {self.samples} samples, which do not make {self.micro_batches} micro-batches of "
+                "one size.",
+                "vertical_micro_batches cuts the first dimension of the first tensor that the model gets, and of every "
+                "other that is as long.",
+                f"call the engine with a multiple of {self.micro_batches} samples; a loader drops a short last batch "
+                "with dataloader_drop_last.",
+            )
+
+    def cut(self, unit: str, call: Call) -> list[Call]:
+        """A unit's arguments, micro-batch by micro-batch: tensors as long as the batch are cut, the rest is whole."""
+        parts: dict[int, Sequence[Tensor]] = {}
+
+        def look(leaf: Any) -> Any:
+            if self._is_batch(leaf):
+                parts[id(leaf)] = leaf.split(self.samples // self.micro_batches)
+            return leaf
+
+        replaced(call, look)
+        if not parts:
+            raise UsageError(
+                f"unit '{unit}' got no tensor of {self.samples} samples; the first dimensions of what it got are "
+                f"{[tuple(tensor.shape[:1]) for tensor in _tensors(call)]}.",
+                "Vertical order cuts what a unit gets along the first dimension, which has to be that of the batch.",
+                f"let units take (batch, ...), or {FIX}.",
+            )
+
+        def part(number: int, leaf: Any) -> Any:
+            return parts[id(leaf)][number] if id(leaf) in parts else leaf
+
+        return [replaced(call, partial(part, number)) for number in range(self.micro_batches)]
+
+    def _is_batch(self, leaf: Any) -> bool:
+        """Whether a leaf is cut.  A parameter may be as long by chance, and is nobody's batch."""
+        is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+        return is_data and leaf.dim() > 0 and len(leaf) == self.samples
+
+    def join(self, unit: str, outputs: Sequence[Any]) -> Any:
+        """What a unit returned for each micro-batch, as it would have returned it for all of them."""
+        rows = list(map(_tensors, outputs))
+        if len({len(row) for row in rows}) > 1:
+            raise UsageError(
+                f"unit '{unit}' returned {[len(row) for row in rows]} tensors for micro-batches of one batch.",
+                "What it returns is put together again, tensor by tensor.",
+                f"return as many tensors for every micro-batch, or {FIX}.",
+            )
+        whole = iter([self._joined(unit, column) for column in zip(*rows, strict=True)])
+        return map_tensors(outputs[0], lambda tensor: next(whole))
+
+    def _joined(self, unit: str, column: Sequence[Tensor]) -> Tensor:
+        first, size = column[0], self.samples // self.micro_batches
+        if all(tensor is first for tensor in column):
+            return first  # an argument that was passed on
+        if any(not tensor.dim() or len(tensor) != size for tensor in column):
+            raise UsageError(
+                f"unit '{unit}' returned a tensor of shape {tuple(first.shape)} for a micro-batch of {size} samples.",
+                "Only what has the batch for its first dimension can be put together again: of a mean, say, nobody "
+                "knows what it was taken over.",
+                f"return values by sample and reduce them in the model, or {FIX}.",
+            )
+        return torch.cat(list(column))
+
+
+class InTurn:
+    """Stands for the forward of a unit's module: as it was where nothing will be differentiated, else cut."""
+
+    def __init__(self, order: VerticalOrder, unit: Unit) -> None:
+        self.order, self.unit = order, unit.name
+        # Weakly, or module and forward would hold each other, and a dropped model keep its memory for a while.
+        self._module = weakref.ref(unit.module)
+        self._own = unit.module.__dict__.get("forward")  # the instance's, which somebody put there
+        unit.module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not self.order.samples:
+            return self.whole(args, kwargs)
+        calls = self.order.cut(self.unit, (args, kwargs))
+        return self.order.join(self.unit, [checkpoint(self.whole, *call) for call in calls])
+
+    def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The module's own forward."""
+        module = self._module()
+        assert module is not None  # it is what called
+        if self._own is not None:
+            return self._own(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
+
+    def remove(self) -> None:
+        module = self._module()
+        if module is None or module.__dict__.get("forward") is not self:
+            return
+        del module.__dict__["forward"]
+        if self._own is not None:
+            module.forward = self._own
+
+
+def _units_to_cut(units: Sequence[Unit]) -> list[Unit]:
+    """All but the root, and tiles, which need no cutting; UsageError where one stands inside another."""
+    inside = enclosing([unit.name for unit in units])
+    for inner, outer in inside.items():
+        raise UsageError(
+            f"unit '{units[inner].name}' stands inside unit '{units[outer].name}'.",
+            "In vertical order it would be loaded again for every micro-batch of the outer one.",
+            f"name units that do not contain each other (`units`), or {FIX}.",
+        )
+    found = [unit for unit in units[1:] if not unit.is_tile]
+    if not found:
+        raise UsageError(
+            "the model has no units to take its micro-batches in turn.",
+            "Nothing repeats in it, so all its weights belong to the root, which runs over the whole batch.",
+            f"name its blocks in `units`, or {FIX}.",
+        )
+    return found
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Every tensor in arguments or outputs, in order."""
+    found: list[Tensor] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(value, look)
+    return found
