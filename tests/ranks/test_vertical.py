@@ -165,6 +165,21 @@ def test_it_comes_close_to_whole_batches_and_to_accumulation() -> None:
             torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("top", [{"torch_autocast": {"enabled": True}}, {"fp16": {"enabled": True}}], ids=str)
+def test_under_autocast_and_loss_scaling_it_has_the_bits_of_an_engine_whose_model_cuts_by_itself(
+    top: dict[str, Any],
+) -> None:
+    def run(vertical: int) -> list[Tensor]:
+        model = seeded(Net)
+        model.run = Net.run if vertical > 1 else cut(4)
+        engine = engine_of(model, vertical, **top)
+        losses = [loss for step in range(STEPS) for loss in train(engine, step)]
+        return losses + list(engine.module.state_dict().values())
+
+    assert all(map(torch.equal, run(4), run(1)))
+
+
 # -- what moves
 
 
