@@ -519,10 +519,10 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
             manifest.write_text(manifest.read_text().replace('"stage": 3', '"stage": 2'))
     dist.barrier()
     said = {
-        "flipped": "is not what was written",
-        "cut": "cut short",
-        "missing": "No such file",
-        "another's": "is of another save",
+        "flipped": "rank_00001.safetensors.* differs from what was saved",
+        "cut": "rank_00001.safetensors .*cut short",
+        "missing": "rank_00001.safetensors is missing",
+        "another's": "rank_00001.safetensors is of another save",
         "manifest": "manifest.json is not what was written",
     }[damage]
     with pytest.raises(CheckpointError, match=said):

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.checkpoint.load import folder_of, latest_tag
+from deepseek_zero.checkpoint.catalogue import folder_of, latest_tag
 from deepseek_zero.checkpoint.manifest import MANIFEST, Manifest
-from deepseek_zero.checkpoint.shard import check
+from deepseek_zero.checkpoint.verify import verify
 from tests.crash import Disk, Recorder
 
 
@@ -46,10 +46,9 @@ def newest(directory: Path) -> str | None:
     if tag is None:
         return None
     folder = folder_of(directory, tag)
-    manifest = Manifest.read(folder / MANIFEST)
-    for name in {chunk.file for chunk in manifest.chunks}:
-        check(folder / name, [chunk for chunk in manifest.chunks if chunk.file == name], manifest.run)
-    return manifest.run
+    faults = verify(folder)
+    assert not faults, faults
+    return Manifest.read(folder / MANIFEST).run
 
 
 @pytest.mark.ranks(1)

@@ -25,9 +25,9 @@ from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.runtime import Runtime
 from . import rng
+from .catalogue import folder_of, tags_in
 from .manifest import (
     BUFFER,
-    LATEST,
     MANIFEST,
     MOMENT,
     RNG,
@@ -40,8 +40,8 @@ from .manifest import (
     together,
 )
 from .plain import decode
-from .shard import check
 from .state import Contents, persistent_buffers
+from .verify import Share, verify
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
 KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -70,24 +70,14 @@ class Loaded:
     client: Any
 
 
-def latest_tag(directory: Path) -> str | None:
-    """The tag that `latest` names, None where there is none."""
-    try:
-        return (directory / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-
-
-def folder_of(directory: Path, tag: str) -> Path:
+def existing(directory: Path, tag: str) -> Path:
     """Where a checkpoint is; CheckpointError where there is none of that tag."""
-    folder = directory / checked_tag(tag)
-    if not folder.exists():  # a crash between the two renames of a save that replaces it
-        folder = directory / f".{tag}.replaced"
+    folder = folder_of(directory, checked_tag(tag))
     if folder.exists():
         return folder
     raise CheckpointError(
         f"{directory} holds no checkpoint {tag!r}.",
-        fix=f"choose one of: {', '.join(sorted(_tags(directory))) or 'none is there'}.",
+        fix=f"choose one of: {', '.join(sorted(tags_in(directory))) or 'none is there'}.",
     )
 
 
@@ -96,7 +86,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     runtime, loaded = contents.runtime, []
 
     def look() -> str:
-        folder = folder_of(directory, tag)
+        folder = existing(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         _check(manifest, contents, settings)
         loaded.append((manifest, folder))
@@ -105,7 +95,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     together(runtime.comm, f"loading {tag}: the manifest", look)
     manifest, folder = loaded[0]
     if settings.verify:
-        together(runtime.comm, f"loading {tag}: checksums", lambda: _verify(folder, manifest, runtime.comm))
+        together(runtime.comm, f"loading {tag}: checksums", lambda: _refuse_damaged(folder, runtime.comm))
     plain = _plain_values(folder, manifest)
     with torch.no_grad():
         runtime.gatherer.release_all()
@@ -120,10 +110,6 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     if settings.rng:
         _restore_rng(folder, manifest, runtime)
     return Loaded(folder, plain["trainer"], plain["client"])
-
-
-def _tags(directory: Path) -> list[str]:
-    return [path.parent.name for path in directory.glob(f"*/{MANIFEST}")] if directory.exists() else []
 
 
 def _plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -146,13 +132,15 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
 # -- what is refused
 
 
-def _verify(folder: Path, manifest: Manifest, comm: Comm) -> str:
+def _refuse_damaged(folder: Path, comm: Comm) -> str:
     """Read this rank's share of the files."""
-    of_file: dict[str, list[Chunk]] = {}
-    for chunk in manifest.chunks:
-        of_file.setdefault(chunk.file, []).append(chunk)
-    for name in sorted(of_file)[comm.rank :: comm.size]:
-        check(folder / name, of_file[name], manifest.run)
+    faults = verify(folder, Share(comm.rank, comm.size))
+    if faults:
+        raise CheckpointError(
+            f"{folder} is damaged: {_some([str(fault) for fault in faults])}.",
+            "Nothing of the run has changed.",
+            'load another tag; "newest" takes the newest one of which every byte is right.',
+        )
     return ""
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_once
 from . import files, rng
+from .catalogue import WRITING
 from .manifest import LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
 from .plain import encode
 from .state import (
@@ -40,7 +41,6 @@ from .state import (
 from .writing import Shard
 
 AT_ONCE, BEHIND = "at once", "behind"
-WRITING = ".writing"  # in a hidden directory; locked for as long as somebody writes there
 
 
 @dataclass(frozen=True)

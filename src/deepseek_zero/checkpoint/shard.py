@@ -4,7 +4,7 @@
     header      JSON: entry -> dtype, shape, place in the data; "__metadata__": which save and which rank it is of
     data        entry after entry, without holes, larger dtypes first, so that each is aligned
 
-Any safetensors reader opens it.  Called by writing.py and load.py.
+Any safetensors reader opens it.  Called by writing.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.memory import PAGE, private_pages
 from . import files
-from .manifest import Chunk
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
@@ -169,61 +167,3 @@ def _open(path: Path) -> int:
             files.remove(path)
             raise
     return files.create(path)
-
-
-# -- reading
-
-
-def check(path: Path, chunks: Sequence[Chunk], run: str) -> None:
-    """Compare a file with what the manifest says of it, byte by byte; a CheckpointError names what differs.
-
-    run: the identity of the save it must be of, "" where the manifest has none.
-    """
-    fix = "load another tag (`deepseek-zero checkpoint verify` tells which are whole)."
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}.", "A file is missing.", fix) from error
-    try:
-        begin, header = _header(descriptor, path, fix)
-        if run and header.get("__metadata__", {}).get("run") != run:
-            raise CheckpointError(f"'{path}' is of another save.", "Files of two checkpoints were mixed.", fix)
-        for chunk in chunks:
-            found = header.get(chunk.entry)
-            if found is None or prod(found["shape"]) != chunk.stop - chunk.start:
-                raise CheckpointError(f"'{path}' lacks {chunk.said}.", "The file is damaged.", fix)
-            low, high = found["data_offsets"]
-            if chunk.crc is not None and _crc(descriptor, begin + low, begin + high) != chunk.crc:
-                raise CheckpointError(
-                    f"{chunk.said} in '{path}' is not what was written.", "Its checksum differs: it is damaged.", fix
-                )
-    except OSError as error:
-        raise CheckpointError(f"'{path}' cannot be read: {error.strerror}.", "The disk failed.", fix) from error
-    finally:
-        os.close(descriptor)
-
-
-def _header(descriptor: int, path: Path, fix: str) -> tuple[int, dict[str, Any]]:
-    """(where the data begins, the header)"""
-    size = os.fstat(descriptor).st_size
-    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-    try:
-        header = json.loads(os.pread(descriptor, length, 8)) if length <= size else None
-    except ValueError:
-        header = None
-    entries = [value for key, value in (header or {}).items() if key != "__metadata__"]
-    if header is None or 8 + length + max((entry["data_offsets"][1] for entry in entries), default=0) != size:
-        raise CheckpointError(f"'{path}' is cut short or damaged ({size:,} bytes).", fix=fix)
-    return 8 + length, header
-
-
-def _crc(descriptor: int, begin: int, end: int) -> int:
-    crc, buffer = 0, bytearray(min(BLOCK_BYTES, end - begin))
-    while begin < end:
-        view = memoryview(buffer)[: end - begin]
-        count = os.preadv(descriptor, [view], begin)
-        if not count:
-            return -1  # cut short while it was read
-        crc = zlib.crc32(view[:count], crc)
-        begin += count
-    return crc

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from deepseek_zero.base.errors import DeepSeekZeroError
 from deepseek_zero.base.log import logger
+from deepseek_zero.cli.checkpoint import app as checkpoint_app
 from deepseek_zero.cli.run import HELP as RUN_HELP
 from deepseek_zero.cli.run import RunOptions
 from deepseek_zero.cli.run import run as run_script
@@ -31,7 +32,7 @@ USAGE_EXIT_CODE = 2
 
 app = typer.Typer(
     name="deepseek-zero",
-    help="ZeRO 0-3 in pure Python on PyTorch: start training, look at the machine.",
+    help="ZeRO 0-3 in pure Python on PyTorch: start training, look after checkpoints, look at the machine.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -65,6 +66,7 @@ RUN_CONTEXT: dict[str, Any] = {
     "token_normalize_func": _hyphened,
 }
 
+app.add_typer(checkpoint_app, name="checkpoint")
 app.command("run", help=RUN_HELP, context_settings=RUN_CONTEXT)(_command_of(RunOptions, run_script))
 
 

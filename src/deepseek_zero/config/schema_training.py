@@ -235,6 +235,21 @@ class Checkpoint(Section):
         example=1 << 20,
         ge=0,
     )
+    keep_last: int | None = effective(
+        None,
+        "Ours. After a save, remove checkpoints of the same directory but so many of the newest complete ones; null "
+        "keeps all.",
+        example=3,
+        ge=1,
+    )
+    keep_every: int | None = effective(
+        None,
+        "Ours. With keep_last: checkpoints of every so many steps stay for good.",
+        unit="steps",
+        example=1000,
+        ge=1,
+        needs={"checkpoint.keep_last": 3},
+    )
     load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
     use_node_local_storage: bool = later(
         False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True

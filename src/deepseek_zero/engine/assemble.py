@@ -18,6 +18,7 @@ from ..activations.vertical import VerticalOrder
 from ..base.errors import UsageError
 from ..base.memory import keep_freed_memory
 from ..base.mesh import Mesh
+from ..checkpoint.catalogue import Keep
 from ..comm.agreement import agree, together
 from ..comm.collectives import Comm
 from ..config import Config
@@ -57,11 +58,12 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class SavingSettings:
-    """What saving is told.  gather_16bit: save_16bit_model may gather a sharded model."""
+    """What saving is told.  gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay."""
 
     tag_validation: str = "Warn"
     snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
+    keep: Keep = field(default_factory=Keep)
 
 
 @dataclass
@@ -79,11 +81,8 @@ class Parts:
     placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
-<<<<<<< HEAD
-    saver: Saver = field(default_factory=Saver)
-=======
     vertical: VerticalOrder | None = None
->>>>>>> ee5a27c (Vertical order: each unit takes the micro-batches of a step in turn, on one load of its weights; decision 0028)
+    saver: Saver = field(default_factory=Saver)
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -211,6 +210,17 @@ def observer_settings_of(config: Config) -> ObserverSettings:
     )
 
 
+def saving_settings_of(config: Config) -> SavingSettings:
+    """Checkpoints: how they are saved, and which older ones stay."""
+    section = config.checkpoint
+    return SavingSettings(
+        tag_validation=section.tag_validation,
+        snapshot_bytes=section.snapshot_bytes,
+        gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        keep=Keep(section.keep_last, section.keep_every),
+    )
+
+
 Client = Optimizer | Callable[[list[Any]], Optimizer] | None
 
 
@@ -237,7 +247,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     factor = 1.0 / config.gradient_accumulation_steps
     if scaler is not None or factor != 1.0:
         runtime.output_factor = lambda: factor * (scaler.scale if scaler is not None else 1.0)
-    zero = config.zero_optimization
+    slices, saving = config.zero_optimization.vertical_micro_batches, saving_settings_of(config)
     parts = Parts(
         runtime,
         optimizer,
@@ -246,24 +256,20 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         step_settings,
         observer_settings_of(config),
         DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
-        SavingSettings(
-            config.checkpoint.tag_validation,
-            config.checkpoint.snapshot_bytes,
-            zero.stage3_gather_16bit_weights_on_model_save,
-        ),
+        saving,
         placement,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
+        saver=Saver(saving.keep),
     )
     agree(
         comm,
-        [f"{parts.data_settings}", f"schedule {parts.schedule}", f"vertical {zero.vertical_micro_batches}"],
+        [f"{parts.data_settings}", f"schedule {parts.schedule}", f"vertical {slices}"],
         "the configuration",
         "Ranks take their batches and their learning rates in step.",
         "pass the same configuration on every rank.",
     )
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
-    if zero.vertical_micro_batches > 1:
-        parts.vertical = VerticalOrder(runtime, zero.vertical_micro_batches)
+    parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
     return parts
 
 

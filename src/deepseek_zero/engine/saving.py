@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.log import log_once
-from ..checkpoint.load import Loaded, LoadSettings, latest_tag, load
+from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all, retain
+from ..checkpoint.load import Loaded, LoadSettings, load
 from ..checkpoint.manifest import together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
@@ -38,9 +39,10 @@ class Restore:
 
 
 class Saver:
-    """The checkpoint an engine writes while it trains, if there is one."""
+    """The checkpoint an engine is writing, if there is one.  keep: which older ones stay after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep | None = None) -> None:
+        self.keep = keep or Keep()
         self.current: Saving | None = None
         self.commit_seconds = 0.0  # of the last one
 
@@ -56,12 +58,15 @@ class Saver:
             self.finish()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way.  Collective where there is one."""
+        """Wait for the checkpoint under way, and make it visible.  Collective where there is one."""
         saving, self.current = self.current, None
-        if saving is not None:
-            began = time.perf_counter()
-            saving.commit()
-            self.commit_seconds = time.perf_counter() - began
+        if saving is None:
+            return
+        began = time.perf_counter()
+        saving.commit()
+        if saving.contents.runtime.comm.rank == 0:
+            retain(saving.final.parent, self.keep)
+        self.commit_seconds = time.perf_counter() - began
 
 
 def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any, settings: SaveSettings) -> Path:
@@ -79,20 +84,26 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    saving = Saving(Path(directory), name, contents, settings)
+    saving = engine.parts.saver.current = Saving(Path(directory), name, contents, settings)
     if settings.wait:
-        return saving.commit()
-    engine.parts.saver.current = saving
+        engine.parts.saver.finish()
     return saving.final
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
     """Fill an engine from `directory/tag` (what `latest` names without a tag); (path, client_state).  Collective.
 
-    (None, None) and a warning where there is no `latest`, as DeepSpeed has it.
+    tag "newest": the newest checkpoint of which every byte is right.  (None, None) and a line in the log where there
+    is none, and where there is no `latest`, as DeepSpeed has it.
     """
     engine.parts.saver.finish()
     folder = Path(directory)
+    verify = restore.verify
+    if tag == NEWEST and not (folder / NEWEST).exists():
+        tag, verify = newest_good_of_all(engine.runtime.comm, folder), False  # every byte of it has just been read
+        if tag is None:
+            log_once(f"no checkpoint in {folder}: training starts from the beginning.")
+            return None, None
     tags = together(
         engine.runtime.comm, "loading: the tag", lambda: str(tag) if tag is not None else latest_tag(folder) or ""
     )
@@ -109,7 +120,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
         folder,
         chosen,
         contents,
-        LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, restore.verify),
+        LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify),
     )
     if not restore.module_only:
         _restore_trainer(engine, loaded, restore)

@@ -122,7 +122,7 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, Any]:
         """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None) without one.
 
-        Collective.
+        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.  Collective.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)

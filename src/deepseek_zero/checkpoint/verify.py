@@ -1,0 +1,236 @@
+"""Whether a checkpoint is what was saved: the files all there, whole and of one run, every byte with its checksum.
+
+`glance` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both say what
+is wrong and raise nothing.  Called by catalogue.py and cli/checkpoint_pages.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..base.errors import CheckpointError
+from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
+
+PIECE_BYTES = 8 << 20
+MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
+
+Seen = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that is wrong.  tensor: the parameter or buffer concerned, empty where it is the file."""
+
+    file: str
+    problem: str
+    tensor: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.file}, '{self.tensor}': {self.problem}" if self.tensor else f"{self.file} {self.problem}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """Every `of`-th file from the `rank`-th on: what one of several readers looks at."""
+
+    rank: int = 0
+    of: int = 1
+
+
+ALL = Share()
+NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie in its file."""
+
+    start: int
+    stop: int
+    numel: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself."""
+
+    places: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file; a CheckpointError unless the file is there and exactly as long as it says."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            begin = 8 + size
+            if length < 8 or begin > length or size > MOST_HEADER_BYTES:
+                raise _broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
+            document = json.loads(file.read(size))
+        metadata = dict(document.pop("__metadata__", None) or {})
+        places = {name: _place(begin, facts) for name, facts in document.items()}
+    except FileNotFoundError:
+        raise _broken(path, "is missing") from None
+    except OSError as error:
+        raise _broken(path, f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _broken(path, "has a header that cannot be understood: it was overwritten") from None
+    end = max((place.stop for place in places.values()), default=begin)
+    if end != length:
+        how = "it was cut short" if length < end else "something was added to it"
+        raise _broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
+    return Header(places, metadata)
+
+
+def _place(begin: int, facts: dict[str, Any]) -> Place:
+    start, stop = facts["data_offsets"]
+    return Place(begin + int(start), begin + int(stop), math.prod(facts["shape"]))
+
+
+def _broken(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest, or a CheckpointError, whatever the file holds."""
+    try:
+        return Manifest.read(folder / MANIFEST)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{folder / MANIFEST} cannot be understood: {type(error).__name__}: {error}.", "The file is damaged."
+        ) from None
+
+
+def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Fault]]:
+    """The manifest, if it can be read, and what is found wrong without reading tensors."""
+    manifest = _manifest_or_fault(folder)
+    if isinstance(manifest, Fault):
+        return None, [manifest]
+    faults = list(_not_covered(manifest)) if share.rank == 0 else []
+    for file, chunks in _files(folder, manifest, share):
+        faults += _glance_at(folder / file, chunks, manifest)[1]
+    return manifest, faults
+
+
+def verify(folder: Path, share: Share = ALL, seen: Seen | None = None) -> list[Fault]:
+    """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read."""
+    manifest = _manifest_or_fault(folder)
+    if isinstance(manifest, Fault):
+        return [manifest]
+    faults = list(_not_covered(manifest)) if share.rank == 0 else []
+    for file, chunks in _files(folder, manifest, share):
+        header, found = _glance_at(folder / file, chunks, manifest)
+        faults += found
+        if header is not None:
+            faults += _read_all(folder / file, header, chunks, seen or _nobody)
+    return faults
+
+
+def _manifest_or_fault(folder: Path) -> Manifest | Fault:
+    if not (folder / MANIFEST).exists():
+        return Fault(MANIFEST, "is missing")
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        return Fault(MANIFEST, f"cannot be used: {error.what}")
+
+
+def without_checksum(manifest: Manifest) -> int:
+    """Chunks whose bytes can be read and not compared: an older version of the library saved them."""
+    return sum(getattr(chunk, "crc", None) is None for chunk in manifest.chunks)
+
+
+def _nobody(count: int) -> None:
+    pass
+
+
+def _files(folder: Path, manifest: Manifest, share: Share) -> Iterator[tuple[str, list[Chunk]]]:
+    """The files of a share, with the chunks that must be in them; what lies there beside them must be whole too."""
+    chunks: dict[str, list[Chunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
+    for chunk in manifest.chunks:
+        chunks.setdefault(chunk.file, []).append(chunk)
+    for number, file in enumerate(sorted(chunks)):
+        if number % share.of == share.rank:
+            yield file, chunks[file]
+
+
+def _not_covered(manifest: Manifest) -> Iterator[Fault]:
+    """Elements that a manifest forgot, or shapes that it has wrong: each weight and moment is written once, whole."""
+    excluded = set(manifest.excluded)
+    reached = {(WEIGHT, name, ""): 0 for name in manifest.parameters if name not in excluded}
+    for chunk in sorted(manifest.chunks, key=lambda each: each.start):
+        state = (chunk.kind, chunk.name, chunk.key)
+        if chunk.kind in (WEIGHT, MOMENT) and chunk.start <= reached.setdefault(state, 0):
+            reached[state] = max(reached[state], chunk.stop)
+    for (kind, name, key), stop in reached.items():
+        numel = math.prod(manifest.parameters[name]["shape"]) if name in manifest.parameters else 0
+        if stop != numel:
+            what = f"the {kind} {key}".rstrip()
+            yield Fault(MANIFEST, f"{what} ends at element {stop:,} of {numel:,}", name)
+
+
+def _glance_at(path: Path, chunks: Sequence[Chunk], manifest: Manifest) -> tuple[Header | None, list[Fault]]:
+    """The header of a file, None where it is of no use, and what is wrong with it."""
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        return None, [Fault(path.name, error.what.removeprefix(f"{path.name} "))]
+    mine, theirs = getattr(manifest, "run", None), header.metadata.get("run")
+    if mine and theirs and mine != theirs:
+        return None, [Fault(path.name, f"is of another save: it says {theirs}, the manifest {mine}")]
+    faults = []
+    for chunk in chunks:
+        place = header.places.get(chunk.entry)
+        if place is None:
+            faults.append(Fault(path.name, f"{_called(chunk)} is not in the file", chunk.name))
+        elif place.numel != chunk.stop - chunk.start:
+            faults.append(Fault(path.name, f"{_called(chunk)} has {place.numel:,} elements in the file", chunk.name))
+    return header, faults
+
+
+def _called(chunk: Chunk) -> str:
+    return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
+
+
+def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen) -> Iterator[Fault]:
+    """Read a file from front to back and compare what has a checksum."""
+    known = {chunk.entry: chunk for chunk in chunks}
+    buffer = memoryview(bytearray(PIECE_BYTES))
+    for entry, place in sorted(header.places.items(), key=lambda item: item[1].start):
+        chunk = known.get(entry)
+        name = chunk.name if chunk is not None else entry
+        try:
+            found = _checksum(path, place, buffer, seen)
+        except OSError as error:
+            yield Fault(path.name, f"cannot be read: {error.strerror or error}", name)
+            continue
+        saved = getattr(chunk, "crc", None)
+        if chunk is not None and saved is not None and found != saved:
+            told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {saved:08x})"
+            yield Fault(path.name, told, name)
+
+
+def _checksum(path: Path, place: Place, buffer: memoryview, seen: Seen) -> int:
+    checksum, left = 0, place.num_bytes
+    with open(path, "rb", buffering=0) as file:
+        file.seek(place.start)
+        while left:
+            count = file.readinto(buffer[: min(left, PIECE_BYTES)])
+            if not count:
+                raise OSError("the file ended early")
+            checksum = zlib.crc32(buffer[:count], checksum)
+            left -= count
+            seen(count)
+    return checksum

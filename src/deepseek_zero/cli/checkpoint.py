@@ -1,0 +1,105 @@
+"""`deepseek-zero checkpoint inspect | verify | convert | prune`: the command lines.
+
+What they do and print is cli/checkpoint_pages.py's, which imports torch and is therefore imported late.  Exit codes: 0;
+1 where `verify` finds damage; 2 where the command cannot be done (nothing there, a file in the way, a wrong option).
+Called by cli/__init__.py.
+"""
+
+from __future__ import annotations
+
+import importlib
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepseek_zero.base.errors import UsageError
+
+app = typer.Typer(no_args_is_help=True, help="Look into checkpoints, check every byte, convert them, remove old ones.")
+
+Where = Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints, or one checkpoint in it.")]
+Tag = Annotated[str | None, typer.Option("--tag", help="Only this checkpoint of the directory.", show_default=False)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class Form(Enum):
+    """What `convert` writes."""
+
+    SAFETENSORS = "safetensors"
+    PTH = "pth"
+    DEEPSPEED = "deepspeed"
+
+
+class Dtype(Enum):
+    """Dtype of converted weights."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"
+    FP16 = "fp16"
+
+
+def _pages() -> Any:
+    return importlib.import_module("deepseek_zero.cli.checkpoint_pages")
+
+
+@app.command("inspect")
+def inspect_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
+    """Say what is inside: checkpoints of a directory; steps, tensors, plan and sizes of one checkpoint."""
+    _pages().inspect(where, tag, as_json=json)
+
+
+@app.command("verify")
+def verify_command(where: Where, tag: Tag = None, json: AsJson = False) -> None:
+    """Read every byte and compare it with its checksum. Exit code 0: all good; 1: damaged."""
+    raise typer.Exit(0 if _pages().verify(where, tag, as_json=json) else 1)
+
+
+@app.command("convert")
+def convert_command(
+    where: Where,
+    out: Annotated[
+        Path, typer.Argument(metavar="OUT", help="What to write, a file for pth, else a directory; not there yet.")
+    ],
+    to: Annotated[Form, typer.Option("--to", help="What to write.")] = Form.SAFETENSORS,
+    dtype: Annotated[
+        Dtype | None,
+        typer.Option("--dtype", help="Dtype of the weights. Default: as saved.", show_default=False),
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", help="Which checkpoint. Default: the one `latest` names.", show_default=False)
+    ] = None,
+    json: AsJson = False,
+) -> None:
+    """Write a checkpoint in another form, on one process: safetensors or pth (weights), DeepSpeed (all states)."""
+    if to is Form.DEEPSPEED and dtype is not None:
+        raise UsageError(
+            "--dtype does not go with --to deepspeed.",
+            why="A DeepSpeed checkpoint holds the states in the dtypes they train in.",
+            fix="Leave --dtype out, or convert to safetensors or pth.",
+        )
+    _pages().convert(where, tag, out, (to.value, dtype.value if dtype is not None else None), as_json=json)
+
+
+@app.command("prune")
+def prune_command(
+    where: Annotated[Path, typer.Argument(metavar="DIR", help="A directory of checkpoints.")],
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, help="Keep so many of the newest. Default: all.", show_default=False),
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option("--keep-every", min=1, help="Also keep multiples of so many steps.", show_default=False),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go, remove nothing.")] = False,
+    json: AsJson = False,
+) -> None:
+    """Remove old checkpoints, and what unfinished saves have left."""
+    if keep_every is not None and keep_last is None:
+        raise UsageError(
+            "--keep-every needs --keep-last.",
+            why="Without it every checkpoint is kept.",
+            fix="Say how many of the newest to keep, for example --keep-last 2.",
+        )
+    _pages().prune(where, keep_last, keep_every, dry_run=dry_run, as_json=json)

@@ -1,0 +1,334 @@
+"""What `deepseek-zero checkpoint ...` does and prints: tables for people, JSON for programs.
+
+Called by cli/checkpoint.py, which imports it late because it imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+from rich.text import Text
+
+from deepseek_zero.base.errors import CheckpointError, NotBuiltError, UsageError
+from deepseek_zero.base.quantities import format_bytes, format_count
+from deepseek_zero.checkpoint import catalogue
+from deepseek_zero.checkpoint.catalogue import Entry, Keep
+from deepseek_zero.checkpoint.manifest import MANIFEST, MOMENT, WHOLE, Manifest
+from deepseek_zero.checkpoint.verify import Fault, Seen, read_header, without_checksum
+from deepseek_zero.checkpoint.verify import verify as verify_one
+
+MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
+
+CONVERTERS = {
+    "safetensors": "convert_to_safetensors",
+    "pth": "convert_to_torch",
+    "deepspeed": "convert_to_deepspeed",
+}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
+
+
+# -- inspect
+
+
+def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
+    """Print what a directory or one checkpoint holds."""
+    if tag is None and not _is_checkpoint(where):
+        _inspect_directory(where, as_json=as_json)
+        return
+    entry = _entries(where, tag)[0]
+    if entry.manifest is None:
+        raise CheckpointError(f"{entry.folder}: {entry.faults[0]}.", fix="look at the other checkpoints beside it.")
+    facts, tensors = _facts(entry), _tensors(entry)
+    if as_json:
+        _print_json({**facts, "plan": entry.manifest.plan, "parameters": tensors})
+        return
+    console = _console()
+    console.print(_facts_table(entry, facts))
+    console.print(_tensors_table(tensors))
+    console.print(_plan_table(entry.manifest))
+    _print_faults(console, entry.faults)
+
+
+def _inspect_directory(where: Path, *, as_json: bool) -> None:
+    left, latest = catalogue.leftovers(where), catalogue.latest_tag(where)
+    entries = catalogue.checkpoints(where) if left else _entries(where, None)
+    if as_json:
+        leftovers = [{"path": str(one.path), "in_use": one.is_in_use} for one in left]
+        found = [_facts(entry) for entry in entries]
+        _print_json({"directory": str(where), "latest": latest, "checkpoints": found, "leftovers": leftovers})
+        return
+    console = _console()
+    table = _table(f"checkpoints in {where}, newest first", "tag", "step", "saved", "ranks", "stage", "size", "state")
+    for entry in entries:
+        ranks, stage = (entry.manifest.world_size, entry.manifest.stage) if entry.manifest is not None else ("?", "?")
+        state = Text("complete", "green") if entry.is_complete else Text(f"damaged: {entry.faults[0]}", "red")
+        name = f"{entry.tag} (latest)" if entry.tag == latest else entry.tag
+        size, step = format_bytes(entry.num_bytes), str(entry.step) if entry.step >= 0 else "?"
+        table.add_row(name, step, _when(entry), str(ranks), str(stage), size, state)
+    console.print(table)
+    for one in left:
+        doing = "being written" if one.is_in_use else "left by a save that never finished; `prune` removes it"
+        console.print(Text(f"{one.path.name}: {doing}", "yellow"))
+    if latest is not None and latest not in [entry.tag for entry in entries]:
+        console.print(Text(f"latest names {latest}, which is not there", "red"))
+
+
+def _facts(entry: Entry) -> dict[str, Any]:
+    """One checkpoint as data."""
+    manifest = entry.manifest
+    facts: dict[str, Any] = {
+        "tag": entry.tag,
+        "folder": str(entry.folder),
+        "step": entry.step if entry.step >= 0 else None,
+        "saved_at": entry.saved_at,
+        "num_bytes": entry.num_bytes,
+        "complete": entry.is_complete,
+        "faults": [_fault(fault) for fault in entry.faults],
+    }
+    if manifest is not None:
+        facts |= {
+            "ranks": manifest.world_size,
+            "stage": manifest.stage,
+            "optimizer": manifest.optimizer,
+            "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
+            "chunks": len(manifest.chunks),
+            "chunks_without_checksum": without_checksum(manifest),
+            "format": f"{manifest.format} {manifest.version}",
+            "run": getattr(manifest, "run", None),
+        }
+    return facts
+
+
+def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
+    """Parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
+    manifest = entry.manifest
+    assert manifest is not None
+    found = {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()}
+    found |= {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()}
+    headers = {}
+    for file in {chunk.file for chunk in manifest.chunks} - {fault.file for fault in entry.faults}:
+        headers[file] = read_header(entry.folder / file).places
+    for chunk in manifest.chunks:
+        facts = found.get(chunk.name)
+        if facts is None:  # neither a parameter nor a buffer
+            continue
+        if chunk.kind in (MOMENT, WHOLE) and chunk.key not in facts["states"]:
+            facts["states"].append(chunk.key)
+        if chunk.file in headers:
+            facts["num_bytes"] += headers[chunk.file][chunk.entry].num_bytes
+    return found
+
+
+def _facts_table(entry: Entry, facts: dict[str, Any]) -> Table:
+    table = _table(f"checkpoint {entry.tag}", "what", "")
+    table.show_header = False
+    table.add_row("folder", str(entry.folder))
+    table.add_row("step", f"{facts['step']}, saved {_when(entry)}")
+    table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
+    table.add_row("optimizer", facts["optimizer"] or "none")
+    table.add_row("parameters", format_count(facts["num_parameters"]))
+    table.add_row("size", f"{format_bytes(facts['num_bytes'])} in {facts['chunks']} chunks")
+    if facts["chunks_without_checksum"]:
+        table.add_row("checksums", f"{facts['chunks_without_checksum']} chunks have none")
+    table.add_row("format", facts["format"] + (f", run {facts['run']}" if facts["run"] else ""))
+    return table
+
+
+def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
+    table = _table("tensors", "name", "shape", "dtype", "optimizer states", "size")
+    for name, facts in tensors.items():
+        shape = " x ".join(map(str, facts["shape"])) or "scalar"
+        trained = {True: ", ".join(facts["states"]) or "none", False: "frozen", None: "buffer"}
+        dtype, states = facts["dtype"], trained[facts.get("trained")]
+        table.add_row(name, shape, dtype, states, format_bytes(facts["num_bytes"]))
+    return table
+
+
+def _plan_table(manifest: Manifest) -> Table:
+    """Units that share a plan share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    columns = list(dict.fromkeys(column for plan in manifest.plan.values() for column in plan))
+    for unit, plan in manifest.plan.items():
+        rows.setdefault(tuple(plan.get(column) or "" for column in columns), []).append(
+            unit.rpartition("/")[0] or "root"
+        )
+    table = _table("plan", *columns, "units")
+    for row, units in rows.items():
+        names = ", ".join(dict.fromkeys(units))
+        table.add_row(*row, names if len(names) < 60 else f"{units[0]} and {len(units) - 1} more")
+    return table
+
+
+# -- verify
+
+
+def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
+    """Read everything; whether all is good."""
+    entries = _entries(where, tag)
+    found: dict[str, list[Fault]] = {}
+    with _progress(sum(entry.num_bytes for entry in entries), quiet=as_json) as seen:
+        for entry in entries:
+            found[entry.tag] = verify_one(entry.folder, seen=seen)
+    if as_json:
+        _print_json([_verdict(entry, found[entry.tag]) for entry in entries])
+    else:
+        console = _console()
+        for entry in entries:
+            _print_verdict(console, entry, found[entry.tag])
+    return not any(found.values())
+
+
+def _verdict(entry: Entry, faults: Sequence[Fault]) -> dict[str, Any]:
+    unknown = without_checksum(entry.manifest) if entry.manifest is not None else None
+    told = [_fault(fault) for fault in faults]
+    return {"tag": entry.tag, "good": not faults, "chunks_without_checksum": unknown, "faults": told}
+
+
+def _print_verdict(console: Console, entry: Entry, faults: Sequence[Fault]) -> None:
+    if faults:
+        console.print(Text(f"{entry.tag}: damaged, {len(faults)} fault(s)", "bold red"))
+        _print_faults(console, faults)
+        return
+    unknown = without_checksum(entry.manifest) if entry.manifest is not None else 0
+    note = f"; {unknown} chunks have no checksum and were only read" if unknown else ""
+    console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
+
+
+def _print_faults(console: Console, faults: Sequence[Fault]) -> None:
+    for fault in faults[:MOST_FAULTS]:
+        console.print(Text(f"  {fault}", "red"))
+    if len(faults) > MOST_FAULTS:
+        console.print(Text(f"  and {len(faults) - MOST_FAULTS} more (--json names all)", "red"))
+    if faults:
+        console.print('  What to do: bring the files back from a copy, or load an older one (tag="newest" finds it).')
+
+
+def _fault(fault: Fault) -> dict[str, str]:
+    return {"file": fault.file, "tensor": fault.tensor, "problem": fault.problem}
+
+
+# -- convert
+
+
+def convert(where: Path, tag: str | None, out: Path, how: tuple[str, str | None], *, as_json: bool) -> None:
+    """Write one checkpoint as another format, by checkpoint/convert.py.  how: (format, dtype)."""
+    form, dtype = how
+    if out.exists():
+        raise UsageError(
+            f"{out} is there already.", why="Nothing is overwritten.", fix="Name a place that is not there."
+        )
+    source = where if tag is None and _is_checkpoint(where) else _folder(where, tag)
+    write = _converter(form)
+    with Console(stderr=True).status(f"converting {source} to {form}"):
+        write(source, out, *([DTYPES[dtype]] if form != "deepspeed" else []))
+    written = sum(path.stat().st_size for path in [out, *out.rglob("*")] if path.is_file())
+    if as_json:
+        _print_json({"source": str(source), "out": str(out), "to": form, "num_bytes": written})
+    else:
+        _console().print(f"{source} -> {out}: {form}, {format_bytes(written)}")
+
+
+def _converter(form: str) -> Callable[..., Any]:
+    name = CONVERTERS[form]
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module("deepseek_zero.checkpoint.convert"), name)
+    except (ModuleNotFoundError, AttributeError) as error:
+        raise NotBuiltError(
+            f"converting to {form} is not built yet.", f"There is no checkpoint.convert.{name}."
+        ) from error
+    return found
+
+
+def _folder(where: Path, tag: str | None) -> Path:
+    chosen = tag or catalogue.latest_tag(where)
+    if chosen is None:
+        raise UsageError(f"{where} names no latest checkpoint.", fix="Name one with --tag; `inspect` lists them.")
+    return _entries(where, chosen)[0].folder
+
+
+# -- prune
+
+
+def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as_json: bool) -> None:
+    """Remove, and say what."""
+    if not where.is_dir():
+        raise UsageError(f"{where} is no directory.", fix="Name the directory that save_checkpoint was given.")
+    try:
+        done = catalogue.prune(where, Keep(last, every), dry_run=dry_run)
+    except OSError as error:
+        raise CheckpointError(
+            f"{where}: {error.strerror or error}.",
+            "What is being removed takes a hidden name first, so no checkpoint is left half there.",
+            "see to the directory's permissions, and run prune again.",
+        ) from error
+    if as_json:
+        kept, removed = ([entry.tag for entry in entries] for entries in (done.kept, done.removed))
+        cleaned = [path.name for path in done.cleaned]
+        _print_json({"removed": removed, "kept": kept, "cleaned": cleaned, "dry_run": dry_run})
+        return
+    console, verb = _console(), "would remove" if dry_run else "removed"
+    for name in [*(entry.tag for entry in done.removed), *(path.name for path in done.cleaned)]:
+        console.print(f"{verb} {name}")
+    console.print(f"kept {', '.join(entry.tag for entry in done.kept) or 'none'}")
+
+
+# -- what all share
+
+
+def _is_checkpoint(where: Path) -> bool:
+    return (where / MANIFEST).exists()
+
+
+def _entries(where: Path, tag: str | None) -> list[Entry]:
+    """The checkpoints that a command line means; a UsageError where there is none."""
+    if tag is None and _is_checkpoint(where):
+        return [catalogue.entry_of(where.absolute().parent, where.absolute().name)]
+    entries = catalogue.checkpoints(where)
+    chosen = [entry for entry in entries if tag is None or entry.tag == tag]
+    if chosen:
+        return chosen
+    there = ", ".join(entry.tag for entry in entries)
+    raise UsageError(
+        f"{where} holds no checkpoint" + (f" {tag!r}." if tag else "."),
+        fix=f"Choose one of: {there}." if there else "Name the directory that save_checkpoint was given.",
+    )
+
+
+def _when(entry: Entry) -> str:
+    return datetime.fromtimestamp(entry.saved_at).isoformat(" ", "seconds")
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _console() -> Console:
+    return Console(highlight=False, markup=False)
+
+
+def _print_json(document: Any) -> None:
+    _console().print(json.dumps(document, indent=2), soft_wrap=True)
+
+
+@contextmanager
+def _progress(total: int, *, quiet: bool) -> Iterator[Seen]:
+    """A bar on stderr for what takes a while; nothing into a pipe."""
+    columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda count: bar.advance(task, count)

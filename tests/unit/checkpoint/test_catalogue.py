@@ -1,0 +1,387 @@
+"""Which checkpoints are good, which is loaded, which go; on real folders, damaged in every way a disk knows."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint import catalogue, manifest, verify
+from deepseek_zero.checkpoint.catalogue import Entry, Keep
+from deepseek_zero.checkpoint.manifest import Manifest
+from deepseek_zero.checkpoint.verify import read_header
+
+RANK_0 = "rank_00000.safetensors"
+TAGS = ["global_step3", "global_step2", "global_step1"]
+
+
+def build(**checkpoint: Any) -> Any:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "checkpoint": checkpoint,
+    }
+    return deepseek_zero.initialize(model=model, config=config)[0]
+
+
+def step(engine: Any) -> None:
+    engine.backward(engine(torch.randn(4, 6)).square().mean())
+    engine.step()
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three checkpoints of one run."""
+    directory = tmp_path_factory.mktemp("run")
+    engine = build()
+    for _ in range(3):
+        step(engine)
+        engine.save_checkpoint(directory)
+    return directory
+
+
+@pytest.fixture
+def directory(pristine: Path, tmp_path: Path) -> Path:
+    """A copy to damage."""
+    return shutil.copytree(pristine, tmp_path / "run")
+
+
+def tags_of(directory: Path) -> list[str]:
+    return [entry.tag for entry in catalogue.checkpoints(directory)]
+
+
+def test_checkpoints_are_listed_by_step_whatever_their_names_and_times(directory: Path) -> None:
+    (directory / "global_step1").rename(directory / "zz")
+    os.utime(directory / "global_step3" / "manifest.json", (1, 1))
+    (directory / "logs").mkdir()
+    entries = catalogue.checkpoints(directory)
+    assert [(entry.tag, entry.step, entry.is_complete) for entry in entries] == [
+        ("global_step3", 3, True),
+        ("global_step2", 2, True),
+        ("zz", 1, True),
+    ]
+    assert catalogue.newest_good(directory) == "global_step3"
+
+
+# -- damage
+
+
+def cut(folder: Path) -> None:
+    os.truncate(folder / RANK_0, (folder / RANK_0).stat().st_size - 100)
+
+
+def cut_to_nothing(folder: Path) -> None:
+    os.truncate(folder / RANK_0, 0)
+
+
+def lengthen(folder: Path) -> None:
+    with open(folder / RANK_0, "ab") as file:
+        file.write(b"x")
+
+
+def lose_a_shard(folder: Path) -> None:
+    (folder / RANK_0).unlink()
+
+
+def lose_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").unlink()
+
+
+def cut_the_manifest(folder: Path) -> None:
+    os.truncate(folder / "manifest.json", 500)
+
+
+def spoil_the_manifest(folder: Path) -> None:
+    (folder / "manifest.json").write_text('["not", "a", "manifest"]')
+
+
+def change_a_shape(folder: Path) -> None:
+    document = json.loads((folder / "manifest.json").read_text())
+    document["parameters"]["2.weight"]["shape"] = [2, 6]
+    (folder / "manifest.json").write_text(json.dumps(document))
+
+
+def flip(path: Path, at: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+def flip_a_byte_of_a_header(folder: Path) -> None:
+    at = (folder / RANK_0).read_bytes().index(b"2.weight")
+    flip(folder / RANK_0, at)
+
+
+def overwrite_a_header(folder: Path) -> None:
+    with open(folder / RANK_0, "r+b") as file:
+        file.write(b"\0" * 64)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut, r"rank_00000.safetensors is [\d,]+ bytes long, its header says [\d,]+: it was cut short"),
+        (cut_to_nothing, "rank_00000.safetensors ends inside its header, at 0 bytes"),
+        (lengthen, "something was added to it"),
+        (lose_a_shard, "rank_00000.safetensors is missing"),
+        (lose_the_manifest, "manifest.json is missing"),
+        (cut_the_manifest, "manifest.json cannot be used: .* cannot be read"),
+        (spoil_the_manifest, "manifest.json cannot be used: .* cannot be understood"),
+        (
+            change_a_shape,
+            "manifest.json(, '2.weight': the weight ends at element 10 of 12| cannot be used: .*not what was written)",
+        ),
+        (flip_a_byte_of_a_header, r"rank_00000.safetensors, '2.weight': .* is not in the file"),
+        (overwrite_a_header, r"rank_00000.safetensors .* cannot be understood"),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_without_reading_its_tensors_and_the_older_one_is_taken(
+    directory: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str
+) -> None:
+    damage(directory / "global_step3")
+    _, faults = verify.glance(directory / "global_step3")
+    assert any(_matches(said, str(fault)) for fault in faults), faults
+    assert [str(fault) for fault in verify.verify(directory / "global_step3")] == [str(fault) for fault in faults]
+    assert sorted(tags_of(directory), reverse=True) == TAGS
+    assert catalogue.newest_good(directory) == "global_step2"
+    assert _matches("global_step3 is passed over.*" + said, capsys.readouterr().err)
+
+
+def _matches(pattern: str, text: str) -> bool:
+    return re.search(pattern, text) is not None
+
+
+def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") -> None:
+    """Give the manifest what saves will write into it: checksums of the files as they are, and the run."""
+    known = Manifest.read(folder / "manifest.json")
+    for chunk in known.chunks:
+        place = read_header(folder / chunk.file).places[chunk.entry]
+        object.__setattr__(chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop]))
+    object.__setattr__(known, "run", run)
+    monkeypatch.setattr(verify, "read_manifest", lambda _: known)
+
+
+def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = directory / "global_step3"
+    with_facts_of(monkeypatch, folder)
+    monkeypatch.setattr(verify, "PIECE_BYTES", 7)
+    assert verify.verify(folder) == []
+    chunk = next(each for each in verify.read_manifest(folder).chunks if (each.kind, each.key) == ("moment", "exp_avg"))
+    flip(folder / RANK_0, read_header(folder / RANK_0).places[chunk.entry].start + 9)
+    assert verify.glance(folder)[1] == []
+    (fault,) = verify.verify(folder)
+    assert (fault.file, fault.tensor) == (RANK_0, chunk.name)
+    assert "moment exp_avg, elements 0 to" in fault.problem and "differs from what was saved" in fault.problem
+
+
+def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = directory / "global_step3"
+    with_facts_of(monkeypatch, folder, run="this one")
+    save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "this one"})
+    assert verify.glance(folder)[1] == []
+    save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "that one"})
+    (fault,) = verify.verify(folder)
+    assert str(fault) == f"{RANK_0} is of another save: it says that one, the manifest this one"
+
+
+def test_a_read_error_names_file_and_tensor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = directory / "global_step3"
+    honest = verify._checksum
+
+    def fails_once(path: Path, place: verify.Place, *rest: Any) -> int:
+        if path.name == RANK_0 and place.start == min(each.start for each in read_header(path).places.values()):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return honest(path, place, *rest)
+
+    monkeypatch.setattr(verify, "_checksum", fails_once)
+    (fault,) = verify.verify(folder)
+    assert fault.file == RANK_0 and fault.tensor
+    assert fault.problem == "cannot be read: Input/output error"
+
+
+def test_several_readers_share_the_files_and_find_the_same(directory: Path) -> None:
+    folder = directory / "global_step3"
+    for number in (7, 8):
+        shutil.copy(folder / RANK_0, folder / f"rank_{number:05d}.safetensors")
+        os.truncate(folder / f"rank_{number:05d}.safetensors", 100)
+    found = [verify.verify(folder, verify.Share(rank, 3)) for rank in range(3)]
+    assert sorted(str(fault) for each in found for fault in each) == sorted(map(str, verify.verify(folder)))
+    assert max(map(len, found)) == 1
+
+
+def test_none_is_none_and_none_that_is_good_an_error(directory: Path, tmp_path: Path) -> None:
+    assert catalogue.newest_good(tmp_path / "nowhere") is None
+    for tag in TAGS:
+        cut(directory / tag)
+    with pytest.raises(CheckpointError, match=r"none of the 3 checkpoint\(s\)(.|\n)*What to do"):
+        catalogue.newest_good(directory)
+
+
+def test_an_engine_asked_for_the_newest_takes_the_newest_good_one(directory: Path, tmp_path: Path) -> None:
+    engine = build()
+    assert engine.load_checkpoint(tmp_path / "nowhere", tag="newest") == (None, None)
+    cut(directory / "global_step3")
+    assert (directory / "latest").read_text() == "global_step3"
+    path, _ = engine.load_checkpoint(directory, tag="newest")
+    assert (path, engine.global_steps) == (str(directory / "global_step2"), 2)
+
+
+# -- leftovers
+
+
+def test_a_save_under_way_is_left_alone_and_one_that_ended_is_cleaned(directory: Path) -> None:
+    saving = directory / ".global_step4.saving"
+    saving.mkdir()
+    with open(saving / ".writing", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert [one.is_in_use for one in catalogue.leftovers(directory)] == [True]
+        assert catalogue.clean(directory) == [] and saving.exists()
+    assert catalogue.clean(directory) == [saving]
+    assert sorted(path.name for path in directory.iterdir()) == [
+        "global_step1",
+        "global_step2",
+        "global_step3",
+        "latest",
+    ]
+
+
+def test_without_a_lock_only_what_is_old_counts_as_left_behind(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving, pointer = directory / ".global_step4.saving", directory / ".latest.saving"
+    saving.mkdir()
+    pointer.touch()
+    assert catalogue.clean(directory) == []
+    long_ago = time.time() - 2 * catalogue.FORGOTTEN_SECONDS
+    os.utime(saving, (long_ago, long_ago))
+    os.utime(pointer, (long_ago, long_ago))
+    assert sorted(catalogue.clean(directory, dry_run=True)) == sorted([saving, pointer])
+    (saving / ".writing").touch()
+    monkeypatch.setattr(fcntl, "flock", _no_locks_here)
+    assert catalogue.clean(directory) == [pointer], "where nobody can tell, nothing is removed"
+
+
+def _no_locks_here(*_: Any) -> None:
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+
+def test_a_tag_that_a_crash_left_without_its_name_is_listed_loaded_and_named_again(directory: Path) -> None:
+    replaced = directory / ".global_step3.replaced"
+    (directory / "global_step3").rename(replaced)
+    assert tags_of(directory) == TAGS
+    assert catalogue.newest_good(directory) == "global_step3"
+    engine = build()
+    path, _ = engine.load_checkpoint(directory, tag="newest")
+    assert (path, engine.global_steps) == (str(replaced), 3)
+    assert catalogue.clean(directory) == [replaced]
+    assert (directory / "global_step3" / "manifest.json").exists() and not replaced.exists()
+
+
+def test_a_tag_without_its_name_is_left_to_the_save_that_is_giving_it_away(directory: Path) -> None:
+    replaced, saving = directory / ".global_step3.replaced", directory / ".global_step3.saving"
+    (directory / "global_step3").rename(replaced)
+    saving.mkdir()
+    with open(saving / ".writing", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert catalogue.clean(directory) == [] and replaced.exists()
+
+
+# -- pruning
+
+
+def entry(tag: str, at: int, *, good: bool = True, readable: bool = True) -> Entry:
+    known = Manifest(1, 3, {}, {}, {}, [], None, {}, [], plain={"trainer": {"global_steps": at}}) if readable else None
+    return Entry(tag, Path(tag), known, 0.0, () if good and readable else (verify.Fault("file", "is missing"),))
+
+
+SIX = [entry(name, at) for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 30), ("b", 20), ("a", 10)]]
+
+
+@pytest.mark.parametrize(
+    ("entries", "latest", "keep", "gone"),
+    [
+        (SIX, "f", Keep(), ""),
+        (SIX, "f", Keep(2), "dcba"),
+        (SIX, "f", Keep(2, every=20), "ca"),
+        (SIX, "b", Keep(1), "edca"),
+        (SIX, "gone", Keep(6), ""),
+        ([entry("f", 60, good=False), *SIX[1:]], "f", Keep(1), "dcba"),
+        ([SIX[0], entry("e", 50, good=False), *SIX[2:]], "f", Keep(2), "ecba"),
+        ([SIX[0], *SIX[2:], entry("x", -1, readable=False)], "f", Keep(1), "dcba"),
+        ([entry("b", 20, good=False), entry("a", 10, good=False)], None, Keep(1), ""),
+    ],
+)
+def test_what_goes(entries: list[Entry], latest: str | None, keep: Keep, gone: str) -> None:
+    assert "".join(each.tag for each in catalogue.outdated(entries, latest, keep)) == gone
+
+
+def test_a_crash_while_removing_leaves_a_hidden_name_that_the_next_call_removes(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", _power_cut)
+        with pytest.raises(KeyboardInterrupt):
+            catalogue.prune(directory, Keep(1))
+    assert tags_of(directory) == ["global_step3", "global_step1"]
+    assert (directory / ".global_step2.pruned").exists()
+    done = catalogue.prune(directory, Keep(1))
+    assert [each.tag for each in done.removed] == ["global_step1"]
+    assert sorted(path.name for path in directory.iterdir()) == ["global_step3", "latest"]
+
+
+def _power_cut(path: Path, **_: Any) -> None:
+    if Path(path).exists():
+        raise KeyboardInterrupt
+
+
+def test_an_engine_keeps_what_its_configuration_says(tmp_path: Path) -> None:
+    engine = build(keep_last=2, keep_every=3)
+    for _ in range(7):
+        step(engine)
+        engine.save_checkpoint(tmp_path)
+    assert tags_of(tmp_path) == ["global_step7", "global_step6", "global_step3"]
+
+
+def test_a_directory_that_refuses_costs_a_warning_and_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = build(keep_last=1)
+    engine.save_checkpoint(tmp_path, tag="one")
+    step(engine)
+    monkeypatch.setattr(catalogue, "_remove", _refuse)
+    engine.save_checkpoint(tmp_path, tag="two")
+    assert tags_of(tmp_path) == ["two", "one"]
+    assert "could not be removed: [Errno 30] Read-only file system" in capsys.readouterr().err
+
+
+def _refuse(*_: Any) -> None:
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_folder_of_the_same_shape_that_is_no_checkpoint_of_ours_is_never_removed(directory: Path) -> None:
+    foreign = directory / "theirs"
+    foreign.mkdir()
+    (foreign / manifest.MANIFEST).write_text('{"format": "something else"}')
+    catalogue.prune(directory, Keep(1))
+    assert sorted(tags_of(directory)) == ["global_step3", "theirs"]
