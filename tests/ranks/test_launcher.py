@@ -554,6 +554,109 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
     assert "on another machine" in outputs[0][1]
 
 
+# Ranks that save when they are asked to end (here without torch: what engine/preemption.py says to the launcher).
+
+SAVER = f"""
+    import os, signal, sys, time
+    sys.path.insert(0, {SOURCE!r})
+    from deepseek_zero.base.launch import is_ending, say_that_we_save
+
+    rank, (up, *wanted) = int(os.environ["RANK"]), sys.argv[1:]
+    asked = []
+
+    def hear(number, frame):
+        if is_ending():
+            open(f"{{up}}{{rank}}.ended", "w").close()
+            os._exit(1)
+        asked.append(signal.Signals(number).name)
+
+    for name in ("SIGTERM", "SIGUSR1"):
+        signal.signal(signal.Signals[name], hear)
+    say_that_we_save(["SIGTERM", "SIGUSR1"])
+    open(f"{{up}}{{rank}}", "w").close()
+    while not set(wanted) <= set(asked):
+        time.sleep(0.01)
+    time.sleep(0.3 * rank)  # ranks never leave at quite the same moment
+    open(f"{{up}}{{rank}}.saved", "w").close()
+    sys.exit(85)
+"""
+
+
+def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(tmp_path: Path) -> None:
+    script = write(tmp_path, SAVER)
+    with Ranks(Command(Target.SCRIPT, str(script), (str(tmp_path / "up"), "SIGTERM"))) as ranks:
+        ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+        wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 20)
+        assert ranks.save_on(signal.SIGTERM) and not ranks.save_on(signal.SIGUSR2)
+        ranks.pass_on(signal.SIGTERM)
+        wait_until(lambda: ranks.poll() or ranks.saved, 20)
+        assert ranks.saved and not ranks.finished
+        assert (tmp_path / "up1.saved").exists()
+
+
+@pytest.mark.parametrize(
+    ("other", "code", "story"), [("sys.exit(3)", 3, "no traceback"), ("time.sleep(100)", 85, "did not follow")]
+)
+def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, code: int, story: str
+) -> None:
+    monkeypatch.setattr("deepseek_zero.cli.ranks.LEAVING_SECONDS", 0.5)
+    script = write(
+        tmp_path,
+        f"""
+        import os, sys, time
+        if os.environ["RANK"] == "0":
+            sys.exit(85)
+        time.sleep(0.2)
+        {other}
+        """,
+    )
+    ended = run_script(script)
+    assert ended.cause is not None
+    assert (ended.cause.exit_code, story in ended.cause.story()) == (code, True)
+    assert ended.left == []
+
+
+def test_survivors_of_a_dead_rank_are_told_that_this_is_the_end(tmp_path: Path) -> None:
+    script = write(tmp_path, SAVER)
+    with Ranks(Command(Target.SCRIPT, str(script), (str(tmp_path / "up"), "SIGTERM"))) as ranks:
+        pids = ranks.start([{"RANK": "0"}, {"RANK": "1"}])
+        wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 20)
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until(ranks.poll, 20)
+        ranks.end()
+        cause = ranks.cause()
+        assert cause is not None and cause.exit_code == 137
+    assert (tmp_path / "up1.ended").exists() and not (tmp_path / "up1.saved").exists()
+
+
+def test_a_launcher_passes_requests_on_and_ends_with_the_code_of_ranks_that_saved(tmp_path: Path) -> None:
+    line = ["--nproc", "2", "--max-restarts", "3", str(write(tmp_path, SAVER)), str(tmp_path / "up")]
+    with started(*line, "SIGUSR1", "SIGTERM") as process:
+        wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 30)
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 85, err
+    assert (tmp_path / "up0.saved").exists() and (tmp_path / "up1.saved").exists()
+    assert "received SIGUSR1" in err and "received SIGTERM" in err
+    assert "all ranks saved and ended (exit code 85)" in err
+    assert "restarting" not in err and "failed" not in err
+
+
+def test_ranks_that_do_not_save_within_the_grace_are_ended(tmp_path: Path) -> None:
+    line = ["--save-grace", "0.5", "--nproc", "2", str(write(tmp_path, SAVER)), str(tmp_path / "up")]
+    with started(*line, "never") as process:
+        wait_until(lambda: (tmp_path / "up0").exists() and (tmp_path / "up1").exists(), 30)
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    assert process.returncode == 143, err
+    assert "have not saved and ended within 0.5 s of SIGTERM" in err
+    assert (tmp_path / "up0.ended").exists() and (tmp_path / "up1.ended").exists()
+
+
 def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))

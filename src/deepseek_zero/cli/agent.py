@@ -33,6 +33,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.launch import SAVED_EXIT_CODE
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.failure import Death, Outcome
 from deepseek_zero.cli.machine import visible_gpus
@@ -53,6 +54,9 @@ FAREWELL_SECONDS = 2.0
 """How long the node that holds the store stays after a failure, so that the others can read of it."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
+"""Passed on to ranks that save when they are asked to end (engine/preemption.py)."""
 
 FAILED_KEY, FINISHED_KEY = "deepseek_zero/failed", "deepseek_zero/finished"
 
@@ -170,12 +174,37 @@ class _PeerWatch:
         return True
 
 
+@dataclass
+class Request:
+    """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end by force."""
+
+    grace: float
+    received: list[signal.Signals] = field(default_factory=list)
+    _answered: int = 0
+    _deadline: float = float("inf")
+
+    def unanswered(self) -> list[signal.Signals]:
+        """Those that came since the last call."""
+        new = self.received[self._answered :]
+        self._answered += len(new)
+        if signal.SIGTERM in new:  # SIGUSR1 says beforehand that SIGTERM will come
+            self._deadline = time.monotonic() + self.grace
+        return new
+
+    @property
+    def is_overdue(self) -> bool:
+        return time.monotonic() > self._deadline
+
+
 class RankAgent(SimpleElasticAgent):
     """Runs one machine's ranks for torch's elastic scaffolding."""
 
-    def __init__(self, spec: WorkerSpec, plan: NodePlan, ranks: Ranks, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, spec: WorkerSpec, plan: NodePlan, ranks: Ranks, environment: Mapping[str, str], grace: float
+    ) -> None:
         super().__init__(spec)
-        self._plan, self._ranks, self._environment = plan, ranks, environment
+        self._ranks, self._environment = ranks, environment
+        self._request = Request(grace)
         self._peers = _PeerWatch(plan)
         self._attempt = -1
         self.elsewhere: Outcome | None = None
@@ -222,17 +251,38 @@ class RankAgent(SimpleElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         # The scaffolding sleeps between calls; waiting here instead ends at the very moment a rank does.
         self._ranks.wait(POLL_SECONDS)
+        self._act_on_request()
         death = self._ranks.poll()
         if death is not None:
-            if self._attempt < worker_group.spec.max_restarts:
+            if self._remaining_restarts > 0:
                 logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
             return RunResult(WorkerState.FAILED)
         self.elsewhere = self._peers.heard_failure(self._meeting_store)
         if self.elsewhere is not None:
             return RunResult(WorkerState.FAILED)
-        if self._ranks.finished and self._peers.all_finished(self._meeting_store):
+        ended_well = self._ranks.finished or self._ranks.saved
+        if ended_well and self._peers.all_finished(self._meeting_store):
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
         return RunResult(WorkerState.HEALTHY)
+
+    def hear(self, number: int, _: FrameType | None = None) -> None:
+        """The launcher's signal handler: a request for ranks that save when asked, else the end of all."""
+        name = signal.Signals(number)
+        if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
+            self._request.received.append(name)
+        elif name is not signal.SIGUSR1:  # without ranks that save it means nothing, and must not end the launcher
+            _end_by(name)
+
+    def _act_on_request(self) -> None:
+        """Pass signals on to the ranks; end them when they take longer than the grace."""
+        request = self._request
+        for name in request.unanswered():
+            logger.info(f"received {name.name}: the ranks save at their next step and end ({request.grace:g} s for it)")
+            self._remaining_restarts = 0  # whoever asks for the end wants no restart, should saving fail
+            self._ranks.pass_on(name)
+        if request.is_overdue and not (self._ranks.saved or self._ranks.finished):
+            logger.warning(f"the ranks have not saved and ended within {request.grace:g} s of SIGTERM (--save-grace)")
+            _end_by(signal.SIGTERM)
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: object) -> None:
         self._shutdown()
@@ -246,8 +296,13 @@ class RankAgent(SimpleElasticAgent):
         self._peers.tell_failure(self._meeting_store, death, self.world_size)
 
 
-def run_ranks(plan: NodePlan, command: Command, environment: Mapping[str, str], max_restarts: int = 0) -> Outcome:
-    """Run this machine's ranks to their end; environment: what every rank gets besides its place in the world."""
+def run_ranks(
+    plan: NodePlan, command: Command, environment: Mapping[str, str], max_restarts: int = 0, grace: float = 0.0
+) -> Outcome:
+    """Run this machine's ranks to their end; environment: what every rank gets besides its place in the world.
+
+    grace: seconds that ranks have to save after SIGTERM, where they said that they do.
+    """
     _silence_scaffolding()
     with Ranks(command) as ranks:
         spec = WorkerSpec(
@@ -258,8 +313,8 @@ def run_ranks(plan: NodePlan, command: Command, environment: Mapping[str, str], 
             max_restarts=max_restarts,
             monitor_interval=0.001,
         )
-        agent = RankAgent(spec, plan, ranks, environment)
-        _catch_ending_signals()
+        agent = RankAgent(spec, plan, ranks, environment, grace)
+        _catch_signals(agent)
         try:
             result = agent.run()
         except SignalException as error:
@@ -269,7 +324,12 @@ def run_ranks(plan: NodePlan, command: Command, environment: Mapping[str, str], 
 
 def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
     if not result.is_failed():
-        return Outcome()
+        if not ranks.saved:
+            return Outcome()
+        logger.info(
+            f"all ranks saved and ended (exit code {SAVED_EXIT_CODE}); the same command again goes on from there"
+        )
+        return Outcome(SAVED_EXIT_CODE)
     death = ranks.cause()
     # A rank here that only lost its peer says less than the node on which that peer failed.
     if agent.elsewhere and (death is None or death.secondary):
@@ -280,17 +340,16 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
     return Outcome(death.exit_code, death.headline(agent.world_size), death.story())
 
 
-def _catch_ending_signals() -> None:
-    for number in ENDING_SIGNALS:
+def _catch_signals(agent: RankAgent) -> None:
+    for number in (*ENDING_SIGNALS, signal.SIGUSR1):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it: what we were started to ignore stays so
-            signal.signal(number, _raise_signal)
+            signal.signal(number, agent.hear)
 
 
-def _raise_signal(number: int, _: FrameType | None) -> None:
+def _end_by(name: signal.Signals) -> None:
     # Once is enough: ending the ranks takes seconds at most, and an impatient second Ctrl-C must not leave orphans.
     for each in ENDING_SIGNALS:
         signal.signal(each, signal.SIG_IGN)
-    name = signal.Signals(number)
     raise SignalException(f"received {name.name}", name)
 
 

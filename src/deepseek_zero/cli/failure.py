@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deepseek_zero.base.launch import SAVED_EXIT_CODE
+
 NO_TRACEBACK = {
     signal.SIGKILL: "Nobody can catch SIGKILL, so there is no traceback. If nobody sent it, the machine probably ran "
     "out of memory: look at `dmesg`, and at a smaller batch or a higher ZeRO stage.",
     signal.SIGTERM: "Somebody asked this process to end (SIGTERM), so there is no traceback.",
 }
 CRASH = "It crashed in native code."
+SAVED = "It saved a checkpoint and left, as ranks do that are asked to end; the other ranks did not follow."
 SILENT_EXIT = "It left no traceback: it ended by sys.exit(code) or os._exit(code)."
 
 
@@ -70,7 +73,7 @@ class Death:
         if self.report:
             return self.report.text.rstrip()
         if self.code >= 0:
-            return SILENT_EXIT
+            return SAVED if self.code == SAVED_EXIT_CODE else SILENT_EXIT
         with suppress(ValueError):
             if signal.Signals(-self.code) in NO_TRACEBACK:
                 return NO_TRACEBACK[signal.Signals(-self.code)]
@@ -97,8 +100,11 @@ def _how(code: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """The failure to show: the earliest one that does not blame another rank, else the earliest."""
-    return min(deaths, key=lambda death: (death.secondary, death.began_at))
+    """The failure to show: the earliest one that does not blame another rank, else the earliest.
+
+    A rank that saved and left is shown only where no rank failed.
+    """
+    return min(deaths, key=lambda death: (death.code == SAVED_EXIT_CODE, death.secondary, death.began_at))
 
 
 def read_report(path: Path) -> Report | None:

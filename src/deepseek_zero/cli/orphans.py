@@ -119,6 +119,8 @@ class Guard:
 
 
 def _stand_guard(mark: str, folder: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # schedulers send them to every process of a job
+        signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
         if line.strip() == "done":

@@ -3,6 +3,8 @@
     idle --start--> running --all exit 0--> finished
                        |
                        +--first failure, or end()--> ended       (start() again: a restart)
+                       |
+                       +--all exit 85 (base/launch.py)--> saved
 
 It knows nothing of torch and nothing of other machines.  Called by cli/agent.py.
 """
@@ -25,6 +27,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO
 
+from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, is_marked, mark
 from deepseek_zero.cli.failure import Death, first_cause, read_report, read_stack
 from deepseek_zero.cli.orphans import MARK, Guard, Launch, send
 
@@ -32,6 +35,10 @@ WORKER = str(Path(__file__).with_name("worker.py"))
 
 POLITE_SECONDS = 2.5
 """How long a rank may take to end after the signal; with the sweep and the poll it stays under five seconds."""
+
+
+LEAVING_SECONDS = 10.0
+"""How long the others may take to follow a rank that saved and left; they left their training at the same step."""
 
 
 class Target(Enum):
@@ -65,6 +72,11 @@ class _Running:
     error_file: Path
     death: Death | None = None
     finished: bool = False
+
+    @property
+    def saved(self) -> bool:
+        """Whether it was asked to end, saved and left."""
+        return self.death is not None and self.death.code == SAVED_EXIT_CODE
 
     def death_with(self, code: int) -> Death:
         return Death(self.rank, code, time.time(), read_report(self.error_file), read_stack(self.error_file))
@@ -102,6 +114,20 @@ class Ranks:
         """True once every rank has ended with code 0."""
         return bool(self._running) and all(rank.finished for rank in self._running.values())
 
+    @property
+    def saved(self) -> bool:
+        """True once every rank has ended and none failed, by the code that says they saved first."""
+        ranks = self._running.values()
+        return any(rank.saved for rank in ranks) and all(rank.finished or rank.saved for rank in ranks)
+
+    def save_on(self, name: signal.Signals) -> bool:
+        """Whether a rank has said that it saves when it is asked to end by this signal."""
+        return bool(self._attempt) and is_marked(self._notes, SAVES + name.name)
+
+    @property
+    def _notes(self) -> str:
+        return str(self._folder / f"attempt_{self._attempt}")
+
     def start(self, environments: Sequence[Mapping[str, str]]) -> dict[int, int]:
         """Start one process per environment (of local ranks 0, 1, ...); returns their process ids by local rank."""
         self._attempt += 1
@@ -115,7 +141,13 @@ class Ranks:
         output = self._output(local_rank, environment)
         process = subprocess.Popen(
             self.command.argv(local_rank),
-            env={**os.environ, **environment, MARK: self.mark, "TORCHELASTIC_ERROR_FILE": str(error_file)},
+            env={
+                **os.environ,
+                **environment,
+                MARK: self.mark,
+                ATTEMPT: self._notes,
+                "TORCHELASTIC_ERROR_FILE": str(error_file),
+            },
             # The first rank keeps the terminal itself, no pipe: progress bars draw and a debugger can be talked to.
             stdin=None if local_rank == 0 else subprocess.DEVNULL,
             stdout=output,
@@ -151,7 +183,12 @@ class Ranks:
         for rank in self._running.values():
             self._look_at(rank)
         deaths = [rank.death for rank in self._running.values() if rank.death]
-        return first_cause(deaths) if deaths else None
+        return first_cause(deaths) if deaths and not self._is_leaving(deaths) else None
+
+    def _is_leaving(self, deaths: Sequence[Death]) -> bool:
+        """Whether all that has ended had saved, and the others may still follow."""
+        since = time.time() - min(death.at for death in deaths)
+        return all(death.code == SAVED_EXIT_CODE for death in deaths) and (self.saved or since < LEAVING_SECONDS)
 
     def _look_at(self, rank: _Running) -> None:
         code = rank.process.poll()
@@ -169,8 +206,14 @@ class Ranks:
         self._groups.discard(group)
         self._guard.drop(group)
 
+    def pass_on(self, number: signal.Signals) -> None:
+        """Give the ranks a signal that the launcher received; they decide what it means."""
+        send([rank.process.pid for rank in self._running.values() if rank.process.poll() is None], number)
+
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """End every process of this launch: ask the ranks, wait, then sweep up their children and whoever stayed."""
+        if self._attempt:
+            mark(self._notes, ENDING)
         living = [rank.process for rank in self._running.values() if rank.process.poll() is None]
         # A rank that raised is on its way out already: its exit handlers get the time without the signal.
         send([rank.process.pid for rank in self._running.values() if rank.process in living and not rank.death], number)

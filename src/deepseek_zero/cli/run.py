@@ -90,6 +90,10 @@ class RunOptions:
     max_restarts: Annotated[
         int, _option("--max-restarts", text="Times to start all ranks again after a failure. Default 0.", panel=WHAT)
     ] = 0
+    save_grace: Annotated[
+        float,
+        _option("--save-grace", text="Seconds for ranks that save on SIGTERM to do so. Default 300.", panel=WHAT),
+    ] = 300.0
     log_dir: Annotated[
         Path | None,
         _option("--log-dir", text="Ranks other than the first write DIR/rank_N.log, not the terminal.", panel=WHAT),
@@ -100,7 +104,10 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """Launch; returns the exit code: 0, the failing rank's, or 128 + the signal that ended the launcher."""
+    """Launch; returns the exit code.
+
+    0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that ended the launcher.
+    """
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
@@ -113,7 +120,8 @@ def run(options: RunOptions) -> int:
         )
     if plan.share.note:
         logger.info(plan.share.note)
-    return _tell(agent.run_ranks(plan, command, rank_environment(plan, machine), options.max_restarts))
+    environment = rank_environment(plan, machine)
+    return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
 
 
 def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:

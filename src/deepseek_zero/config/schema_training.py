@@ -225,6 +225,21 @@ class Writer(Section):
     data_parallel: str | None = later(None, "Spread writing over replica, socket or machine.", example="replica")
 
 
+class SaveOnSignal(Section):
+    path: str | None = effective(
+        None,
+        "Ours. Directory to save to at the next step boundary when a rank gets one of the signals; the job then ends "
+        "with exit code 85. null: signals are left alone.",
+        example="checkpoints",
+    )
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(
+        ("SIGTERM", "SIGUSR1"),
+        "Ours. Which signals; handlers that were there before are called as well.",
+        example=["SIGUSR2"],
+        needs={"checkpoint.save_on_signal.path": "checkpoints"},
+    )
+
+
 class Checkpoint(Section):
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
@@ -250,6 +265,7 @@ class Checkpoint(Section):
         ge=1,
         needs={"checkpoint.keep_last": 3},
     )
+    save_on_signal: SaveOnSignal = section(SaveOnSignal, "Saving when somebody asks the job to end.")
     load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
     use_node_local_storage: bool = later(
         False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True

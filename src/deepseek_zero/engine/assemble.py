@@ -33,6 +33,7 @@ from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
 from .observe import ObserverSettings
+from .preemption import Preemption, PreemptionSettings
 from .saving import Saver
 from .tiers import (
     TIERS,
@@ -64,6 +65,7 @@ class SavingSettings:
     snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
     keep: Keep = field(default_factory=Keep)
+    on_signal: PreemptionSettings | None = None
 
 
 @dataclass
@@ -83,6 +85,7 @@ class Parts:
     recompute: Recompute | None = None
     vertical: VerticalOrder | None = None
     saver: Saver = field(default_factory=Saver)
+    preemption: Preemption | None = None
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -211,13 +214,15 @@ def observer_settings_of(config: Config) -> ObserverSettings:
 
 
 def saving_settings_of(config: Config) -> SavingSettings:
-    """Checkpoints: how they are saved, and which older ones stay."""
+    """Checkpoints: which older ones stay, and whether a signal saves one."""
     section = config.checkpoint
+    asked = section.save_on_signal
     return SavingSettings(
         tag_validation=section.tag_validation,
         snapshot_bytes=section.snapshot_bytes,
         gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
         keep=Keep(section.keep_last, section.keep_every),
+        on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
     )
 
 
@@ -259,13 +264,19 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         saving,
         placement,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
+        preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
         saver=Saver(saving.keep),
     )
     agree(
         comm,
-        [f"{parts.data_settings}", f"schedule {parts.schedule}", f"vertical {slices}"],
+        [
+            f"{parts.data_settings}",
+            f"schedule {parts.schedule}",
+            f"vertical {slices}",
+            f"save on signal {saving.on_signal}",
+        ],
         "the configuration",
-        "Ranks take their batches and their learning rates in step.",
+        "Ranks take their batches and their learning rates in step, and save in step.",
         "pass the same configuration on every rank.",
     )
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,9 @@ class Engine(nn.Module):
     The wrapped model stays `engine.module`; other attributes fall through to it.  `loss.backward()` and
     `engine.backward(loss)` are equally good.
     """
+
+    # What a save takes for client_state that nobody calls by hand (checkpoint.save_on_signal): assign a function.
+    client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parts: Parts) -> None:
         super().__init__()
@@ -95,7 +98,10 @@ class Engine(nn.Module):
         return loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
-        """Count a micro-batch; at the accumulation boundary update the weights and the learning rate.  Collective."""
+        """Count a micro-batch; at the accumulation boundary update the weights and the learning rate.  Collective.
+
+        With checkpoint.save_on_signal it ends in SystemExit(85) where a rank was asked to end, behind a save.
+        """
         if self.optimizer is None:
             raise UsageError(
                 "the engine has no optimizer.",
@@ -108,8 +114,9 @@ class Engine(nn.Module):
         self.global_samples += self.config.train_micro_batch_size_per_gpu * self.mesh.size
         if not boundary:
             return
+        preemption = self.parts.preemption
         with self.observer.timed("step"):
-            self.optimizer.step()
+            self.optimizer.step(word=preemption.word if preemption is not None else None)
         self.global_steps += 1
         if self.optimizer.overflow:
             self.skipped_steps += 1
@@ -119,6 +126,8 @@ class Engine(nn.Module):
                 self.lr_scheduler.step(**(lr_kwargs or {}))
         self.observer.stepped(self)
         self.parts.saver.look()
+        if preemption is not None:
+            preemption.act(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""
@@ -219,6 +228,8 @@ class Engine(nn.Module):
         recompute.release(self.parts.recompute)
         if self.parts.vertical is not None:
             self.parts.vertical.remove()
+        if self.parts.preemption is not None:
+            self.parts.preemption.release()
         self.observer.close()
 
     def __getattr__(self, name: str) -> Any:

@@ -4,6 +4,7 @@ data.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +65,10 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
         request.model, config, mesh, assemble(config, request.model, mesh, request.optimizer, request.parameters)
     )
     engine.lr_scheduler = _schedule(engine, request.lr_scheduler)
+    preemption = engine.parts.preemption
+    if preemption is not None:
+        preemption.watch()
+        weakref.finalize(engine, preemption.release).atexit = False  # signals are not an engine's that is gone
     if request.training_data is not None:
         engine.training_dataloader = ShardedLoader(
             request.training_data,

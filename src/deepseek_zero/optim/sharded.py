@@ -189,9 +189,9 @@ class ShardedOptimizer(Optimizer):
 
     # -- stepping
 
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None, *, word: float | None = None) -> None:  # type: ignore[override]
         """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any
-        rank.
+        rank.  word: a number of this rank's that all find in the verdict.
         """
         if closure is not None:
             raise UsageError(
@@ -203,7 +203,7 @@ class ShardedOptimizer(Optimizer):
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
-            verdict = agree_on_norm(groups, runtime.comm)
+            verdict = agree_on_norm(groups, runtime.comm, word)
             scale = self.loss_scale
             skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             if not skip:

@@ -1,0 +1,43 @@
+"""What a launcher and its ranks tell each other beside signals: one exit code and a few empty files.
+
+    85                                     exit code of ranks that were asked to end, saved together and left
+    $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give me time
+    $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
+
+The variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it is not
+set: then nothing is written, and every signal is a request.  Standard library only.  Called by cli/ranks.py and
+engine/preemption.py.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual takes for the same; no signal plus 128
+
+ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
+SAVES, ENDING = ".saves.", ".ending"
+
+
+def mark(attempt: str, word: str) -> None:
+    """Leave a word for the other side."""
+    Path(attempt + word).touch()
+
+
+def is_marked(attempt: str, word: str) -> bool:
+    return os.path.exists(attempt + word)
+
+
+def say_that_we_save(signals: Iterable[str]) -> None:
+    """A rank's word to its launcher, where it has one of ours."""
+    if attempt := os.environ.get(ATTEMPT):
+        for name in signals:
+            mark(attempt, SAVES + name)
+
+
+def is_ending() -> bool:
+    """Whether our launcher ends the ranks, as it does when one of them is gone; asked from within signal handlers."""
+    attempt = os.environ.get(ATTEMPT)
+    return bool(attempt) and is_marked(str(attempt), ENDING)

@@ -1,0 +1,126 @@
+"""Saves when somebody asks the job to end: a signal on one rank becomes one save of all ranks, then one exit code.
+
+    a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/clip.py) -> the same
+    decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
+
+There is no collective and no wait for it.  A rank that is gone says no word, so the ranks it leaves behind never save:
+when our launcher ends them, it says so first (base/launch.py), and the signal then means what it meant before.
+Called by engine/start.py and engine/engine.py.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from ..base.errors import UsageError
+from ..base.launch import SAVED_EXIT_CODE, is_ending, say_that_we_save
+from ..base.log import log_once
+from ..checkpoint.save import SaveSettings
+from .saving import save_checkpoint
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+FORKED_PATIENCE_SECONDS = 0.5
+"""How long after a forked worker its rank may get the same signal."""
+
+
+@dataclass(frozen=True)
+class PreemptionSettings:
+    """path: directory of the checkpoints.  signals: names of those that ask for one."""
+
+    path: str
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
+
+
+class Preemption:
+    """What one engine does about signals."""
+
+    def __init__(self, settings: PreemptionSettings) -> None:
+        self.settings = settings
+        self._asked = 0  # the signal that came, 0 while none has
+        self._process = 0  # who watches; a data loader's worker, forked from it, does not
+        self._is_asked = mmap.mmap(-1, 1)  # shared with what it forks
+        self._before: dict[int, Any] = {}
+
+    @property
+    def word(self) -> float:
+        """What this rank has to say to all at its next step."""
+        return float(self._asked)
+
+    def watch(self) -> None:
+        """Take the signals over; whatever handled them before is called as well."""
+        numbers = [signal.Signals[name] for name in self.settings.signals]
+        self._before = {int(number): signal.getsignal(number) for number in numbers}
+        foreign = [signal.Signals(number).name for number, before in self._before.items() if before is None]
+        if foreign:
+            raise UsageError(
+                f"{foreign[0]} has a handler that was not set from Python.",
+                "checkpoint.save_on_signal calls the handler it finds, and this one cannot be called.",
+                "leave the signal out of checkpoint.save_on_signal.signals, or set the handler with signal.signal.",
+            )
+        try:
+            for number in numbers:
+                signal.signal(number, self._hear)
+        except ValueError:
+            raise UsageError(
+                "checkpoint.save_on_signal needs the main thread.",
+                "Python lets no other thread take signals.",
+                "initialize the engine in the main thread, or leave checkpoint.save_on_signal out.",
+            ) from None
+        self._process = os.getpid()
+        say_that_we_save(self.settings.signals)
+
+    def release(self) -> None:
+        """Give the signals back, except where somebody has put a handler over ours, which still calls it."""
+        self._process = 0
+        with suppress(ValueError):  # the garbage collector may run in any thread
+            for number in self._ours():
+                signal.signal(number, self._before[number])
+
+    def act(self, engine: Engine) -> None:
+        """After a step: save and end, if a rank was asked to before it.  Collective then."""
+        assert engine.optimizer is not None and engine.optimizer.last is not None
+        number = int(max(engine.optimizer.last.verdict.words, default=0.0))
+        if not number:
+            return
+        client = dict(engine.client_state()) if engine.client_state is not None else {}
+        settings = SaveSettings(tag_validation=engine.parts.saving_settings.tag_validation)
+        path = save_checkpoint(engine, self.settings.path, None, client, settings)
+        log_once(f"{signal.Signals(number).name}: saved {path}; ending with exit code {SAVED_EXIT_CODE}.")
+        for each in self._ours():  # the same request may come twice, and must not change the exit code now
+            signal.signal(each, signal.SIG_IGN)
+        raise SystemExit(SAVED_EXIT_CODE)
+
+    def _ours(self) -> list[int]:
+        return [number for number in self._before if signal.getsignal(number) == self._hear]
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        before, forked = self._before[number], self._process not in (0, os.getpid())
+        if forked and self._rank_was_asked():
+            return
+        watches = bool(self._process) and not forked and not is_ending()
+        if watches:
+            self._asked = self._asked or number
+            self._is_asked[0] = 1
+        if callable(before):
+            before(number, frame)
+        elif not watches and before == signal.SIG_DFL:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _rank_was_asked(self) -> bool:
+        """In a forked worker: whether the signal was for the whole job.
+
+        Slurm signals every process of it, and a rank without its data would not come to its next step.
+        """
+        time.sleep(FORKED_PATIENCE_SECONDS)
+        return self._is_asked[0] != 0
