@@ -595,12 +595,13 @@ def test_ranks_that_saved_and_left_are_no_failure_though_they_leave_one_by_one(t
 
 
 @pytest.mark.parametrize(
-    ("other", "code", "story"), [("sys.exit(3)", 3, "no traceback"), ("time.sleep(100)", 85, "did not follow")]
+    ("other", "patience", "code", "story"),
+    [("sys.exit(3)", 30.0, 3, "no traceback"), ("time.sleep(100)", 0.5, 85, "did not follow")],
 )
 def test_a_rank_that_saved_and_left_is_the_failure_only_where_the_others_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, code: int, story: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: str, patience: float, code: int, story: str
 ) -> None:
-    monkeypatch.setattr("deepseek_zero.cli.ranks.LEAVING_SECONDS", 0.5)
+    monkeypatch.setattr("deepseek_zero.cli.ranks.LEAVING_SECONDS", patience)
     script = write(
         tmp_path,
         f"""
