@@ -90,8 +90,7 @@ def moments_of(engine: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("top", [{}, BF16, FP16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("stage", "top"), [(0, BF16), (1, {}), (3, FP16)], ids=["0-bf16", "1-fp32", "3-fp16"])
 def test_three_steps_and_three_after_a_load_are_six(tmp_path: Path, stage: int, top: dict[str, Any]) -> None:
     six = build(stage, **top)
     train(six, 0, 6)
