@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from .base.errors import UsageError
+from .checkpoint.weights import load_weights
 from .sharding.access import GatheredParameters
 from .sharding.group import FlatGroup
 from .sharding.handle import owner_of
@@ -17,6 +18,7 @@ __all__ = [
     "GatheredParameters",
     "Init",
     "TiledLinear",
+    "load_weights",
     "register_external_parameter",
     "unregister_external_parameter",
 ]

@@ -136,6 +136,25 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def state_names(model: nn.Module) -> dict[str, str]:
+    """name in the state dict -> the first name of the same parameter (itself, unless it is tied), in its order."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found[dot + name] = first.setdefault(id(param), dot + name)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if name not in module._non_persistent_buffers_set:
+                found[dot + name] = first.setdefault(id(buffer), dot + name)
+    return found
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The further names of tied parameters -> the first one."""
+    return {name: first for name, first in state_names(model).items() if name != first}
+
+
 class Recent:
     """A piece's moment as it was read last: parameters that share the piece ask for it one after another."""
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +19,7 @@ from ..base.errors import UsageError
 from ..base.mesh import current_mesh
 from ..config import resolve
 from ..config.load import load
+from ..engine import exporting
 from ..engine.assemble import Parts, adopting, assemble, granularities
 from ..engine.start import Request, facts_of
 from ..optim.registry import resolve_optimizer
@@ -64,6 +67,14 @@ class DeepSeekZeRO3:
     def explain(self) -> str:
         """The schedule of gathers, uses, releases and reductions."""
         return str(self.runtime.gatherer.schedule)
+
+    def export(self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any) -> Path:
+        """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.  Collective."""
+        return exporting.export(self.runtime, path, dtype, **settings)
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Take weights from safetensors, each rank its slices alone.  Collective."""
+        exporting.load_weights(self.runtime, path, strict)
 
 
 class _Keep:

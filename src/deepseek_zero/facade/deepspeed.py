@@ -11,17 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
+from ..checkpoint.export import ExportSettings, consolidated, export_file
 from ..checkpoint.save import SaveSettings
+from ..checkpoint.shards import MAX_SHARD_BYTES
 from ..comm.start import init_distributed, join
 from ..config import choose_source
 from ..config.load import load
-from ..engine import accumulate, saving
+from ..engine import accumulate, exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
@@ -157,8 +158,8 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Write the whole weights, in the dtype they compute in, as one file of rank 0.  Collective.
 
-        A name that ends in .safetensors is written as such.  False at stage 3 without stage3_gather_16bit_weights_on_
-        model_save, as in DeepSpeed.
+        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3 without
+        stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
         """
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
@@ -167,23 +168,33 @@ class DeepSpeedEngine(Engine):
                 "stage3_gather_16bit_weights_on_model_save is False."
             )
             return False
-        state = self._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters)
-        if state is not None:
-            path = Path(save_dir) / save_filename
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.suffix == ".safetensors":
-                save_file({name: value.clone() for name, value in state.items()}, path)
-            else:
-                torch.save(state, path)
-        self.runtime.comm.texts("", "the saved model")  # nobody reads the file before it is there
+        settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
+        export_file(self.runtime, Path(save_dir) / save_filename, settings)
         return True
 
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """The whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
-        state = self.module_state_dict(exclude_frozen_parameters)
-        return state if self.mesh.rank == 0 else None
+        return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
+
+    def export(
+        self,
+        path: str | Path,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        exclude_frozen: bool = False,
+    ) -> Path:
+        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one file.  Collective.
+
+        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.  dtype: "fp32", "bf16", a
+        torch.dtype; None: what the weights compute in.
+        """
+        return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices alone.  Collective."""
+        exporting.load_weights(self.runtime, path, strict)
 
     # -- memory and speed
 

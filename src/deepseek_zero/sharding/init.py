@@ -9,7 +9,7 @@ slices into units.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ from ..base.device import default_device, storage_users, without_torch_function
 from ..base.errors import UsageError
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, hand_out
+from ..precision.policy import cast_master
 from .handle import owner_of, put_to_rest, set_owner, wake
 
 
@@ -203,6 +204,37 @@ def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[
                 if owner_of(param) is None:
                     session._cut(param)
         yield module
+
+
+Reading = Callable[
+    [int, int], Iterable[tuple[int, Tensor]]
+]  # (start, stop) -> flat parts of a value, with their places
+
+
+def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
+    """Give a parameter on the meta device, or one that was cut before, this rank's slice of a value.  Local."""
+    shard = owner_of(param)
+    if isinstance(shard, InitShard):
+        shard.session.settle()
+    else:
+        shard = _empty_shard(param, session)
+    start = shard.session.comm.rank * shard.slice.numel()
+    for low, part in read(start, min(start + shard.slice.numel(), shard.numel)):
+        cast_master(part.to(shard.slice.device), shard.slice[low - start : low - start + part.numel()])
+
+
+def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
+    """A slice for a parameter on the meta device, which is at rest from now on."""
+    dtype, shape, kind = session.dtype or param.dtype, param.shape, type(param)
+    per_rank = -(-param.numel() // session.comm.size)
+    values = torch.zeros(per_rank, dtype=dtype, device=session._device)
+    nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device)
+    real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
+    torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
+    shard = InitShard(weakref.ref(param), kind, shape, values, session)
+    keep_alive(param, shard)
+    put_to_rest(param, nothing.expand(shape))
+    return shard
 
 
 ACCEPTED = frozenset(

@@ -1,0 +1,133 @@
+"""A safetensors file written piece by piece, so that nobody need hold a whole tensor, let alone the file.
+
+The header comes first, since names, shapes and dtypes are known before any value is; then each piece goes to its place.
+Called by shards.py, export.py and convert.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from ..precision.policy import cast_master
+
+# The format's names of what torch calls its dtypes.
+DTYPES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+SPOKEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file to be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def private(path: str, flags: int) -> int:
+    """An opener for `open`: what it creates is its owner's alone."""
+    return os.open(path, flags, 0o600)
+
+
+class TensorFile:
+    """A safetensors file under construction; on the disk when its block ends without an error."""
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+        header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
+        self._places: dict[str, tuple[Entry, int]] = {}
+        place = 0
+        # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
+        for entry in sorted(entries, key=lambda each: -each.dtype.itemsize):
+            ends = [place, place + entry.nbytes]
+            header[entry.name] = {"dtype": _name(entry), "shape": list(entry.shape), "data_offsets": ends}
+            self._places[entry.name] = (entry, place)
+            place = ends[1]
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._start = 8 + len(text)
+        self._file = open(path, "wb", opener=private)  # noqa: SIM115 (closed by __exit__)
+        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.truncate(self._start + place)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Elements from `start` on of a tensor, flat, in C order; cast to what the file says."""
+        if not values.numel():
+            return
+        entry, place = self._places[name]
+        self._file.seek(self._start + place + start * entry.dtype.itemsize)
+        flat = cast(values.detach().reshape(-1).to("cpu"), entry.dtype).contiguous()
+        self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(is_complete=kind is None)
+
+    def close(self, *, is_complete: bool = True) -> None:
+        """Have it on the disk, if it is to be used."""
+        try:
+            if is_complete:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Flat values in another dtype, by the house's one cast from fp32 to bf16."""
+    if values.dtype == dtype:
+        return values
+    out = torch.empty(values.numel(), dtype=dtype, device=values.device)
+    cast_master(values.contiguous(), out)
+    return out
+
+
+def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None."""
+    if asked is None or isinstance(asked, torch.dtype):
+        return asked
+    found = SPOKEN.get(asked) or getattr(torch, asked.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise CheckpointError(f"{asked!r} is no dtype.", fix=f"use one of {', '.join(SPOKEN)}, or a torch.dtype.")
+    return found
+
+
+def _name(entry: Entry) -> str:
+    if entry.dtype not in DTYPES:
+        raise CheckpointError(
+            f"'{entry.name}' is {entry.dtype}, which the safetensors format has no name for.",
+            fix="export to a .pth file, or in another dtype.",
+        )
+    return DTYPES[entry.dtype]

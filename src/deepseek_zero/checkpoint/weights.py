@@ -1,0 +1,237 @@
+"""Reads weights from safetensors straight into slices: each rank only the elements it will hold.
+
+The file may be one of Hugging Face's folders or a single file; weights go into masters too, cast where dtypes differ.
+Everything that can be refused is refused before anything changes, on every rank.  Called by engine/exporting.py and
+facade/huggingface.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ..base.device import default_device
+from ..base.errors import CheckpointError
+from ..precision.policy import cast_master
+from ..sharding.group import FlatGroup, Member
+from ..sharding.handle import owner_of
+from ..sharding.init import Init, take_slice
+from ..sharding.layout import boxes
+from ..sharding.runtime import Runtime
+from .manifest import together
+from .shards import INDEX, STEM
+from .state import persistent_buffers, state_names
+
+
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files that a path means: itself, those of its index, or its only one."""
+    if path.is_file():
+        return [path]
+    index, single = path / INDEX, path / f"{STEM}.safetensors"
+    if single.exists():
+        return [single]
+    if index.exists():
+        return [path / _inside(name, index) for name in _named(index)]
+    raise CheckpointError(
+        f"{path} holds no {single.name} and no {INDEX}.",
+        "Weights are read from safetensors only, so that reading them never runs code.",
+        "name a safetensors file or a folder of them; `save_pretrained` writes such a folder.",
+    )
+
+
+def _named(index: Path) -> list[str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(where.values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{index} is no index: {error!r}.", "", "download or export the weights again.") from None
+
+
+def _inside(name: str, index: Path) -> str:
+    """A file's name that stays in the index's own folder."""
+    if name != Path(name).name or name in ("", ".", ".."):
+        raise CheckpointError(
+            f"{index} names the file {name!r}, which is not in its folder.",
+            "An index that leads elsewhere would have other files read than those you named.",
+            "get the weights from where you trust them, or mend the index by hand.",
+        )
+    return name
+
+
+class WeightFiles:
+    """Tensors by name over several safetensors files; nothing is read before it is asked for."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._file_of: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for file in files_of(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{file} cannot be read: {error}.",
+                    "It is missing, damaged or no safetensors file.",
+                    "get it again.",
+                ) from None
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                self._file_of[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The flat elements [start, stop) in parts, each with its place."""
+        view = self._file_of[name].get_slice(name)
+        for offset, size, place in boxes(self.shapes[name], start, stop):
+            within = tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
+            yield place, (view[within] if within else view[...]).reshape(-1)
+
+    def whole(self, name: str) -> Tensor:
+        found: Tensor = self._file_of[name].get_tensor(name)
+        return found
+
+
+def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
+    """Fill weights, masters and persistent buffers.  Collective; moments and counters stay what they are."""
+    with ExitStack() as stack, torch.no_grad():
+        opened: list[tuple[WeightFiles, dict[str, str]]] = []
+
+        def look() -> str:
+            files = WeightFiles(path, stack)
+            opened.append((files, match(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict)))
+            return ""
+
+        together(runtime.comm, "loading weights: the names", look)
+        files, found = opened[0]
+        runtime.gatherer.release_all()
+        runtime.drop_grads()
+        runtime.backwards = 0
+        together(runtime.comm, "loading weights: the slices", lambda: _fill(runtime, files, found))
+        for unit in runtime.units:
+            for group in unit.trained:
+                group.refresh(unit.name).wait()
+
+
+def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
+    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the model.
+
+    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta device or built
+    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
+    """
+    runtime = next((each for each in map(_runtime_of, model.parameters()) if each is not None), None)
+    if runtime is not None:
+        load_weights_into(runtime, Path(path), strict=strict)
+        return
+    session = Init()
+    with ExitStack() as stack, torch.no_grad():
+        files = WeightFiles(Path(path), stack)
+        found = match(files, shapes_of(model), tied_of(model), Path(path), strict=strict)
+        for name, param in model.named_parameters():
+            if name not in found:
+                continue
+            if param.is_meta or owner_of(param) is not None:
+                take_slice(param, session, partial(files.read, found[name]))
+            else:
+                param.copy_(files.whole(found[name]))
+        for name, buffer in persistent_buffers(model).items():
+            if name in found:
+                prefix, _, leaf = name.rpartition(".")
+                value = files.whole(found[name]).to(buffer.dtype)
+                model.get_submodule(prefix)._buffers[leaf] = value.to(
+                    default_device() if buffer.is_meta else buffer.device
+                )
+
+
+def _runtime_of(param: nn.Parameter) -> Runtime | None:
+    owner = owner_of(param)
+    return owner.runtime() if isinstance(owner, FlatGroup) else None
+
+
+def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor that a state dict would hold, tied ones under their first name."""
+    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+
+
+def tied_of(model: nn.Module) -> dict[str, list[str]]:
+    """first name -> every name of the same parameter."""
+    names: dict[str, list[str]] = {}
+    for name, first in state_names(model).items():
+        names.setdefault(first, []).append(name)
+    return names
+
+
+def match(
+    files: WeightFiles,
+    shapes: Mapping[str, tuple[int, ...]],
+    tied: Mapping[str, Sequence[str]],
+    path: Path,
+    *,
+    strict: bool,
+) -> dict[str, str]:
+    """own name -> name in the files; a CheckpointError that names what differs."""
+    found = {name: next((each for each in tied.get(name, [name]) if each in files.shapes), "") for name in shapes}
+    missing = [name for name, there in found.items() if not there]
+    known = {each for name in shapes for each in tied.get(name, [name])}
+    unexpected = [name for name in files.shapes if name not in known]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"{path} lacks {_some(missing) or 'nothing'} and has {_some(unexpected) or 'nothing'} too many.",
+            "strict=True wants the same names on both sides.",
+            "build the model these weights belong to, or pass strict=False.",
+        )
+    different = [
+        f"'{there}' is {list(files.shapes[there])} in the file and {list(shapes[name])} in the model"
+        for name, there in found.items()
+        if there and files.shapes[there] != shapes[name]
+    ]
+    if different:
+        raise CheckpointError(
+            f"{len(different)} shape(s) differ: {_some(different)}.",
+            fix="build the model with the sizes these weights were saved with.",
+        )
+    return {name: there for name, there in found.items() if there}
+
+
+def _fill(runtime: Runtime, files: WeightFiles, found: Mapping[str, str]) -> str:
+    for group in runtime.groups:
+        for member in group.members:
+            if member.name in found:
+                _fill_member(files, found[member.name], group, member)
+        _store(group)
+    for name, buffer in persistent_buffers(runtime.model).items():
+        if name in found:
+            buffer.data.copy_(files.whole(found[name]))
+    return ""
+
+
+def _fill_member(files: WeightFiles, name: str, group: FlatGroup, member: Member) -> None:
+    device = group.route.pool.device
+    if group.master is not None:
+        start, stop, place = group.master.held(member.slot)
+        for low, part in files.read(name, start, stop):
+            at = place + low - start
+            group.master.write(at, at + part.numel(), part.to(device=device, dtype=group.master.dtype))
+        return
+    start, stop, view = group.weight.held(member.slot, group.route.comm.rank)
+    for low, part in files.read(name, start, stop):
+        into = view[low - start : low - start + part.numel()]
+        cast_master(part.to(device).float() if part.is_floating_point() else part.to(device), into)
+
+
+def _store(group: FlatGroup) -> None:
+    """What was written of states that rest in another memory goes there, before the next group's come."""
+    extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
+    for extent in extents:
+        if extent is not None:
+            extent.store(0, extent.memory.numel()).wait()
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,62 @@
+"""Whole weights of an engine, out and in: the words of both doors for checkpoint/export.py and checkpoint/weights.py.
+
+Knows by what suffix which kind of file is meant, and what Hugging Face wants beside the weights.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..checkpoint.export import ExportSettings, export_file, export_safetensors
+from ..checkpoint.shards import MAX_SHARD_BYTES
+from ..checkpoint.tensor_file import dtype_of
+from ..checkpoint.weights import load_weights_into
+from ..sharding.runtime import Runtime
+
+FILES = (".safetensors", ".pth", ".pt", ".bin")  # suffixes that mean one file; anything else is a folder
+
+
+def export(
+    runtime: Runtime,
+    path: str | Path,
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    exclude_frozen: bool = False,
+) -> Path:
+    """Write the whole weights for others to read.  Collective; every rank needs the same `path`.
+
+    path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it has one), or one file
+    that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point tensors; None: what they compute in.
+    """
+    target, settings = Path(path), ExportSettings(dtype_of(dtype), max_shard_bytes, exclude_frozen)
+    if target.suffix in FILES:
+        export_file(runtime, target, settings)
+    else:
+        export_safetensors(runtime, target, settings, partial(_write_config, runtime.model, settings.dtype))
+    return target
+
+
+def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> None:
+    """Take weights (and masters) from safetensors, each rank only what it will hold.  Collective."""
+    load_weights_into(runtime, Path(path), strict=strict)
+
+
+def _write_config(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+    """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's configuration."""
+    for name in ("config", "generation_config"):
+        config: Any = getattr(model, name, None)
+        if hasattr(config, "save_pretrained"):
+            config.save_pretrained(folder)
+    path = folder / "config.json"
+    if path.exists():
+        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        document["architectures"] = [type(model).__name__]
+        if dtype is not None:
+            document["dtype"] = str(dtype).removeprefix("torch.")
+        path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
