@@ -37,6 +37,7 @@ from .state import (
     exact_dtype,
     numbers,
     persistent_buffers,
+    tied_names,
 )
 from .writing import Shard
 
@@ -298,4 +299,5 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
         lifted=[unit.name for unit in runtime.units if unit.is_lifted],
         run=run,
+        extra={"tied": tied_names(runtime.model)},
     )

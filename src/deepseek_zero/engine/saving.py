@@ -15,6 +15,8 @@ import torch
 
 from ..base.log import log_once
 from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all, retain
+from ..checkpoint.deepspeed_load import load_deepspeed
+from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.load import Loaded, LoadSettings, load
 from ..checkpoint.manifest import together
 from ..checkpoint.save import SaveSettings, Saving
@@ -116,12 +118,9 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
         return None, None
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
-    loaded = load(
-        folder,
-        chosen,
-        contents,
-        LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify),
-    )
+    read = load_deepspeed if is_deepspeed(folder / chosen) else load
+    settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
+    loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
         _restore_trainer(engine, loaded, restore)
     return str(loaded.folder), loaded.client

@@ -1,0 +1,80 @@
+"""Turns a checkpoint folder into files that others read, on one process and with little memory.
+
+The checkpoint may be ours or a genuine DeepSpeed one; any number of ranks may have written it.  Called by the command
+line and facade/zero_to_fp32.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from .export import save_torch
+from .manifest import sync
+from .shards import (
+    INDEX,
+    MAX_SHARD_BYTES,
+    hidden_beside,
+    open_hidden,
+    plan_shards,
+    put_in_place,
+    shard_names,
+    write_index,
+)
+from .source import open_source, tensors_of
+from .tensor_file import TensorFile, dtype_of
+
+
+def convert_to_safetensors(
+    path: Path,
+    out: Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    tag: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    exclude_frozen: bool = False,
+) -> list[str]:
+    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; the files' names.
+
+    dtype: of floating-point tensors; None: the most precise form that was saved.  Memory: one stretch of one tensor.
+    """
+    with ExitStack() as stack:
+        tensors = tensors_of(open_source(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
+        shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
+        names = shard_names(len(shards))
+        open_hidden(out)
+        hidden = hidden_beside(out)
+        for name, entries in zip(names, shards, strict=True):
+            with TensorFile(hidden / name, entries) as file:
+                for entry in entries:
+                    for low, part in tensors[entry.name].parts():
+                        file.write(entry.name, low, part)
+        if len(names) > 1:
+            write_index(hidden / INDEX, shards, names)
+        put_in_place(out)
+        return names
+
+
+def convert_to_torch(
+    path: Path,
+    out: Path,
+    dtype: torch.dtype | str | None = None,
+    *,
+    tag: str | None = None,
+    exclude_frozen: bool = False,
+) -> None:
+    """Write a checkpoint's weights and buffers as one file for `torch.load`, tied weights under each name.
+
+    Memory: the whole model in `dtype`, since torch.save wants everything at once.
+    """
+    with ExitStack() as stack:
+        source = open_source(path, tag, stack)
+        tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
+        state = {name: lazy.contiguous() for name, lazy in tensors.items()}
+        state |= {name: state[first] for name, first in source.tied.items() if first in state}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_torch(state, hidden_beside(out))
+    hidden_beside(out).replace(out)
+    sync(out.parent)

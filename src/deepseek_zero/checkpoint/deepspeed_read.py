@@ -1,0 +1,394 @@
+"""Reads a checkpoint that DeepSpeed wrote, stages 0 to 3, as ours is read: by name and flat range.
+
+    mp_rank_00_model_states.pt                          stages 0 to 2: the whole weights; at stage 0 the optimizer too
+    zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's parts of frozen weights
+    [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters and moments
+
+The files are pickles.  They are read with weights_only=True, which builds tensors and plain values, and with stand-ins
+for the four classes of DeepSpeed's own that they hold; anything else in them is an error.  Tensors are mapped: a rank
+reads from the disk only what it copies.  Called by deepspeed_load.py and source.py.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from .manifest import BUFFER, MOMENT, WEIGHT, Manifest
+from .state import dtype_name
+
+MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+# What DeepSpeed itself puts beside the caller's client_state.
+KNOWN = frozenset(
+    "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
+    "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
+    "mp_world_size ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info".split()
+)
+
+
+class Standin:
+    """What an object of DeepSpeed's becomes: its attributes, and no behaviour."""
+
+
+ALLOWED: list[Any] = [
+    (Standin, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
+    (Standin, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
+    (Standin, "deepspeed.utils.tensor_fragment.fragment_address"),
+    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
+]
+
+
+def is_deepspeed(folder: Path) -> bool:
+    """Whether a folder holds a checkpoint in DeepSpeed's layout."""
+    return (folder / MODEL).exists() or (folder / MODEL_OF_RANK.format(0)).exists()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The elements of a state from `start` on, flat, where they lie in a mapped file."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass
+class DeepSpeedCheckpoint:
+    """What such a folder holds, with the words of our manifest; reads ranges as load.Reader does.
+
+    trouble: why there are no moments although the files hold some.
+    """
+
+    folder: Path
+    manifest: Manifest
+    plain: dict[str, Any] = field(default_factory=dict)
+    trouble: str = ""
+    segments: dict[tuple[str, str], dict[str, list[Segment]]] = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
+        """There is more of a state."""
+        if values.numel():
+            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, values.reshape(-1)))
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return name in self.buffers[0] if kind == BUFFER else key in self.segments.get((kind, name), ())
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        return list(self.segments.get((kind, name), ()))
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [start, stop) in parts, each with its place; a CheckpointError if some are missing."""
+        reached = start
+        of_key = self.segments.get((kind, name), {}).get(key, [])
+        for segment in sorted(of_key, key=lambda each: each.start):
+            high = min(segment.start + segment.values.numel(), stop)
+            if segment.start <= reached < high:
+                yield reached, segment.values[reached - segment.start : high - segment.start]
+                reached = high
+        if reached < stop:
+            raise CheckpointError(
+                f"elements {reached} to {stop} of '{name}' ({kind} {key}) are in no file of {self.folder}.",
+                "The checkpoint is incomplete.",
+                "load another tag.",
+            )
+
+    def whole(self, name: str, key: str) -> Tensor:
+        raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
+
+
+def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
+    """Open the checkpoint in a folder; nothing but names and places is read.
+
+    trained: names that the reader's model trains, which stage 0's files do not say.
+    """
+    is_third = not (folder / MODEL).exists()
+    first = open_file(folder / (MODEL_OF_RANK.format(0) if is_third else MODEL))
+    ranks = int(first["dp_world_size"])
+    if int(first.get("mp_world_size") or 1) > 1:
+        raise CheckpointError(
+            f"{folder} was saved with model parallelism of {first['mp_world_size']}.",
+            "Only data-parallel checkpoints are read.",
+            "convert it with DeepSpeed's own tools first.",
+        )
+    models = [first]
+    if is_third:
+        models += [open_file(folder / MODEL_OF_RANK.format(rank)) for rank in range(1, ranks)]
+    optimizers = [each["optimizer_state_dict"] for each in _optimizer_files(folder, ranks, first)]
+    buffers = set(first["buffer_names"] or ())
+    found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third))
+    found.buffers = [{name: each["module"][name] for name in buffers if name in each["module"]} for each in models]
+    found.manifest.buffers = {
+        name: {"shape": list(value.shape), "dtype": dtype_name(value.dtype)} for name, value in found.buffers[0].items()
+    }
+    if is_third:
+        _add_partitioned(found, models, optimizers)
+    else:
+        _add_module(found, first, buffers)
+        if optimizers:
+            _add_flat(found, first["param_shapes"], optimizers)
+        elif first.get("optimizer"):
+            _add_replicated(found, first["optimizer"], trained)
+    groups = _groups(optimizers[0] if optimizers else first.get("optimizer") or {})
+    trainer: dict[str, Any] = {
+        name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
+    }
+    trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
+    client = {name: value for name, value in first.items() if name not in KNOWN}
+    found.plain = {"groups": groups, "trainer": trainer, "client": client}
+    return found
+
+
+def open_file(path: Path) -> dict[str, Any]:
+    """One of the files, its tensors mapped; nothing in it is run."""
+    try:
+        with torch.serialization.safe_globals(ALLOWED):
+            found: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+            )
+            return found
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing.", "Every rank writes files of its own.", "copy the whole folder, or load another tag."
+        ) from None
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"holds a {refused[1]}" if refused else f"cannot be read: {str(error).splitlines()[0]}"
+        raise CheckpointError(
+            f"{path} {what}.",
+            "Only tensors, plain values and four classes of DeepSpeed's are taken, so that a file cannot run code.",
+            "save it again with a client_state of plain values, or load another tag.",
+        ) from None
+
+
+def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list[dict[str, Any]]:
+    named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
+    numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == 0}
+    if not numbered and first.get("param_shapes") is None:
+        return []
+    missing = sorted(set(range(ranks)) - set(numbered))
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks the optimizer files of ranks {missing[:5]} of {ranks}.",
+            "Each rank wrote its own part.",
+            "copy the whole folder, or load another tag.",
+        )
+    return [open_file(numbered[rank]) for rank in range(ranks)]
+
+
+def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
+    stage = 3 if is_third else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
+    extra = {"tied": dict(first.get("shared_params") or {}), "ds_version": first.get("ds_version")}
+    return Manifest(ranks, stage, {}, {}, {}, [], None, {}, [], extra=extra)
+
+
+def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    states = _base(optimizer)
+    groups = states.get("param_groups", []) if isinstance(states, Mapping) else []
+    return [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def _base(optimizer: Mapping[str, Any]) -> Any:
+    """The inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under a name of its own."""
+    for name in ("base_optimizer_state", "optimizer_state_dict"):
+        if name in optimizer:
+            return optimizer[name]
+    return optimizer
+
+
+# -- stages 0 to 2: the whole weights are there
+
+
+def _add_module(found: DeepSpeedCheckpoint, first: Mapping[str, Any], buffers: set[str]) -> None:
+    places: dict[Any, str] = {}
+    for name, value in first["module"].items():
+        if name in buffers or not isinstance(value, Tensor):
+            continue
+        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+        same = places.setdefault(place, name) if value.numel() else name
+        if same != name:
+            found.manifest.extra["tied"][name] = same
+            continue
+        found.manifest.parameters[name] = _facts(value.shape, value.dtype, trained=False)
+        found.add(WEIGHT, name, "", 0, value)
+
+
+def _facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
+    return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
+
+
+def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
+    """A parameter's master is in the files: it is what is read as the weight."""
+    found.segments.pop((WEIGHT, name), None)
+    found.manifest.parameters[name] = _facts(shape, dtype, trained=True)
+
+
+# -- stages 1 and 2: each parameter group end to end, cut into as many parts as ranks
+
+
+def _add_flat(
+    found: DeepSpeedCheckpoint, shapes: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
+) -> None:
+    for number, of_group in enumerate(shapes):
+        gaps = optimizers[0].get("param_alignment_paddings")
+        ends, reached = {}, 0
+        for index, (name, shape) in enumerate(of_group.items()):
+            ends[name] = (reached, reached + prod(shape))
+            reached = ends[name][1] + (gaps[number][index] if gaps is not None else 0)
+            _master(found, name, shape, optimizers[0]["single_partition_of_fp32_groups"][number].dtype)
+        for rank, optimizer in enumerate(optimizers):
+            part = optimizer["single_partition_of_fp32_groups"][number]
+            # ZeRO's own optimizer cuts the padding off before it saves, the bf16 optimizer does not.
+            size = part.numel() + (int(optimizer["group_paddings"][number]) if "zero_stage" in optimizer else 0)
+            low = rank * size
+            states = _states(optimizer, number)
+            for name, (start, stop) in ends.items():
+                cut = slice(max(start, low) - low, min(stop, low + part.numel()) - low)
+                if cut.start < cut.stop:
+                    found.add(WEIGHT, name, "", cut.start + low - start, part[cut])
+                    _add_states(found, name, states, cut.start + low - start, cut)
+
+
+def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """The states of one flat parameter; a step that is kept by group is among them."""
+    base = _base(optimizer)
+    if isinstance(base, list):  # the elastic form: group by group
+        states = dict(base[number])
+        step = optimizer.get("base_optimizer_state_step")
+    else:
+        params = [(param, group) for group in base["param_groups"] for param in group["params"]]
+        param, group = params[number]
+        states, step = dict(base["state"].get(param, {})), group.get("step")
+    if states and step is not None:
+        states.setdefault("step", step)
+    return states
+
+
+def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice) -> None:
+    for key, value in states.items():
+        if isinstance(value, Tensor) and value.dim():
+            found.add(MOMENT, name, key, start, value.reshape(-1)[cut])
+        elif isinstance(value, Tensor):
+            number = {"value": value.item(), "dtype": dtype_name(value.dtype)}
+            found.manifest.scalars.setdefault(name, {})[key] = number
+        elif value is None or isinstance(value, (bool, int, float)):
+            found.manifest.scalars.setdefault(name, {})[key] = {"value": value, "dtype": None}
+
+
+# -- stage 3: each parameter is cut into as many parts as ranks
+
+
+def _add_partitioned(
+    found: DeepSpeedCheckpoint, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
+) -> None:
+    ranks = len(models)
+    for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
+        parts = [model["frozen_param_fragments"][name] for model in models]
+        found.manifest.parameters[name] = _facts(shape, parts[0].dtype, trained=False)
+        for rank, part in enumerate(parts):
+            cut = _part_of(prod(shape), rank, ranks)
+            found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
+    for rank, optimizer in enumerate(optimizers):
+        for number, of_group in enumerate(models[0]["param_shapes"]):
+            flat, states, place = optimizer["fp32_flat_groups"][number], _states(optimizer, number), 0
+            for name, shape in of_group.items():
+                _fits(found, flat, place, shape, ranks)
+                if not rank:
+                    _master(found, name, shape, flat.dtype)
+                cut = _part_of(prod(shape), rank, ranks)
+                here = slice(place, place + cut.stop - cut.start)
+                if here.start < here.stop:
+                    found.add(WEIGHT, name, "", cut.start, flat[here])
+                    _add_states(found, name, states, cut.start, here)
+                place += -(-prod(shape) // ranks)
+
+
+def _part_of(numel: int, rank: int, ranks: int) -> slice:
+    """What of a parameter stage 3 gives a rank; the last parts may be short, or empty."""
+    size = -(-numel // ranks)
+    return slice(min(rank * size, numel), min((rank + 1) * size, numel))
+
+
+def _fits(found: DeepSpeedCheckpoint, flat: Tensor, place: int, shape: Sequence[int], ranks: int) -> None:
+    if place + -(-prod(shape) // ranks) > flat.numel():
+        raise CheckpointError(
+            f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
+            "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder offloaded_tensors.",
+            "save without NVMe offload, or convert it with DeepSpeed's own tools first.",
+        )
+
+
+# -- stage 0: an optimizer that says no names
+
+
+def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]) -> None:
+    """Its parameters are numbered, in the model's order: all of them or those that are trained, whichever fits."""
+    base, everything = _base(optimizer), list(found.manifest.parameters)
+    flats: list[Tensor] | None = optimizer.get("fp32_groups_flat")
+    masters: list[Tensor] = [each for group in optimizer.get("fp32_groups", []) for each in group]
+    numbers = [param for group in base["param_groups"] for param in group["params"]]
+    states = [dict(base["state"].get(number, {})) for number in numbers]
+    like: list[Tensor | None] = [*masters] or [
+        next((v for v in each.values() if isinstance(v, Tensor) and v.dim()), None) for each in states
+    ]
+    for names in (everything, [name for name in everything if name in trained]):
+        shapes = [tuple(found.manifest.parameters[name]["shape"]) for name in names]
+        if flats is not None and sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
+            _add_stretches(found, optimizer, flats, names)
+            return
+        fit = [value is None or tuple(value.shape) == shape for value, shape in zip(like, shapes, strict=False)]
+        if flats is None and len(numbers) == len(names) and all(fit):
+            for index, (name, shape) in enumerate(zip(names, shapes, strict=True)):
+                if masters:
+                    _master(found, name, shape, masters[index].dtype)
+                    found.add(WEIGHT, name, "", 0, masters[index])
+                found.manifest.parameters[name]["trained"] = True
+                _add_states(found, name, states[index], 0, slice(0, prod(shape)))
+            return
+    found.trouble = "the optimizer's parameters are numbered, and are neither all of the model's nor the trained ones"
+
+
+def _add_stretches(
+    found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
+) -> None:
+    """fp16 at stage 0: each group's masters end to end, without padding."""
+    number, place = 0, 0
+    for name in names:
+        shape = found.manifest.parameters[name]["shape"]
+        while place == flats[number].numel() and number + 1 < len(flats):
+            number, place = number + 1, 0
+        here = slice(place, place + prod(shape))
+        _master(found, name, shape, flats[number].dtype)
+        found.add(WEIGHT, name, "", 0, flats[number][here])
+        _add_states(found, name, _states(optimizer, number), 0, here)
+        place = here.stop
+
+
+def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Our scaler's words for DeepSpeed's."""
+    saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
+    told = vars(saved) if isinstance(saved, Standin) else first.get("optimizer") or {}
+    if "cur_scale" not in told:
+        return None
+    fp16 = (first.get("ds_config") or {}).get("fp16") or {}
+    return {
+        "dynamic": bool(told.get("dynamic", told.get("dynamic_loss_scale", False))),
+        "scale": float(told["cur_scale"]),
+        "cur_iter": int(told.get("cur_iter", 0)),
+        "last_overflow_iter": int(told.get("last_overflow_iter", -1)),
+        "cur_hysteresis": int(told.get("cur_hysteresis", fp16.get("hysteresis", 2))),
+    }

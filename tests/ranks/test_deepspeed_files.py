@@ -1,0 +1,128 @@
+"""Checkpoints that a genuine DeepSpeed wrote (tests/data/deepspeed): read bit for bit, at any world and stage."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import deepseek_zero
+from deepseek_zero.base.errors import CheckpointError
+from tests.data.deepspeed.make import CASES, config, small, train
+from tests.plain import here
+from tests.tower import differences, moments, whole
+
+DATA = Path(__file__).parents[1] / "data" / "deepspeed"
+
+
+def start(stage: int, dtype: str, seed: int = 6, **top: Any) -> Any:
+    words = config(stage, dtype) | {"steps_per_print": None} | top
+    words["optimizer"]["params"].pop("torch_adam", None)
+    return deepseek_zero.initialize(model=small(seed), config=words)[0]
+
+
+def expected(case: str) -> dict[str, Tensor]:
+    return torch.load(DATA / case / "expected.pt", weights_only=True)
+
+
+def assert_loaded(engine: Any, case: str) -> None:
+    """Masters, moments, frozen weights are what DeepSpeed said.  Collective."""
+    told = expected(case)
+    del told["losses"]
+    found = whole(engine) | moments(engine)
+    if CASES[case]["stage"] == 0 and CASES[case]["dtype"] == "bf16":  # told: the weights that the masters become
+        found = {name: value.bfloat16() for name, value in found.items()}
+    assert not differences({name: found[name] for name in told}, told)
+    frozen = small().frozen.weight.detach()
+    assert torch.equal(found["frozen.weight"].float(), frozen.bfloat16().float() if "bf16" in case else frozen)
+    assert found["norm.running"].abs().sum() > 0
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.ranks("world")
+def test_a_genuine_checkpoint_is_read_bit_for_bit_at_any_world_size(world: int, case: str) -> None:
+    engine = start(CASES[case]["stage"], CASES[case]["dtype"])
+    path, client = engine.load_checkpoint(DATA / case)
+    assert path == str(DATA / case / "global_step2") and client == {"epoch": 7, "note": ["plain", 1.5]}
+    assert_loaded(engine, case)
+    assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (2, 16, 0)
+
+
+@pytest.mark.parametrize(("case", "stage", "dtype"), [("stage3_bf16", 0, "bf16"), ("stage1", 3, "fp32")])
+@pytest.mark.ranks(2)
+def test_another_stage_takes_the_same_values(case: str, stage: int, dtype: str) -> None:
+    engine = start(stage, dtype)
+    engine.load_checkpoint(DATA / case)
+    assert_loaded(engine, case)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.ranks(2)
+def test_training_goes_on_as_deepspeed_would(case: str) -> None:
+    engine = start(CASES[case]["stage"], CASES[case]["dtype"])
+    engine.load_checkpoint(DATA / case)
+    losses = torch.tensor(train(engine, 2, 4, here()))
+    close = 2e-2 if "bf16" in case else 1e-6
+    if here() == 0:
+        torch.testing.assert_close(losses, expected(case)["losses"], rtol=close, atol=close)
+
+
+@pytest.mark.ranks(2)
+def test_only_weights_may_be_taken() -> None:
+    engine = start(3, "fp32", optimizer={"type": "SGD", "params": {"lr": 0.1}}, scheduler={})
+    with pytest.raises(CheckpointError, match=r"has the states exp_avg, exp_avg_sq; SGD has momentum_buffer"):
+        engine.load_checkpoint(DATA / "stage3")
+    engine.load_checkpoint(DATA / "stage3", load_module_only=True)
+    told = expected("stage3")
+    found = whole(engine)
+    assert not differences({n: found[n] for n in told if n in found}, {n: v for n, v in told.items() if n in found})
+    assert engine.global_steps == 0
+
+
+@pytest.mark.ranks(2)
+def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
+    engine = start(2, "fp32")
+    before = whole(engine)
+    if here() == 0:
+        shutil.copytree(DATA / "stage2" / "global_step2", tmp_path / "global_step2")
+        (tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    dist.barrier()
+    with pytest.raises(CheckpointError, match=r"lacks the optimizer files of ranks \[1\] of 2"):
+        engine.load_checkpoint(tmp_path, tag="global_step2")
+    assert not differences(whole(engine), before)
+
+
+class Evil:
+    """Runs a command where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.path),)
+
+
+@pytest.mark.ranks(1)
+def test_a_file_cannot_run_code(tmp_path: Path) -> None:
+    engine = start(0, "fp32")
+    folder = tmp_path / "global_step2"
+    shutil.copytree(DATA / "stage0" / "global_step2", folder)
+    state = torch.load(folder / "mp_rank_00_model_states.pt", weights_only=True)
+    torch.save(state | {"client": Evil(tmp_path / "ran")}, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"mp_rank_00_model_states.pt holds a posix.mkdir"):
+        engine.load_checkpoint(tmp_path, tag="global_step2")
+    torch.save(state | {"client": pickle.PickleError}, folder / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match=r"holds a _?pickle.PickleError"):
+        engine.load_checkpoint(tmp_path, tag="global_step2")
+    (folder / "mp_rank_00_model_states.pt").write_bytes(b"damaged")
+    with pytest.raises(CheckpointError, match=r"cannot be read"):
+        engine.load_checkpoint(tmp_path, tag="global_step2")
+    assert not (tmp_path / "ran").exists()
