@@ -100,6 +100,59 @@ def test_files_that_are_missing_are_named(tmp_path: Path) -> None:
     assert not differences(whole(engine), before)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "dtype"), [(0, "fp32"), (0, "fp16"), (1, "bf16"), (2, "fp16"), (3, "fp32"), (3, "bf16"), (3, "fp16")]
+)
+@pytest.mark.ranks("world")
+def test_what_is_saved_in_deepspeeds_layout_comes_back(tmp_path: Path, world: int, dtype: str, stage: int) -> None:
+    layout = {"checkpoint": {"layout": "deepspeed"}}
+    engine = start(stage, dtype, **layout)
+    train(engine, 0, 2, here())
+    engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 3})
+    engine.save_checkpoint(tmp_path, tag="first", client_state={"epoch": 4})  # in the place of the first
+    folder, prefix = tmp_path / "first", "bf16_" if dtype == "bf16" else ""
+    names = {f"{prefix}zero_pp_rank_{r}_mp_rank_00_optim_states.pt" for r in range(world if stage else 0)}
+    models = {f"zero_pp_rank_{r}_mp_rank_00_model_states.pt" for r in range(world)}
+    assert {path.name for path in folder.iterdir()} == names | (
+        models if stage == 3 else {"mp_rank_00_model_states.pt"}
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"first", "latest", "zero_to_fp32.py"}
+    other = start(stage, dtype, seed=2, **layout)
+    assert other.load_checkpoint(tmp_path) == (str(folder), {"epoch": 4})
+    different = differences(whole(other), whole(engine))
+    assert not differences(moments(other), moments(engine))
+    # Below stage 3 rank 0 writes for all, and its running statistics are everybody's afterwards.
+    assert different == ([] if stage == 3 or here() == 0 else ["norm.running"])
+    assert other.get_lr() == engine.get_lr() and other.global_steps == 2
+    if dtype == "fp16":
+        assert other.parts.scaler.state_dict() == engine.parts.scaler.state_dict()
+    assert train(other, 2, 3, here()) == train(engine, 2, 3, here())
+
+
+@pytest.mark.ranks(2)
+def test_groups_and_frozen_parameters_left_out_keep_their_places(tmp_path: Path) -> None:
+    def build() -> Any:
+        model = small(4)
+        names = dict(model.named_parameters())
+        biases = [param for name, param in names.items() if name.endswith("bias") and param.requires_grad]
+        rest = [param for name, param in names.items() if not name.endswith("bias") and param.requires_grad]
+        groups = [{"params": biases, "weight_decay": 0.0}, {"params": rest, "lr": 3e-3}]
+        words = config(3, "bf16") | {"steps_per_print": None, "checkpoint": {"layout": "deepspeed"}, "scheduler": {}}
+        words.pop("optimizer")
+        return deepseek_zero.initialize(model=model, optimizer=torch.optim.AdamW(groups), config=words)[0]
+
+    engine = build()
+    train(engine, 0, 2, here())
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    other = build()
+    with pytest.raises(CheckpointError, match=r"lacks frozen.weight, frozen.bias"):
+        other.load_checkpoint(tmp_path)
+    other.load_checkpoint(tmp_path, load_module_strict=False)
+    assert not differences(whole(other), whole(engine)) and not differences(moments(other), moments(engine))
+    assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.0, 1e-2]
+
+
 class Evil:
     """Runs a command where it is unpickled."""
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
+from . import files
+from .deepspeed_write import Layout, write_rank
 from .export import save_torch
-from .manifest import sync
 from .shards import (
     INDEX,
     MAX_SHARD_BYTES,
@@ -77,4 +78,21 @@ def convert_to_torch(
     out.parent.mkdir(parents=True, exist_ok=True)
     save_torch(state, hidden_beside(out))
     hidden_beside(out).replace(out)
-    sync(out.parent)
+    files.sync_folder(out.parent)
+
+
+def convert_to_deepspeed(
+    path: Path, out: Path, *, tag: str | None = None, stage: int | None = None, ranks: int | None = None
+) -> None:
+    """Write a checkpoint in DeepSpeed's layout into the folder `out`.
+
+    stage, ranks: those DeepSpeed will run with, which must match; left out: the checkpoint's own.  Memory: one rank's
+    part of masters and moments, and at stages 0 to 2 all weights.
+    """
+    with ExitStack() as stack:
+        source = open_source(path, tag, stack)
+        layout = Layout.of(source, stage, ranks)
+        open_hidden(out)
+        for rank in layout.files:
+            write_rank(source, hidden_beside(out), layout, rank)
+        put_in_place(out)

@@ -16,6 +16,7 @@ import re
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -40,13 +41,25 @@ KNOWN = frozenset(
 class Standin:
     """What an object of DeepSpeed's becomes: its attributes, and no behaviour."""
 
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
 
-ALLOWED: list[Any] = [
-    (Standin, "deepspeed.runtime.fp16.loss_scaler.LossScaler"),
-    (Standin, "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
-    (Standin, "deepspeed.utils.tensor_fragment.fragment_address"),
-    (int, "deepspeed.runtime.zero.config.ZeroStageEnum"),
-]
+
+class LossScaler(Standin): ...
+
+
+class DynamicLossScaler(Standin): ...
+
+
+class FragmentAddress(Standin): ...
+
+
+STANDINS: dict[Any, str] = {
+    LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+    DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+    FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
+    int: "deepspeed.runtime.zero.config.ZeroStageEnum",
+}
 
 
 def is_deepspeed(folder: Path) -> bool:
@@ -78,8 +91,9 @@ class DeepSpeedCheckpoint:
 
     def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
         """There is more of a state."""
-        if values.numel():
-            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, values.reshape(-1)))
+        flat = values.detach().reshape(-1)
+        if flat.numel():
+            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, flat))
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
         return name in self.buffers[0] if kind == BUFFER else key in self.segments.get((kind, name), ())
@@ -156,7 +170,7 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
 def open_file(path: Path) -> dict[str, Any]:
     """One of the files, its tensors mapped; nothing in it is run."""
     try:
-        with torch.serialization.safe_globals(ALLOWED):
+        with torch.serialization.safe_globals(list(STANDINS.items())):
             found: dict[str, Any] = torch.load(
                 path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
             )
@@ -192,8 +206,11 @@ def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list
 
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     stage = 3 if is_third else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
-    extra = {"tied": dict(first.get("shared_params") or {}), "ds_version": first.get("ds_version")}
-    return Manifest(ranks, stage, {}, {}, {}, [], None, {}, [], extra=extra)
+    tied = first.get("shared_params") or {}
+    names = {name: tied.get(name, name) for name in first["module"]}
+    dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
+    plan = {"module": {"weight": next(iter(dtypes), "float32")}}
+    return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], extra={"names": names, "groups": []})
 
 
 def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -221,7 +238,7 @@ def _add_module(found: DeepSpeedCheckpoint, first: Mapping[str, Any], buffers: s
         place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
         same = places.setdefault(place, name) if value.numel() else name
         if same != name:
-            found.manifest.extra["tied"][name] = same
+            found.manifest.extra["names"][name] = same
             continue
         found.manifest.parameters[name] = _facts(value.shape, value.dtype, trained=False)
         found.add(WEIGHT, name, "", 0, value)
@@ -250,6 +267,7 @@ def _add_flat(
             ends[name] = (reached, reached + prod(shape))
             reached = ends[name][1] + (gaps[number][index] if gaps is not None else 0)
             _master(found, name, shape, optimizers[0]["single_partition_of_fp32_groups"][number].dtype)
+        found.manifest.extra["groups"].append(list(ends))
         for rank, optimizer in enumerate(optimizers):
             part = optimizer["single_partition_of_fp32_groups"][number]
             # ZeRO's own optimizer cuts the padding off before it saves, the bf16 optimizer does not.
@@ -295,12 +313,14 @@ def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any]
 def _add_partitioned(
     found: DeepSpeedCheckpoint, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
 ) -> None:
-    ranks = len(models)
+    ranks, groups = len(models), _base(optimizers[0])["param_groups"]
+    owner = [number for number, group in enumerate(groups) for _ in group["params"]]
+    found.manifest.extra["groups"] = [[] for _ in groups]
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
         found.manifest.parameters[name] = _facts(shape, parts[0].dtype, trained=False)
         for rank, part in enumerate(parts):
-            cut = _part_of(prod(shape), rank, ranks)
+            cut = part_of(prod(shape), rank, ranks)
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
     for rank, optimizer in enumerate(optimizers):
         for number, of_group in enumerate(models[0]["param_shapes"]):
@@ -309,7 +329,8 @@ def _add_partitioned(
                 _fits(found, flat, place, shape, ranks)
                 if not rank:
                     _master(found, name, shape, flat.dtype)
-                cut = _part_of(prod(shape), rank, ranks)
+                    found.manifest.extra["groups"][owner[number]].append(name)
+                cut = part_of(prod(shape), rank, ranks)
                 here = slice(place, place + cut.stop - cut.start)
                 if here.start < here.stop:
                     found.add(WEIGHT, name, "", cut.start, flat[here])
@@ -317,7 +338,7 @@ def _add_partitioned(
                 place += -(-prod(shape) // ranks)
 
 
-def _part_of(numel: int, rank: int, ranks: int) -> slice:
+def part_of(numel: int, rank: int, ranks: int) -> slice:
     """What of a parameter stage 3 gives a rank; the last parts may be short, or empty."""
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
@@ -347,8 +368,9 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
     ]
     for names in (everything, [name for name in everything if name in trained]):
         shapes = [tuple(found.manifest.parameters[name]["shape"]) for name in names]
+        is_used = [bool(state) or not any(states) for state in states]
         if flats is not None and sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
-            _add_stretches(found, optimizer, flats, names)
+            found.manifest.extra["groups"] = _add_stretches(found, optimizer, flats, names)
             return
         fit = [value is None or tuple(value.shape) == shape for value, shape in zip(like, shapes, strict=False)]
         if flats is None and len(numbers) == len(names) and all(fit):
@@ -356,17 +378,22 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
                 if masters:
                     _master(found, name, shape, masters[index].dtype)
                     found.add(WEIGHT, name, "", 0, masters[index])
-                found.manifest.parameters[name]["trained"] = True
+                found.manifest.parameters[name]["trained"] = is_used[index]
                 _add_states(found, name, states[index], 0, slice(0, prod(shape)))
+            named = iter(zip(names, is_used, strict=True))
+            found.manifest.extra["groups"] = [
+                [name for name, used in islice(named, len(group["params"])) if used] for group in base["param_groups"]
+            ]
             return
     found.trouble = "the optimizer's parameters are numbered, and are neither all of the model's nor the trained ones"
 
 
 def _add_stretches(
     found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
-) -> None:
-    """fp16 at stage 0: each group's masters end to end, without padding."""
+) -> list[list[str]]:
+    """fp16 at stage 0: each group's masters end to end, without padding.  Names by group."""
     number, place = 0, 0
+    groups: list[list[str]] = [[] for _ in flats]
     for name in names:
         shape = found.manifest.parameters[name]["shape"]
         while place == flats[number].numel() and number + 1 < len(flats):
@@ -375,7 +402,9 @@ def _add_stretches(
         _master(found, name, shape, flats[number].dtype)
         found.add(WEIGHT, name, "", 0, flats[number][here])
         _add_states(found, name, _states(optimizer, number), 0, here)
+        groups[number].append(name)
         place = here.stop
+    return groups
 
 
 def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:

@@ -21,7 +21,8 @@ from ..sharding.access import whole
 from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
 from ..sharding.runtime import Runtime
-from .manifest import sync, together
+from . import files
+from .manifest import together
 from .shards import (
     INDEX,
     MAX_SHARD_BYTES,
@@ -240,4 +241,4 @@ def _only_first(comm: Comm, action: Callable[[], None]) -> str:
 
 def _rename(hidden: Path, path: Path) -> None:
     os.replace(hidden, path)
-    sync(path.parent)
+    files.sync_folder(path.parent)

@@ -60,6 +60,15 @@ def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
+def sync_file(path: Path) -> None:
+    """As `sync`, of a file that somebody else has written."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def write_text(path: Path, text: str) -> None:
     """A new file of text, on the disk when this returns."""
     descriptor = create(path)
@@ -68,6 +77,16 @@ def write_text(path: Path, text: str) -> None:
         sync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """A file of text, new or in the place of an older one, which stays until the new one is on the disk."""
+    hidden = path.with_name(f".{path.name}.saving")
+    if hidden.exists():
+        remove(hidden)  # of a save that never finished
+    write_text(hidden, text)
+    rename(hidden, path)
+    sync_folder(path.parent)
 
 
 def make_folder(path: Path) -> None:

@@ -96,7 +96,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     manifest, folder = loaded[0]
     if settings.verify:
         together(runtime.comm, f"loading {tag}: checksums", lambda: _refuse_damaged(folder, runtime.comm))
-    plain = _plain_values(folder, manifest)
+    plain = plain_values(folder, manifest)
     with torch.no_grad():
         runtime.gatherer.release_all()
         runtime.drop_grads()
@@ -112,10 +112,11 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     return Loaded(folder, plain["trainer"], plain["client"])
 
 
-def _plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What was saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
     with ExitStack() as stack:
         reader = Reader(folder, manifest.chunks, stack)
-        tensors = {chunk.name: reader.whole(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
+        tensors = {chunk.name: reader.value(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
     found: dict[str, Any] = decode(manifest.plain, tensors)
     return found
 
@@ -126,7 +127,7 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
     with ExitStack() as stack:
         own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
         reader = Reader(folder, own, stack)
-        rng.restore({chunk.name: reader.whole(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
+        rng.restore({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
 
 
 # -- what is refused
@@ -231,7 +232,11 @@ class Reader:
                 "load another tag.",
             )
 
-    def whole(self, kind: str, name: str, key: str = "") -> Tensor:
+    def whole(self, name: str, key: str) -> Tensor:
+        """A state with a shape of its own."""
+        return self.value(WHOLE, name, key)
+
+    def value(self, kind: str, name: str, key: str = "") -> Tensor:
         """What was never cut, in its own shape."""
         chunk = self._chunks[kind, name, key][0]
         found: Tensor = self._file(chunk).get_tensor(chunk.entry)
@@ -323,7 +328,7 @@ def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, 
                 view[low - cover.start : low - cover.start + part.numel()].copy_(part)
         state[key] = value
     for cover in covers:
-        state |= {key: reader.whole(WHOLE, cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
+        state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
     return state | _numbers(manifest, [cover.slot.name for cover in covers])
 
 

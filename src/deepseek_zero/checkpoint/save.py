@@ -30,14 +30,14 @@ from .plain import encode
 from .state import (
     Batch,
     Contents,
-    Source,
+    Origin,
     batches_of,
-    buffer_source,
+    buffer_origin,
     dtype_name,
     exact_dtype,
     numbers,
     persistent_buffers,
-    tied_names,
+    state_names,
 )
 from .writing import Shard
 
@@ -123,14 +123,14 @@ class Saving:
         """Copies of what changes between steps."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
-            buffer_source(name, buffer.detach().clone(), rank)
+            buffer_origin(name, buffer.detach().clone(), rank)
             for name, buffer in persistent_buffers(runtime.model).items()
             if rank == 0 or common.get(name) != _digest(buffer)
         ]
         own = {(RNG, name): value for name, value in rng.capture(runtime.route.pool.device).items()}
         if rank == 0:
             own |= {(VALUE, name): value for name, value in self._tensors.items()}
-        return [Batch([*found, *(_plain_source(kind, name, value, rank) for (kind, name), value in own.items())])]
+        return [Batch([*found, *(_plain_origin(kind, name, value, rank) for (kind, name), value in own.items())])]
 
     def _states(self) -> Iterator[Batch]:
         if self.contents.optimizer is not None:
@@ -177,27 +177,9 @@ class Saving:
             files.write_text(self.hidden / MANIFEST, self._manifest.text())
             files.remove(self.hidden / WRITING)
             files.sync_folder(self.hidden)
-            self._publish()
+            publish(self.hidden, self.final, latest=self.settings.latest)
         self._unlock()
         return ""
-
-    def _publish(self) -> None:
-        replaced = self.final.with_name(f".{self.final.name}.replaced")
-        if replaced.exists() and self.final.exists():
-            files.remove_folder(replaced)
-        if self.final.exists():
-            files.rename(self.final, replaced)
-        files.rename(self.hidden, self.final)
-        files.sync_folder(self.final.parent)
-        if replaced.exists():
-            files.remove_folder(replaced)
-        if self.settings.latest:
-            pointer = self.final.parent / f".{LATEST}.saving"
-            if pointer.exists():
-                files.remove(pointer)  # of a save that never finished
-            files.write_text(pointer, self.final.name)
-            files.rename(pointer, self.final.parent / LATEST)
-            files.sync_folder(self.final.parent)
 
     def _abandon(self) -> None:
         """A rank has failed: what was written takes room and is good for nothing."""
@@ -209,6 +191,21 @@ class Saving:
     def _unlock(self) -> None:
         os.close(self._lock)
         self._lock = -1
+
+
+def publish(hidden: Path, final: Path, *, latest: bool) -> None:
+    """Give a finished folder its name, which another may have; `latest` then names it."""
+    replaced = final.with_name(f".{final.name}.replaced")
+    if replaced.exists() and final.exists():
+        files.remove_folder(replaced)
+    if final.exists():
+        files.rename(final, replaced)
+    files.rename(hidden, final)
+    files.sync_folder(final.parent)
+    if replaced.exists():
+        files.remove_folder(replaced)
+    if latest:
+        files.replace_text(final.parent / LATEST, final.name)
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
@@ -229,10 +226,10 @@ def _plain(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _plain_source(kind: str, name: str, value: Tensor, rank: int) -> Source:
+def _plain_origin(kind: str, name: str, value: Tensor, rank: int) -> Origin:
     flat = value.reshape(-1)
     chunk = Chunk(kind, name, "", 0, value.numel(), rank)
-    return Source(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
+    return Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:
@@ -299,5 +296,5 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
         lifted=[unit.name for unit in runtime.units if unit.is_lifted],
         run=run,
-        extra={"tied": tied_names(runtime.model)},
+        extra={"names": state_names(runtime.model), "groups": optimizer.names_by_group if optimizer else []},
     )

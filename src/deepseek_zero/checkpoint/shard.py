@@ -9,77 +9,24 @@ Any safetensors reader opens it.  Called by writing.py.
 
 from __future__ import annotations
 
-import json
 import os
 import zlib
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError
 from ..base.memory import PAGE, private_pages
 from . import files
+from .tensor_file import Entry, header_of
 
 BLOCK_BYTES = 8 << 20
 BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
 THREADS = 2  # writes at once
-DTYPES = {
-    torch.float64: "F64",
-    torch.int64: "I64",
-    torch.complex64: "C64",
-    torch.float32: "F32",
-    torch.int32: "I32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int16: "I16",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.bool: "BOOL",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One tensor of the file."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def header_of(entries: Iterable[Entry], metadata: Mapping[str, str]) -> bytes:
-    """The file's head, padded so that the data begins at a multiple of 8."""
-    found: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
-    for entry in entries:
-        if entry.dtype not in DTYPES:
-            raise CheckpointError(
-                f"'{entry.name}' is {entry.dtype}, which a checkpoint cannot hold.",
-                f"Its files have {', '.join(DTYPES.values())}.",
-                "keep that state in one of these dtypes.",
-            )
-        found[entry.name] = {
-            "dtype": DTYPES[entry.dtype],
-            "shape": list(entry.shape),
-            "data_offsets": [at, at + entry.nbytes],
-        }
-        at += entry.nbytes
-    text = json.dumps(found).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 class ShardWriter:

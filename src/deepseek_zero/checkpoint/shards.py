@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ..base.errors import CheckpointError
-from .manifest import sync
+from . import files
 from .tensor_file import Entry, private
 
 STEM, INDEX = "model", "model.safetensors.index.json"
@@ -84,8 +84,8 @@ def put_in_place(final: Path) -> None:
     made = sorted(path.name for path in hidden.iterdir())
     for name in made:
         os.chmod(hidden / name, 0o600)
-        sync(hidden / name)
-    sync(hidden)
+        files.sync_file(hidden / name)
+    files.sync_folder(hidden)
     if not final.exists():
         os.rename(hidden, final)
     else:
@@ -95,4 +95,4 @@ def put_in_place(final: Path) -> None:
         for name in sorted(made, key=lambda each: each == INDEX):
             os.replace(hidden / name, final / name)
         hidden.rmdir()
-    sync(final.parent)
+    files.sync_folder(final.parent)

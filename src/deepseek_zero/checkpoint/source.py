@@ -14,14 +14,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from .catalogue import latest_tag
 from .deepspeed_read import is_deepspeed, read_deepspeed
-from .load import Reader, latest_tag
-from .manifest import BUFFER, MANIFEST, VALUES, WEIGHT, Manifest
-from .plain import decode
+from .load import Reader, plain_values
+from .manifest import BUFFER, MANIFEST, WEIGHT, Manifest, checked_tag
 from .tensor_file import Entry, cast
 
 STRETCH = 1 << 24  # elements that are read at once
@@ -53,7 +52,7 @@ class Source:
     @property
     def tied(self) -> dict[str, str]:
         """Further names of tied parameters -> the first one."""
-        return dict(self.manifest.extra.get("tied", {}))
+        return {name: first for name, first in self.manifest.extra.get("names", {}).items() if name != first}
 
 
 @dataclass(frozen=True)
@@ -91,8 +90,7 @@ def open_source(path: Path, tag: str | None, stack: ExitStack) -> Source:
     folder = folder_of(path, tag)
     if (folder / MANIFEST).exists() or not is_deepspeed(folder):
         manifest = Manifest.read(folder / MANIFEST)
-        plain = decode(manifest.plain, load_file(folder / VALUES))
-        return Source(folder, manifest, plain, Reader(folder, manifest.chunks, stack))
+        return Source(folder, manifest, plain_values(folder, manifest), Reader(folder, manifest.chunks, stack))
     found = read_deepspeed(folder)
     return Source(folder, found.manifest, found.plain, found)
 
@@ -107,13 +105,7 @@ def folder_of(path: Path, tag: str | None) -> Path:
             f"{path} is no checkpoint and has no file `latest` that names one.",
             fix="name the folder that save_checkpoint was given, or a tag in it.",
         )
-    if chosen != Path(chosen).name or chosen in (".", ".."):
-        raise CheckpointError(
-            f"{chosen!r} cannot be a tag.",
-            "A tag is the name of one directory.",
-            "name the checkpoint's folder itself.",
-        )
-    return path / chosen
+    return path / checked_tag(chosen)
 
 
 def tensors_of(source: Source, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False) -> dict[str, Lazy]:

@@ -55,7 +55,7 @@ def owned_values(group: FlatGroup, slot: Slot) -> Tensor:
 
 
 @dataclass(eq=False)
-class Source:
+class Origin:
     """One chunk of this rank's and where its elements are now.
 
     read(low, high): elements of the chunk, to be looked at before anything else happens.  group: whose step changes it.
@@ -76,7 +76,7 @@ class Source:
 class Batch:
     """Sources that are read together, and what of other memories must be here meanwhile."""
 
-    sources: list[Source]
+    origins: list[Origin]
     stretches: list[Stretch] = field(default_factory=list)
 
 
@@ -114,7 +114,7 @@ def _weights(group: FlatGroup) -> Batch:
             place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
             read = partial(_read_from, group.weight.peek, place)
         places.append((place, place + stop - start))
-        batch.sources.append(Source(chunk, exact_dtype(group), (stop - start,), read, group))
+        batch.origins.append(Origin(chunk, exact_dtype(group), (stop - start,), read, group))
     if places:
         extents = master.extents() if master is not None else [group.weight.extent]
         low, high = places[0][0], places[-1][1]
@@ -150,11 +150,6 @@ def state_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """The further names of tied parameters -> the first one."""
-    return {name: first for name, first in state_names(model).items() if name != first}
-
-
 class Recent:
     """A piece's moment as it was read last: parameters that share the piece ask for it one after another."""
 
@@ -176,9 +171,9 @@ def _moments(optimizer: ShardedOptimizer, piece: Piece, recent: Recent) -> Batch
             continue
         for cover in piece.covers():
             if value.shape == piece.param.shape:
-                batch.sources += _owned_moment(optimizer, cover, key, value.dtype, recent)
+                batch.origins += _owned_moment(optimizer, cover, key, value.dtype, recent)
             else:
-                batch.sources += _whole_state(cover, key, value, rank)
+                batch.origins += _whole_state(cover, key, value, rank)
     return batch
 
 
@@ -189,7 +184,7 @@ def is_number(value: Tensor, param: Tensor) -> bool:
 
 def _owned_moment(
     optimizer: ShardedOptimizer, cover: Cover, key: str, dtype: torch.dtype, recent: Recent
-) -> Iterator[Source]:
+) -> Iterator[Origin]:
     """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
     piece, rank = cover.piece, cover.piece.rank
     low, high = piece.group.layout.owned(cover.slot, rank)
@@ -200,10 +195,10 @@ def _owned_moment(
         def read(low: int, high: int) -> Tensor:
             return recent.of(optimizer, piece, key)[at + low : at + high]
 
-        yield Source(Chunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group)
+        yield Origin(Chunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group)
 
 
-def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[Source]:
+def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[Origin]:
     if cover.stop - cover.start != cover.slot.numel:
         raise CheckpointError(
             f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",
@@ -215,7 +210,7 @@ def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[S
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= cover.slot.start < high:
         chunk = Chunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank)
-        yield Source(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
+        yield Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
 
 
 def numbers(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
@@ -243,7 +238,7 @@ def _number(key: str, value: Any, name: str) -> dict[str, Any]:
     )
 
 
-def buffer_source(name: str, buffer: Tensor, rank: int) -> Source:
+def buffer_origin(name: str, buffer: Tensor, rank: int) -> Origin:
     flat = buffer.detach().reshape(-1)
     chunk = Chunk(BUFFER, name, "", 0, buffer.numel(), rank)
-    return Source(chunk, buffer.dtype, (buffer.numel(),), lambda low, high: flat[low:high])
+    return Origin(chunk, buffer.dtype, (buffer.numel(),), lambda low, high: flat[low:high])

@@ -1,7 +1,7 @@
 """A safetensors file written piece by piece, so that nobody need hold a whole tensor, let alone the file.
 
 The header comes first, since names, shapes and dtypes are known before any value is; then each piece goes to its place.
-Called by shards.py, export.py and convert.py.
+Called by shard.py, shards.py, export.py and convert.py.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 SPOKEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -55,6 +56,19 @@ class Entry:
         return self.numel * self.dtype.itemsize
 
 
+def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for entry in entries:
+        ends = [place, place + entry.nbytes]
+        header[entry.name] = {"dtype": _name(entry), "shape": list(entry.shape), "data_offsets": ends}
+        place = ends[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def private(path: str, flags: int) -> int:
     """An opener for `open`: what it creates is its owner's alone."""
     return os.open(path, flags, 0o600)
@@ -64,20 +78,15 @@ class TensorFile:
     """A safetensors file under construction; on the disk when its block ends without an error."""
 
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
-        header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
-        self._places: dict[str, tuple[Entry, int]] = {}
-        place = 0
         # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
-        for entry in sorted(entries, key=lambda each: -each.dtype.itemsize):
-            ends = [place, place + entry.nbytes]
-            header[entry.name] = {"dtype": _name(entry), "shape": list(entry.shape), "data_offsets": ends}
+        ordered = sorted(entries, key=lambda each: -each.dtype.itemsize)
+        head = header_of(ordered, metadata or {"format": "pt"})
+        self._start, self._places, place = len(head), dict[str, tuple[Entry, int]](), 0
+        for entry in ordered:
             self._places[entry.name] = (entry, place)
-            place = ends[1]
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._start = 8 + len(text)
+            place += entry.nbytes
         self._file = open(path, "wb", opener=private)  # noqa: SIM115 (closed by __exit__)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._file.write(head)
         self._file.truncate(self._start + place)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
@@ -128,6 +137,6 @@ def _name(entry: Entry) -> str:
     if entry.dtype not in DTYPES:
         raise CheckpointError(
             f"'{entry.name}' is {entry.dtype}, which the safetensors format has no name for.",
-            fix="export to a .pth file, or in another dtype.",
+            fix="export to a .pth file, or keep it in another dtype.",
         )
     return DTYPES[entry.dtype]

@@ -21,24 +21,25 @@ from torch import Tensor
 from ..optim.flow import Flow, FlowSettings
 from ..sharding.group import FlatGroup
 from .manifest import Chunk
-from .shard import Entry, ShardWriter
-from .state import Batch, Source
+from .shard import ShardWriter
+from .state import Batch, Origin
+from .tensor_file import Entry
 
 READ_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at once
 
 
 @dataclass(eq=False)
 class Written:
-    """A source on its way into the file."""
+    """What one origin has become so far."""
 
-    source: Source
+    origin: Origin
     held: Tensor | None = None  # its values, copied because a step was about to change them
     is_taken: bool = False  # the writer has begun with it
     crc: int | None = None  # the writer is done with it
 
     @property
     def nbytes(self) -> int:
-        return self.source.numel * self.source.dtype.itemsize
+        return self.origin.numel * self.origin.dtype.itemsize
 
 
 class Shard:
@@ -47,11 +48,11 @@ class Shard:
     def __init__(self, path: Path, batches: Sequence[Batch], metadata: dict[str, str], snapshot_bytes: int = 0) -> None:
         self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
         self._batches = aligned(batches)
-        self._states = {id(source): Written(source) for batch in self._batches for source in batch.sources}
+        self._states = {id(origin): Written(origin) for batch in self._batches for origin in batch.origins}
         self._of_group: dict[FlatGroup, list[Written]] = {}
         for state in self._states.values():
-            if state.source.group is not None:
-                self._of_group.setdefault(state.source.group, []).append(state)
+            if state.origin.group is not None:
+                self._of_group.setdefault(state.origin.group, []).append(state)
         self._moved = threading.Condition()
         self._thread: threading.Thread | None = None
         self._held_bytes = 0
@@ -98,7 +99,7 @@ class Shard:
                 group.reader = None
         if self._error is not None:
             raise self._error
-        return [replace(state.source.chunk, crc=state.crc) for state in self._states.values()]
+        return [replace(state.origin.chunk, crc=state.crc) for state in self._states.values()]
 
     # -- in the thread
 
@@ -114,13 +115,15 @@ class Shard:
             self._moved.notify_all()
 
     def _write(self) -> None:
-        sources = [state.source for state in self._states.values()]
-        writer = ShardWriter(self.path, [Entry(s.chunk.entry, s.dtype, s.shape) for s in sources], self.metadata)
+        origins = [state.origin for state in self._states.values()]
+        writer = ShardWriter(
+            self.path, [Entry(each.chunk.entry, each.shape, each.dtype) for each in origins], self.metadata
+        )
         try:
             flow = Flow(self._batches, lambda batch: batch.stretches, FlowSettings())
             while (batch := flow.take()) is not None:
-                for source in batch.sources:
-                    self._put(writer, self._states[id(source)])
+                for origin in batch.origins:
+                    self._put(writer, self._states[id(origin)])
                 flow.give(batch)
             writer.finish()
         finally:
@@ -129,10 +132,10 @@ class Shard:
     def _put(self, writer: ShardWriter, state: Written) -> None:
         with self._moved:
             state.is_taken = True
-        source, crc = state.source, 0
-        read: Callable[[int, int], Tensor] = source.read if state.held is None else _slice_of(state.held)
-        for low in range(0, source.numel, READ_NUMEL):
-            crc = writer.put(read(low, min(low + READ_NUMEL, source.numel)), crc)
+        origin, crc = state.origin, 0
+        read: Callable[[int, int], Tensor] = origin.read if state.held is None else _slice_of(state.held)
+        for low in range(0, origin.numel, READ_NUMEL):
+            crc = writer.put(read(low, min(low + READ_NUMEL, origin.numel)), crc)
         with self._moved:
             self._held_bytes -= state.nbytes if state.held is not None else 0
             state.held, state.crc = None, crc
@@ -146,7 +149,7 @@ class Shard:
         for state in self._of_group[group]:
             with self._moved:
                 if not state.is_taken and self._held_bytes + state.nbytes <= self.snapshot_bytes:
-                    state.held = state.source.read(0, state.source.numel).detach().to("cpu", copy=True)
+                    state.held = state.origin.read(0, state.origin.numel).detach().to("cpu", copy=True)
                     state.is_taken = True
                     self._held_bytes += state.nbytes
                 while state.held is None and state.crc is None and not self._is_over:
@@ -164,7 +167,7 @@ def aligned(batches: Sequence[Batch]) -> list[Batch]:
     """In the order of the file: larger dtypes first, so that every tensor lies at a multiple of its elements' size;
     else as they come.
     """
-    found = [(source, batch) for batch in batches for source in batch.sources]
+    found = [(origin, batch) for batch in batches for origin in batch.origins]
     found.sort(key=lambda item: -item[0].dtype.itemsize)
     parts = groupby(found, key=lambda item: id(item[1]))
-    return [Batch([source for source, _ in part], part[0][1].stretches) for part in (list(each) for _, each in parts)]
+    return [Batch([origin for origin, _ in part], part[0][1].stretches) for part in (list(each) for _, each in parts)]

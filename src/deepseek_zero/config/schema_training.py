@@ -244,6 +244,11 @@ class Checkpoint(Section):
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
     )
+    layout: Literal["slices", "deepspeed"] = effective(
+        "slices",
+        "Ours. The files of save_checkpoint: our own, which any number of ranks loads, or DeepSpeed's.",
+        example="deepspeed",
+    )
     snapshot_bytes: int = effective(
         1 << 30,
         "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is written behind.",

@@ -59,13 +59,17 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class SavingSettings:
-    """What saving is told.  gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay."""
+    """What saving is told.
+
+    gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay.  layout: of the files.
+    """
 
     tag_validation: str = "Warn"
     snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
     keep: Keep = field(default_factory=Keep)
     on_signal: PreemptionSettings | None = None
+    layout: str = "slices"
 
 
 @dataclass
@@ -222,6 +226,7 @@ def saving_settings_of(config: Config) -> SavingSettings:
         snapshot_bytes=section.snapshot_bytes,
         gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
         keep=Keep(section.keep_last, section.keep_every),
+        layout=section.layout,
         on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
     )
 

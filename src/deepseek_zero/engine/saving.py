@@ -17,6 +17,7 @@ from ..base.log import log_once
 from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all, retain
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
+from ..checkpoint.deepspeed_save import save_deepspeed
 from ..checkpoint.load import Loaded, LoadSettings, load
 from ..checkpoint.manifest import together
 from ..checkpoint.save import SaveSettings, Saving
@@ -86,6 +87,8 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+    if engine.parts.saving_settings.layout == "deepspeed":
+        return save_deepspeed(Path(directory), name, contents, settings)
     saving = engine.parts.saver.current = Saving(Path(directory), name, contents, settings)
     if settings.wait:
         engine.parts.saver.finish()

@@ -89,6 +89,7 @@ class ShardedOptimizer(Optimizer):
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(home_of(runtime), allowance=runtime.route.tiers.allowance)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
+        self.names_by_group = [trained_names(group["params"]) for group in groups]
         bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
         may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
         waits = [may_wait and all(piece.group.plan.updates_later for _, piece in bundle) for bundle in bundles]
@@ -267,6 +268,12 @@ def home_of(runtime: Runtime) -> torch.device:
     """Where optimizers compute: on the host where moments rest outside the training device."""
     tiers = {group.plan.moments.tier for group in runtime.trained_groups if group.plan.moments is not None}
     return runtime.route.pool.device if tiers <= {Tier.DEVICE} else torch.device("cpu")
+
+
+def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
+    """Names of the parameters that are updated, in the optimizer's order; the same on every rank."""
+    owners = [(owner_of(param), param) for param in params]
+    return [owner.name_of(param) for owner, param in owners if isinstance(owner, FlatGroup) and owner.trainable]
 
 
 def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:

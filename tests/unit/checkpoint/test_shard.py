@@ -15,14 +15,15 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.shard import BLOCK_BYTES, DTYPES, Entry, ShardWriter
+from deepseek_zero.checkpoint.shard import BLOCK_BYTES, ShardWriter
+from deepseek_zero.checkpoint.tensor_file import DTYPES, Entry
 
 RUN = {"run": "a1", "rank": "0"}
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     """The checksums by name."""
-    writer = ShardWriter(path, [Entry(name, each.dtype, tuple(each.shape)) for name, each in tensors.items()], RUN)
+    writer = ShardWriter(path, [Entry(name, tuple(each.shape), each.dtype) for name, each in tensors.items()], RUN)
     crcs = {}
     for name, each in tensors.items():
         crcs[name] = 0
@@ -71,4 +72,4 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_dtype_without_a_name_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="complex128"):
-        ShardWriter(tmp_path / "file", [Entry("odd", torch.complex128, (1,))], RUN)
+        ShardWriter(tmp_path / "file", [Entry("odd", (1,), torch.complex128)], RUN)

@@ -1,0 +1,392 @@
+"""Writes a checkpoint in DeepSpeed's layout from any checkpoint folder, file by file: ranks may share the work.
+
+The files are what DeepSpeed itself would have written for so many ranks at that stage, so that DeepSpeed loads them and
+its tools work on them.  They hold tensors and plain values, and objects of two of DeepSpeed's classes, by name alone.
+Called by convert.py and engine/saving.py.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from .deepspeed_read import (
+    MODEL,
+    MODEL_OF_RANK,
+    STANDINS,
+    DynamicLossScaler,
+    FragmentAddress,
+    LossScaler,
+    part_of,
+)
+from .load import KEPT_OPTIONS
+from .manifest import MOMENT, WEIGHT, WHOLE
+from .source import Source, tensors_of
+from .tensor_file import cast, private
+
+LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
+SUB_GROUP = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
+SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: python zero_to_fp32.py . OUTPUT_FOLDER"""
+
+from deepseek_zero.utils.zero_to_fp32 import main
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The checkpoint to be: its stage, its number of ranks, what its weights compute in."""
+
+    stage: int
+    ranks: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, source: Source, stage: int | None = None, ranks: int | None = None) -> Layout:
+        """That of the checkpoint itself where nothing else is asked for."""
+        manifest = source.manifest
+        rows = " ".join(row["weight"] for row in manifest.plan.values())
+        low = next((dtype for dtype in (torch.bfloat16, torch.float16) if str(dtype)[6:] in rows), torch.float32)
+        return cls(manifest.stage if stage is None else stage, ranks or manifest.world_size, low)
+
+    @property
+    def files(self) -> list[int]:
+        """Ranks that have a file."""
+        return list(range(self.ranks if self.stage else 1))
+
+
+def write_rank(source: Source, folder: Path, layout: Layout, rank: int) -> None:
+    """Write a rank's files.  Memory: its part of masters and moments; rank 0's at stages 0 to 2: all weights."""
+    groups = _groups(source)
+    if layout.stage == 3 or rank == 0:
+        name = MODEL_OF_RANK.format(rank) if layout.stage == 3 else MODEL
+        _save(_model_state(source, layout, rank, groups), folder / name)
+    if layout.stage:
+        prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
+        state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
+        told = {"optimizer_state_dict": state, "ds_config": _config(layout), "ds_version": LAYOUT}
+        _save(told, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def _config(layout: Layout) -> dict[str, Any]:
+    return {
+        "zero_optimization": {"stage": layout.stage},
+        "bf16": {"enabled": layout.dtype == torch.bfloat16},
+        "fp16": {"enabled": layout.dtype == torch.float16},
+    }
+
+
+def _groups(source: Source) -> list[list[str]]:
+    """Names by parameter group, in the optimizer's order."""
+    groups: list[list[str]] = source.manifest.extra.get("groups") or []
+    if not groups and not source.plain["groups"]:
+        groups = [[name for name, facts in source.manifest.parameters.items() if facts["trained"]]]
+    if len(groups) != max(len(source.plain["groups"]), 1):
+        raise CheckpointError(
+            f"{source.folder} does not say which parameter is in which group of the optimizer.",
+            "DeepSpeed's layout has no other names for masters and moments.",
+            "load it into an engine and save it again.",
+        )
+    rows = [name for group in groups for name in group if source.values.keys(WHOLE, name)]
+    if rows:
+        raise CheckpointError(
+            f"the optimizer's states of '{rows[0]}' have shapes of their own.",
+            "DeepSpeed's layout cuts every state as its parameter is cut.",
+            "save it in our own layout.",
+        )
+    return groups
+
+
+# -- model files
+
+
+def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    manifest, trainer = source.manifest, source.plain["trainer"]
+    trained = {name for group in groups for name in group}
+    frozen = [name for name in manifest.parameters if name not in trained and source.values.has(WEIGHT, name)]
+    is_sharded, has_zero = layout.stage == 3, layout.stage > 0
+    shapes = OrderedDict((name, torch.Size(manifest.parameters[name]["shape"])) for name in frozen)
+    parts = OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen) if layout.stage > 1 else None
+    tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
+    subs = [sub for group in groups for sub in _sub_groups(source, group, layout)] if is_sharded else groups
+    return {
+        "module": _module(source, layout, rank),
+        "buffer_names": list(manifest.buffers),
+        "optimizer": None if has_zero else _replicated(source, layout, groups),
+        "param_shapes": [_shapes(source, sub) for sub in subs] if has_zero else None,
+        "frozen_param_shapes": shapes if layout.stage > 1 else None,
+        "shared_params": tied if has_zero else None,
+        "frozen_param_fragments": parts,
+        "lr_scheduler": trainer.get("lr_scheduler"),
+        "data_sampler": None,
+        "random_ltd": None,
+        **{name: trainer[name] for name in ("skipped_steps", "global_steps", "global_samples")},
+        "dp_world_size": layout.ranks,
+        "mp_world_size": 1,
+        "ds_config": _config(layout),
+        "ds_version": LAYOUT,
+        **(source.plain["client"] or {}),
+    }
+
+
+def _module(source: Source, layout: Layout, rank: int) -> OrderedDict[str, Tensor]:
+    """Weights as they compute; at stage 3 nothing of them.  Buffers are this rank's at stage 3, rank 0's otherwise."""
+    found: dict[str, Tensor] = {}
+    for name, lazy in tensors_of(source).items():
+        if name in source.manifest.buffers:
+            found[name] = source.values.of_rank(name, rank).view(lazy.shape).clone()
+        elif layout.stage == 3:
+            found[name] = torch.empty(0, dtype=_computes_in(lazy.dtype, layout))
+        else:
+            found[name] = cast(lazy.contiguous().view(-1), _computes_in(lazy.dtype, layout)).view(lazy.shape)
+    names = source.manifest.extra.get("names") or {name: name for name in found}
+    return OrderedDict((name, found[first]) for name, first in names.items() if first in found)
+
+
+def _computes_in(own: torch.dtype, layout: Layout) -> torch.dtype:
+    return layout.dtype if own.is_floating_point else own
+
+
+def _frozen(source: Source, layout: Layout, name: str, rank: int) -> Tensor:
+    facts = source.manifest.parameters[name]
+    numel, own = prod(facts["shape"]), getattr(torch, facts["dtype"])
+    cut = part_of(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
+    values = torch.zeros(-(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout))
+    for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
+        at = low - cut.start
+        values[at : at + part.numel()] = cast(part.reshape(-1), values.dtype)
+    return values if layout.stage == 3 else values.view(facts["shape"])
+
+
+def _shapes(source: Source, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
+    return OrderedDict((name, torch.Size(source.manifest.parameters[name]["shape"])) for name in names)
+
+
+# -- optimizer states
+
+
+def _fill(source: Source, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
+    """The elements [start, stop) of a state; zeros where a parameter never had it."""
+    if source.values.has(*what):
+        for low, part in source.values.read(*what, cut.start, cut.stop):
+            into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
+
+
+def _keys(source: Source, names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(key for name in names for key in source.values.keys(MOMENT, name)))
+
+
+def _numbers(source: Source, names: Sequence[str]) -> dict[str, Any]:
+    """The counters, which the parameters of a group share."""
+    found = source.manifest.scalars.get(names[0], {}) if names else {}
+    return {
+        key: each["value"]
+        if each["dtype"] is None
+        else torch.tensor(each["value"], dtype=getattr(torch, each["dtype"]))
+        for key, each in found.items()
+    }
+
+
+def _group(source: Source, number: int, params: list[int]) -> dict[str, Any]:
+    """Hyper-parameters; what says how to compute is left to the program that loads them."""
+    saved = source.plain["groups"][number] if source.plain["groups"] else {}
+    kept = {key: value for key, value in saved.items() if key not in KEPT_OPTIONS}
+    how = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
+    return {"bias_correction": True, **kept, **how, "params": params}
+
+
+def _flat(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
+    masters, states, paddings, addresses = [], {}, [], []
+    for number, names in enumerate(groups):
+        places, total = {}, 0
+        for name in names:
+            places[name] = total
+            total += prod(source.manifest.parameters[name]["shape"])
+        size = -(-total // (2 * layout.ranks)) * 2
+        low = rank * size
+        here = {}
+        for name, place in places.items():
+            numel = prod(source.manifest.parameters[name]["shape"])
+            cut = slice(max(low - place, 0), min(low + size - place, numel))
+            if cut.start < cut.stop:
+                here[name] = (cut, place + cut.start - low)
+        vector = _Vector(source, here, size)
+        held = max(min(size, total - low), 0)
+        masters.append(vector.of(WEIGHT, "")[:held].clone())
+        keys = _keys(source, names)
+        if keys:
+            states[number] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
+        paddings.append(size - held)
+        spans = {name: FragmentAddress(numel=cut.stop - cut.start, start=at) for name, (cut, at) in here.items()}
+        addresses.append(OrderedDict(spans))
+    return {
+        **_scaler(source),
+        "base_optimizer_state": {
+            "state": states,
+            "param_groups": [_group(source, number, [number]) for number in range(len(groups))],
+        },
+        "single_partition_of_fp32_groups": masters,
+        "zero_stage": layout.stage,
+        "group_paddings": paddings,
+        "param_alignment_paddings": [[0] * len(names) for names in groups],
+        "partition_count": [layout.ranks] * len(groups),
+        "ds_version": LAYOUT,
+        "param_slice_mappings": addresses,
+    }
+
+
+@dataclass(frozen=True)
+class _Vector:
+    """A flat tensor to be: which part of each parameter it holds, and where."""
+
+    source: Source
+    here: dict[str, tuple[slice, int]]
+    numel: int
+
+    def of(self, kind: str, key: str) -> Tensor:
+        values = torch.zeros(self.numel)
+        for name, (cut, at) in self.here.items():
+            _fill(self.source, (kind, name, key), cut, values[at:])
+        return values
+
+
+def _sub_groups(source: Source, names: Sequence[str], layout: Layout) -> list[list[str]]:
+    """Stage 3's flat tensors: a group's parameters until a rank's parts are large enough."""
+    found: list[list[str]] = [[]]
+    filled = 0
+    for name in names:
+        if filled >= SUB_GROUP:
+            found.append([])
+            filled = 0
+        found[-1].append(name)
+        filled += -(-prod(source.manifest.parameters[name]["shape"]) // layout.ranks)
+    return found
+
+
+def _partitioned(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
+    masters: list[Tensor] = []
+    states, told = {}, []
+    for number, group in enumerate(groups):
+        first = len(masters)
+        for names in _sub_groups(source, group, layout):
+            here, place = {}, 0
+            for name in names:
+                numel = prod(source.manifest.parameters[name]["shape"])
+                here[name] = (part_of(numel, rank, layout.ranks), place)
+                place += -(-numel // layout.ranks)
+            vector = _Vector(source, here, place)
+            keys = _keys(source, names)
+            if keys:
+                states[len(masters)] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
+            masters.append(vector.of(WEIGHT, ""))
+        told.append(_group(source, number, list(range(first, len(masters)))))
+    return {
+        "zero_stage": 3,
+        **_scaler(source),
+        "partition_count": layout.ranks,
+        "optimizer_state_dict": {"state": states, "param_groups": told},
+        "fp32_flat_groups": masters,
+        "ds_version": LAYOUT,
+    }
+
+
+def _replicated(source: Source, layout: Layout, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Stage 0: the inner optimizer's own state; below fp32 beside masters, of what is trained alone."""
+    if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
+        names = source.manifest.extra.get("names") or {}
+        groups = [[name for name, first in names.items() if name == first and name in source.manifest.parameters]]
+    states: dict[int, dict[str, Any]] = {}
+    told: list[dict[str, Any]] = []
+    masters: list[list[Tensor]] = []
+    count = 0
+    for number, group in enumerate(groups):
+        told.append(_group(source, number, list(range(count, count + len(group)))))
+        masters.append([])
+        for index, name in enumerate(group, start=count):
+            shape = source.manifest.parameters[name]["shape"]
+            vector = _Vector(source, {name: (slice(0, prod(shape)), 0)}, prod(shape))
+            keys = source.values.keys(MOMENT, name)
+            if keys:
+                moments = {key: vector.of(MOMENT, key).view(shape) for key in keys}
+                states[index] = _numbers(source, [name]) | moments
+            if layout.dtype != torch.float32:
+                masters[-1].append(vector.of(WEIGHT, "").view(shape))
+        count += len(group)
+    base = {"state": states, "param_groups": told}
+    if layout.dtype == torch.float32:
+        return base
+    scaler = source.plain["trainer"].get("scaler") or {}
+    return {
+        "dynamic_loss_scale": bool(scaler.get("dynamic", False)),
+        "cur_scale": float(scaler.get("scale", 1.0)),
+        "cur_iter": int(scaler.get("cur_iter", 0)),
+        "last_overflow_iter": int(scaler.get("last_overflow_iter", -1)),
+        "scale_factor": 2.0,
+        "scale_window": 1000,
+        "optimizer_state_dict": base,
+        "fp32_groups": masters,
+    }
+
+
+def _scaler(source: Source) -> dict[str, Any]:
+    """The loss scaler as an object of DeepSpeed's, which stage 3 cannot do without."""
+    saved = source.plain["trainer"].get("scaler") or {}
+    is_dynamic = bool(saved.get("dynamic", False))
+    scaler: Any = LossScaler(cur_scale=float(saved.get("scale", 1.0)), dynamic=False)
+    if is_dynamic:
+        scaler = DynamicLossScaler(
+            cur_scale=float(saved["scale"]),
+            dynamic=True,
+            cur_iter=int(saved["cur_iter"]),
+            last_overflow_iter=int(saved["last_overflow_iter"]),
+            scale_factor=2.0,
+            scale_window=1000,
+            min_scale=1.0,
+            delayed_shift=2,
+            cur_hysteresis=int(saved["cur_hysteresis"]),
+            consecutive_hysteresis=False,
+            raise_error_at_min_scale=True,
+            dtype=torch.float16,
+        )
+    return {"loss_scaler": scaler, "dynamic_loss_scale": is_dynamic, "overflow": False}
+
+
+# -- pickling
+
+
+class _Pickler(pickle._Pickler):  # the one in Python: its steps can be replaced
+    """Writes our stand-ins under the names of the classes they stand for."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        known = STANDINS.get(obj) if obj is not int and isinstance(obj, type) else None
+        if known is None:
+            super().save_global(obj, name)  # type: ignore[misc]
+            return
+        module, _, word = known.rpartition(".")
+        self.write(pickle.GLOBAL + f"{module}\n{word}\n".encode())  # type: ignore[attr-defined]
+        self.memoize(obj)  # type: ignore[attr-defined]
+
+
+_PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
+
+
+def _save(state: dict[str, Any], path: Path) -> None:
+    with open(path, "wb", opener=private) as file:
+        torch.save(state, file, pickle_module=_PICKLE)
+        file.flush()
+        os.fsync(file.fileno())

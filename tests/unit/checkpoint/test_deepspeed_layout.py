@@ -1,0 +1,76 @@
+"""DeepSpeed's layout as we write it is, value by value, the one a genuine DeepSpeed wrote."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint.convert import convert_to_deepspeed
+from deepseek_zero.checkpoint.deepspeed_read import Standin, open_file
+from tests.data.deepspeed.make import CASES
+
+DATA = Path(__file__).parents[2] / "data" / "deepspeed"
+# What is ours to choose, or whose place it is to say: the configuration, and hyper-parameters that say how to compute.
+ASIDE = ("ds_config", "checkpoint_parallel_dimensions", "clip_grad", "bias_correction", "ds_version")
+# Of stage 3's flat tensors and fragments the elements behind a parameter's end mean nothing; rank 0 alone names ties.
+PADDED = ("fp32_flat_groups", "frozen_param_fragments", "shared_params")
+
+
+def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
+    if isinstance(left, Tensor):
+        if not (left.dtype == right.dtype and left.shape == right.shape and torch.equal(left, right)):
+            yield where
+    elif isinstance(left, dict):
+        yield from (f"{where}.{key}" for key in left.keys() ^ right.keys() if key not in ASIDE)
+        for key in left.keys() & right.keys():
+            if key not in ASIDE:
+                yield from differences(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, (list, tuple)):
+        if len(left) != len(right):
+            yield where
+        for number, (one, other) in enumerate(zip(left, right, strict=False)):
+            yield from differences(one, other, f"{where}[{number}]")
+    elif isinstance(left, Standin):
+        yield from differences(vars(left), vars(right), where) if type(left) is type(right) else (where,)
+    elif left != right:
+        yield where
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("stage0_bf16", "stage1_bf16")])
+def test_a_genuine_checkpoint_is_written_again_as_it_was(tmp_path: Path, case: str) -> None:
+    genuine = DATA / case / "global_step2"
+    convert_to_deepspeed(DATA / case, tmp_path / "again")
+    assert sorted(path.name for path in genuine.iterdir()) == sorted(
+        path.name for path in (tmp_path / "again").iterdir()
+    )
+    for path in genuine.iterdir():
+        found = list(differences(open_file(path), open_file(tmp_path / "again" / path.name)))
+        assert not [each for each in found if not ("rank_1" in path.name and any(word in each for word in PADDED))]
+        assert stat.S_IMODE((tmp_path / "again" / path.name).stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("case", "stage", "as_case"), [("stage3", 2, "stage2"), ("stage2", 3, "stage3"), ("stage1", 2, "stage2")]
+)
+def test_another_stage_is_written_as_deepspeed_would_have(tmp_path: Path, case: str, stage: int, as_case: str) -> None:
+    convert_to_deepspeed(DATA / case, tmp_path / "out", stage=stage)
+    genuine = DATA / as_case / "global_step2"
+    for path in genuine.glob("*optim_states.pt"):
+        ours, told = open_file(tmp_path / "out" / path.name), open_file(path)
+        assert ours.keys() == told.keys()
+        key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        for one, other in zip(ours["optimizer_state_dict"][key], told["optimizer_state_dict"][key], strict=True):
+            assert one.shape == other.shape
+            assert torch.allclose(one[:-8], other[:-8], atol=1e-5) or "rank_1" in path.name
+
+
+def test_files_that_name_no_parameter_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="does not say which parameter is in which group"):
+        convert_to_deepspeed(DATA / "stage0_bf16", tmp_path / "out")
