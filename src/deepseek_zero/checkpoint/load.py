@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..comm.collectives import Comm
-from ..optim.piece import Piece
+from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
@@ -41,8 +40,10 @@ from .manifest import (
 )
 from .plain import decode
 from .state import Contents, persistent_buffers
+from .tensor_file import TensorReader
 from .verify import Share, verify
 
+READ_NUMEL = 1 << 22  # elements that are read at once
 # What a group says about how to compute, not about what was learnt: the running program decides.
 KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 
@@ -204,7 +205,7 @@ class Reader:
         self.folder, self._stack = folder, stack
         self._chunks: dict[tuple[str, str, str], list[Chunk]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, TensorReader] = {}
         for chunk in chunks:
             self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
             self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
@@ -223,7 +224,9 @@ class Reader:
             low, high = max(chunk.start, reached), min(chunk.stop, stop)
             if low != reached or low >= high:
                 continue
-            yield low, self._slice(chunk)[low - chunk.start : high - chunk.start]
+            for at in range(low, high, READ_NUMEL):
+                end = min(at + READ_NUMEL, high)
+                yield at, self._file(chunk).read(chunk.entry, at - chunk.start, end - chunk.start)
             reached = high
         if reached < stop:
             raise CheckpointError(
@@ -239,21 +242,17 @@ class Reader:
     def value(self, kind: str, name: str, key: str = "") -> Tensor:
         """What was never cut, in its own shape."""
         chunk = self._chunks[kind, name, key][0]
-        found: Tensor = self._file(chunk).get_tensor(chunk.entry)
-        return found
+        return self._file(chunk).whole(chunk.entry)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
         """A rank's buffer, flat; rank 0's where that rank wrote none."""
         chunks = self._chunks[BUFFER, name, ""]
-        found: Tensor = self._slice(next((chunk for chunk in chunks if chunk.rank == rank), chunks[0]))[:]
-        return found
+        chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
+        return self._file(chunk).whole(chunk.entry)
 
-    def _slice(self, chunk: Chunk) -> Any:
-        return self._file(chunk).get_slice(chunk.entry)
-
-    def _file(self, chunk: Chunk) -> Any:
+    def _file(self, chunk: Chunk) -> TensorReader:
         if chunk.file not in self._files:
-            self._files[chunk.file] = self._stack.enter_context(safe_open(self.folder / chunk.file, framework="pt"))
+            self._files[chunk.file] = self._stack.enter_context(TensorReader(self.folder / chunk.file))
         return self._files[chunk.file]
 
 
@@ -321,15 +320,25 @@ def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, 
     covers = list(piece.covers())
     state: dict[str, Any] = {}
     for key in dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)):
-        value = torch.zeros_like(piece.param, memory_format=torch.contiguous_format)
-        for cover in covers:
-            view = cover.of(value)
-            for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
-                view[low - cover.start : low - cover.start + part.numel()].copy_(part)
-        state[key] = value
+        state[key] = _moment(reader, piece, covers, key)
     for cover in covers:
         state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
     return state | _numbers(manifest, [cover.slot.name for cover in covers])
+
+
+def _moment(reader: Reader, piece: Piece, covers: list[Cover], key: str) -> Tensor:
+    """One state of a piece, put together from what its parameters have; zeros between them."""
+    value: Tensor | None = None
+    for cover in covers:
+        for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
+            if part.numel() == piece.numel:  # nothing to put together
+                return part.view(piece.param.shape)
+            if value is None:
+                value = torch.zeros(piece.numel, dtype=part.dtype)
+            at = cover.offset + low - cover.start
+            value[at : at + part.numel()].copy_(part)
+    assert value is not None
+    return value.view(piece.param.shape)
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A safetensors file written piece by piece, so that nobody need hold a whole tensor, let alone the file.
+"""A safetensors file read and written piece by piece, so that nobody need hold a whole tensor, let alone the file.
 
 The header comes first, since names, shapes and dtypes are known before any value is; then each piece goes to its place.
 Called by shard.py, shards.py, export.py and convert.py.
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +37,8 @@ DTYPES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+NAMED = {name: dtype for dtype, name in DTYPES.items()}
+MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 SPOKEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
 
@@ -72,6 +75,101 @@ def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
 def private(path: str, flags: int) -> int:
     """An opener for `open`: what it creates is its owner's alone."""
     return os.open(path, flags, 0o600)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor's bytes lie in its file."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of itself."""
+
+    places: dict[str, Place]
+    metadata: dict[str, str]
+
+
+def read_header(path: Path) -> Header:
+    """The header of a safetensors file; a CheckpointError unless the file is there and exactly as long as it says."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            begin = 8 + size
+            if length < 8 or begin > length or size > MOST_HEADER_BYTES:
+                raise _broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
+            document = json.loads(file.read(size))
+        metadata = dict(document.pop("__metadata__", None) or {})
+        places = {name: _place(begin, facts) for name, facts in document.items()}
+    except FileNotFoundError:
+        raise _broken(path, "is missing") from None
+    except OSError as error:
+        raise _broken(path, f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise _broken(path, "has a header that cannot be understood: it was overwritten") from None
+    end = max((place.stop for place in places.values()), default=begin)
+    if end != length:
+        how = "it was cut short" if length < end else "something was added to it"
+        raise _broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
+    return Header(places, metadata)
+
+
+def _place(begin: int, facts: dict[str, Any]) -> Place:
+    start, stop = facts["data_offsets"]
+    shape = tuple(int(size) for size in facts["shape"])
+    return Place(begin + int(start), begin + int(stop), NAMED[facts["dtype"]], shape)
+
+
+def _broken(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
+
+
+class TensorReader:
+    """A safetensors file read piece by piece, each straight to where it is wanted.  Errors are CheckpointErrors."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.header = path, read_header(path)
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, name: str, low: int, high: int) -> Tensor:
+        """Elements [low, high) of a tensor, flat."""
+        place = self.header.places[name]
+        values = torch.empty(high - low, dtype=place.dtype)
+        offset, left = place.start + low * place.dtype.itemsize, values.view(torch.uint8).numpy().data
+        while len(left):
+            try:
+                count = os.preadv(self._descriptor, [left], offset)
+            except OSError as error:
+                raise _broken(self.path, f"cannot be read: {error.strerror or error}") from None
+            if not count:
+                raise _broken(self.path, "was cut short while it was read")
+            offset, left = offset + count, left[count:]
+        return values
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor in its own shape."""
+        place = self.header.places[name]
+        return self.read(name, 0, place.numel).view(place.shape)
+
+    def __enter__(self) -> TensorReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self._descriptor)
 
 
 class TensorFile:

@@ -6,20 +6,17 @@ is wrong and raise nothing.  Called by catalogue.py and cli/checkpoint_pages.py.
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..base.errors import CheckpointError
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
+from .tensor_file import Header, Place, read_header
 
 PIECE_BYTES = 8 << 20
-MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 
 Seen = Callable[[int], None]
 
@@ -46,61 +43,6 @@ class Share:
 
 ALL = Share()
 NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor's bytes lie in its file."""
-
-    start: int
-    stop: int
-    numel: int
-
-    @property
-    def num_bytes(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(frozen=True)
-class Header:
-    """What a safetensors file says of itself."""
-
-    places: dict[str, Place]
-    metadata: dict[str, str]
-
-
-def read_header(path: Path) -> Header:
-    """The header of a safetensors file; a CheckpointError unless the file is there and exactly as long as it says."""
-    try:
-        with open(path, "rb") as file:
-            length = os.fstat(file.fileno()).st_size
-            size = int.from_bytes(file.read(8), "little")
-            begin = 8 + size
-            if length < 8 or begin > length or size > MOST_HEADER_BYTES:
-                raise _broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
-            document = json.loads(file.read(size))
-        metadata = dict(document.pop("__metadata__", None) or {})
-        places = {name: _place(begin, facts) for name, facts in document.items()}
-    except FileNotFoundError:
-        raise _broken(path, "is missing") from None
-    except OSError as error:
-        raise _broken(path, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        raise _broken(path, "has a header that cannot be understood: it was overwritten") from None
-    end = max((place.stop for place in places.values()), default=begin)
-    if end != length:
-        how = "it was cut short" if length < end else "something was added to it"
-        raise _broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
-    return Header(places, metadata)
-
-
-def _place(begin: int, facts: dict[str, Any]) -> Place:
-    start, stop = facts["data_offsets"]
-    return Place(begin + int(start), begin + int(stop), math.prod(facts["shape"]))
-
-
-def _broken(path: Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
 
 
 def read_manifest(folder: Path) -> Manifest:

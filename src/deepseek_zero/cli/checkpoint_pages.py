@@ -25,7 +25,8 @@ from deepseek_zero.base.quantities import format_bytes, format_count
 from deepseek_zero.checkpoint import catalogue
 from deepseek_zero.checkpoint.catalogue import Entry, Keep
 from deepseek_zero.checkpoint.manifest import MANIFEST, MOMENT, WHOLE, Manifest
-from deepseek_zero.checkpoint.verify import Fault, Seen, read_header, without_checksum
+from deepseek_zero.checkpoint.tensor_file import read_header
+from deepseek_zero.checkpoint.verify import Fault, Seen, without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all

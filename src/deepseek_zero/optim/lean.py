@@ -1,6 +1,6 @@
 """torch's optimizers without torch's compiler, which they import at their first use: a second, and 70 MB per rank.
 
-Their `add_param_group` and `step` carry marks for torch.compile.  A sharded optimizer is not compiled, so it calls
+Their `add_param_group`, `load_state_dict` and `step` carry marks for torch.compile.  A sharded optimizer is not compiled, so it calls
 what is under the marks.  Called by sharded.py.
 """
 
@@ -16,13 +16,15 @@ from torch.optim import Optimizer
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """While torch's optimizers are built."""
-    marked = Optimizer.add_param_group
-    Optimizer.add_param_group = inspect.unwrap(marked)  # type: ignore[method-assign]
+    """While torch's optimizers are built, or load a state."""
+    marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
+    for name, method in marked.items():
+        setattr(Optimizer, name, inspect.unwrap(method))
     try:
         yield
     finally:
-        Optimizer.add_param_group = marked  # type: ignore[method-assign]
+        for name, method in marked.items():
+            setattr(Optimizer, name, method)
 
 
 def rule_of(optimizer: Optimizer) -> Callable[[], Any]:

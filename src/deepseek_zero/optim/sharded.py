@@ -253,7 +253,8 @@ class ShardedOptimizer(Optimizer):
     def load_inner(self, state: dict[str, Any]) -> None:
         """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
         kept = dict(self.inner.state)
-        self.inner.load_state_dict(state)
+        with unmarked():
+            self.inner.load_state_dict(state)
         loaded = set(self.inner.state)
         self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
         for piece in self.pieces():

@@ -24,7 +24,7 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import catalogue, manifest, verify
 from deepseek_zero.checkpoint.catalogue import Entry, Keep
 from deepseek_zero.checkpoint.manifest import Manifest
-from deepseek_zero.checkpoint.verify import read_header
+from deepseek_zero.checkpoint.tensor_file import read_header
 
 RANK_0 = "rank_00000.safetensors"
 TAGS = ["global_step3", "global_step2", "global_step1"]
