@@ -121,14 +121,16 @@ def group_bytes(facts: GroupFacts, moments_per_element: int, states: Sequence[st
     """
     plan, found = facts.plan, dict.fromkeys(STATES, 0)
     moments = plan.moments and replace(plan.moments, dtype=kept_dtype(plan.moments_kept, plan.moments.dtype))
-    rows = {
-        "weight": (plan.weight, 1),
-        "grad": (plan.grad, 1),
-        "master": (None if plan.master_is_weight else plan.master, 1),
-        "moments": (moments, moments_per_element),
-    }
-    for state in states:
-        spec, count = rows[state]
+    rows = (
+        ("weight", plan.weight, 1),
+        ("grad", plan.grad, 1),
+        ("grad", plan.waiting, 1),
+        ("master", None if plan.master_is_weight else plan.master, 1),
+        ("moments", moments, moments_per_element),
+    )
+    for state, spec, count in rows:
+        if state not in states:
+            continue
         nbytes = spec_bytes(spec, facts.padded_numel, facts.ranks)
         if spec is None or spec.tier is Tier.DEVICE:
             found[state] += nbytes * count
@@ -200,7 +202,8 @@ class StepFacts:
     joins_masters: so are split masters, with the help of a smaller buffer.  widens_masters: so are masters that are
     no more than a bf16 weight.  blocks: elements of pieces with 8-bit moments.
     resting: the groups whose moments rest elsewhere and of which this rank has pieces; those count 0 elements in
-    `groups`.
+    `groups`.  undoes: pieces of each unit that may be updated ahead of its step, whose bytes before it are kept within
+    `undo_budget`.
     """
 
     optimizer: str
@@ -213,6 +216,8 @@ class StepFacts:
     resting: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
     widens_masters: bool = False
     blocks: Sequence[tuple[Mapping[str, Any], int]] = ()
+    undoes: Sequence[Sequence[tuple[ShardPlan, Mapping[str, Any], int]]] = ()
+    undo_budget: int = 0
 
     @property
     def moments_bytes(self) -> int:
@@ -221,6 +226,24 @@ class StepFacts:
         own = [row(options).bytes_of(numel, options) for options, sizes in self.groups for numel in sizes]
         powers = [row(options).count(options) * -(-numel // BLOCK) for options, numel in self.blocks]
         return sum(own) + sum(powers)
+
+    @property
+    def undo_bytes(self) -> int:
+        """What updates ahead of their step are undone by: of the first units, as many as fit the budget."""
+        total = 0
+        for pieces in self.undoes:
+            nbytes = sum(self._written_bytes(*piece) for piece in pieces)
+            total += nbytes if total + nbytes <= self.undo_budget else 0
+        return total
+
+    def _written_bytes(self, plan: ShardPlan, options: Mapping[str, Any], numel: int) -> int:
+        """What the update of one piece writes: weight, master and moments."""
+        assert plan.master is not None and plan.moments is not None
+        count = moments_for(self.optimizer, options).count(options)
+        own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
+        moments = kept_dtype(plan.moments_kept, plan.moments.dtype).itemsize * count
+        powers = count * -(-numel // BLOCK) if plan.moments_kept == "8bit" else 0
+        return numel * (plan.weight.dtype.itemsize + own + moments) + powers
 
     def resting_bytes(self) -> Counter[str]:
         """Moments in other memories, by tier: whole slices, in whole pages."""

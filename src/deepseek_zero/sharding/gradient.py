@@ -21,6 +21,7 @@ from .handle import GradAtRest, grad_at_rest
 from .layout import Slot
 from .placement import P, R, S
 from .plan import Spec
+from .waiting import Waiting
 
 NORM_TILE_NUMEL = {"cpu": 1 << 15, "cuda": 1 << 24}
 
@@ -47,7 +48,8 @@ class Gradient:
         self.buffer: FlatBuffer | None = None
         self.arrivals = Arrivals()
         self.is_owed = False  # to an update that has not come to it: a step that is over owns the sum
-        self._squares: float | None = None  # of a shard that went to rest elsewhere
+        self.known_squares: float | None = None  # of this rank's slice; None where it may have changed
+        self.waiting = Waiting(self)  # for the step after its own
         self._at_rest: list[GradAtRest] = []
         self._shown = False
 
@@ -83,14 +85,13 @@ class Gradient:
         if state.partial is not None:
             return state.partial
         if group.plan.grad.placement is P:
-            if self.buffer is None:
-                self.buffer = FlatBuffer.travelling(group.layout, group.plan.grad, group.route, self._what)
+            buffer = self.room()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
-            group.route.comm.settle(self.buffer.storage)
+            group.route.comm.settle(buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
-                state.carry = self._own(self.buffer).clone()
+                state.carry = self._own(buffer).clone()
                 state.reduced = False
-            state.partial = self.buffer
+            state.partial = buffer
         else:
             dtype = self.reduce_dtype or group.plan.weight.dtype
             spec = replace(group.plan.grad, placement=P, dtype=dtype)
@@ -105,6 +106,7 @@ class Gradient:
         """Start adding the ranks' partial gradients up.  Collective; missing members and the padding count as zeros."""
         state, group = self.arrivals, self.group
         assert group.plan.grad is not None
+        self.known_squares = None
         partial = self._open()
         for number, member in enumerate(group.members):
             if number not in state.collected:
@@ -116,9 +118,7 @@ class Gradient:
         state.partial, state.collected = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
-        if self.buffer is None:
-            self.buffer = self._shard(group.plan.grad)
-        pending = move(partial, self.buffer, group.route, what, add=state.reduced)
+        pending = move(partial, self.room(), group.route, what, add=state.reduced)
         state.reduced = True
         return pending.then(lambda: self._finish_shard(partial))
 
@@ -127,11 +127,21 @@ class Gradient:
         self.group.route.pool.give(partial.storage)
         buffer = self.buffer
         if buffer is not None and buffer.extent is not None and buffer.rests_elsewhere:
-            self._squares = sum_of_squares(buffer.storage)
+            self.known_squares = sum_of_squares(buffer.storage)
             buffer.extent.store(0, buffer.memory.numel())
 
-    def _shard(self, spec: Spec) -> FlatBuffer:
-        """This rank's slice of the sum."""
+    def room(self) -> FlatBuffer:
+        """`buffer`, made on its first use."""
+        if self.buffer is None:
+            spec = self.group.plan.grad
+            assert spec is not None
+            is_cut, group = spec.placement is S, self.group
+            travelling = FlatBuffer.travelling
+            self.buffer = self.new_slice(spec) if is_cut else travelling(group.layout, spec, group.route, self._what)
+        return self.buffer
+
+    def new_slice(self, spec: Spec) -> FlatBuffer:
+        """A place for this rank's slice of the sum."""
         layout, route = self.group.layout, self.group.route
         if spec.tier is not Tier.DEVICE or route.pool.device.type != "cpu" or not layout.padded_numel:
             return FlatBuffer.at_rest(layout, spec, route, self._what)
@@ -197,9 +207,10 @@ class Gradient:
         if partial is not None and partial is not self.buffer:
             self.group.route.pool.give(partial.storage)
         self.arrivals = Arrivals()
-        self._squares = None
+        self.known_squares = None
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
         if shard is not None and shard.extent is not None:
+            shard.extent.settle()  # an update made ahead of its step goes with the gradient
             shard.extent.forget(0, shard.memory.numel())
         elif shard is not None and has_pages_to_return(shard.memory):
             give_back(shard.memory)
@@ -227,7 +238,7 @@ class Gradient:
     def of(self, slot: Slot) -> Tensor:
         """This rank's part of one member's reduced gradient, flat: a view."""
         assert self.buffer is not None
-        self._squares = None  # whoever asks may change it
+        self.known_squares = None  # whoever asks may change it
         if self.is_whole:
             return self.buffer.storage[slot.start : slot.stop]
         return self.buffer.owned(slot, self.group.route.comm.rank)
@@ -247,14 +258,14 @@ class Gradient:
         """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
         comm = self.group.route.comm
         sums = [0.0] * comm.size
-        if self._squares is not None:
-            sums[comm.rank] = self._squares
+        if self.known_squares is not None:
+            sums[comm.rank] = self.known_squares
             return sums
         grad = self.reduced()
         if grad is not None and self.is_whole:
             sums = [sum_of_squares(part) for part in grad.chunk(comm.size)]
         elif grad is not None:
-            sums[comm.rank] = sum_of_squares(grad)
+            sums[comm.rank] = self.known_squares = sum_of_squares(grad)
         return sums
 
 

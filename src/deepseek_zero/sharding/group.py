@@ -327,9 +327,10 @@ def before_change(group: FlatGroup) -> None:
 
 
 def resting(group: FlatGroup) -> list[Extent]:
-    """What of its weight, master and gradient rests in other memories."""
+    """What of its weight, master and gradients rests in other memories."""
     buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
     found = [buffer.extent for buffer in buffers if buffer.extent is not None]
+    found += group.gradient.waiting.extents
     return found + (group.master.extents() if group.master is not None else [])
 
 

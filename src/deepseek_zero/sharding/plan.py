@@ -45,6 +45,7 @@ class ShardPlan:
     master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).  The
     moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`, or rounded to
     the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
+    is_delayed: updates come one step late.
     """
 
     weight: Spec
@@ -53,6 +54,7 @@ class ShardPlan:
     moments: Spec | None = None
     master_is_weight: bool = False
     moments_kept: str = "fp32"
+    is_delayed: bool = False
 
     @property
     def master_is_rounded(self) -> bool:
@@ -83,6 +85,13 @@ class ShardPlan:
         tiers = [spec.tier for spec in (self.weight, self.moments) if spec is not None]
         return Tier.DEVICE not in tiers
 
+    @property
+    def waiting(self) -> Spec | None:
+        """The gradient of an earlier step, where its update comes late: this rank's slice, beside the one that is
+        collected.
+        """
+        return replace(self.grad, placement=S) if self.is_delayed and self.grad is not None else None
+
     def lifted(self) -> ShardPlan:
         """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
@@ -94,6 +103,8 @@ class ShardPlan:
         words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
         if self.master_is_split:
             words["master"] = words["master"].replace("int16", "weight+int16")
+        if self.waiting is not None:
+            words["grad"] += f" + {self.waiting}"
         if self.moments_kept != "fp32":
             words["moments"] = words["moments"].replace("float32", self.moments_kept)
         return words
@@ -128,6 +139,7 @@ class PlanSettings:
     ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
     where sharded weights rest.  state_tier: where moments, masters of their own and gradient shards do.  rests: units
     for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
+    delays: updates come one step late.
     """
 
     stage: int = 3
@@ -149,6 +161,7 @@ class PlanSettings:
     state_tier: Tier = Tier.DEVICE
     rests: tuple[Rest, ...] = ()
     device_bytes: int = NO_LIMIT
+    delays: bool = False
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -196,4 +209,4 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
     grad = Spec(P, grad_dtype) if in_place else Spec(S, grad_dtype, tier)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
-    return ShardPlan(weight, grad, master, moments, master_is_weight=is_weight, moments_kept=kept)
+    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delays)

@@ -8,7 +8,7 @@ before the step.  Called by runtime.py.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -31,6 +31,7 @@ class Reducer:
         self.late: set[int] = set()
         self._cursor = 0
         self._in_flight: Unit | None = None
+        self.when_reduced: Callable[[], Callable[[Unit], None] | None] = lambda: None  # weak: set by an optimizer
 
     def set_order(self, backward: Pass) -> None:
         """Reductions follow the backward walk: each unit when it is done, the root at the end."""
@@ -94,9 +95,7 @@ class Reducer:
 
     def wait(self) -> None:
         """Wait for the reduction in flight."""
-        if self._in_flight is not None:
-            self._in_flight.finish_reduce()
-            self._in_flight = None
+        self._tell(self._land())
 
     def settle(self) -> None:
         """Before a step: reduce what any rank collected too late.  Collective."""
@@ -112,10 +111,23 @@ class Reducer:
         self.late.clear()
 
     def _launch(self, unit: Unit) -> Unit:
-        self.wait()
+        landed = self._land()
         unit.start_reduce()
         unit.reduced_in_backward = True
         self._in_flight = unit
+        self._tell(landed)  # when the next one is on its way, since other ranks wait for that
         if not self.overlap:
             self.wait()
         return unit
+
+    def _land(self) -> Unit | None:
+        """Wait for the reduction in flight; whose it was."""
+        landed = self._in_flight
+        if landed is not None:
+            landed.finish_reduce()
+            self._in_flight = None
+        return landed
+
+    def _tell(self, landed: Unit | None) -> None:
+        if landed is not None and (tell := self.when_reduced()) is not None:
+            tell(landed)

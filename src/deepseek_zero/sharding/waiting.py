@@ -1,0 +1,79 @@
+"""A reduced gradient that waits for the step after its own, while that step's gradient is collected: delayed updates.
+
+Two buffers take turns (optim/delay.py says when): what this step has collected goes to wait, what waited comes to where
+an update reads it.  Called by gradient.py's owner, optim and checkpoint through `gradient.waiting`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..tiers.tier import Extent
+from .buffer import FlatBuffer
+from .layout import Slot
+from .placement import S
+
+if TYPE_CHECKING:
+    from .gradient import Gradient
+
+_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
+
+
+class Waiting:
+    """The gradient of one group that waits.  buffer: this rank's slice of it, there from the first use on."""
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.buffer: FlatBuffer | None = None
+        self.is_held = False  # `buffer` has one
+
+    @property
+    def extents(self) -> list[Extent]:
+        """What of it rests in another memory."""
+        return [self.buffer.extent] if self.buffer is not None and self.buffer.extent is not None else []
+
+    def turn(self, *, keep: bool) -> None:
+        """What waited becomes the reduced gradient; what that was waits now (`keep`) or is over."""
+        gradient, comes = self.gradient, self.is_held
+        if not (keep or comes):
+            return
+        theirs, mine = gradient.room(), self._room()
+        if theirs.spec.placement is S:
+            gradient.buffer, self.buffer = mine, theirs
+        else:
+            _change_places(theirs.slice(gradient.group.route.comm.rank), mine.storage)
+        gradient.arrivals.reduced = comes
+        gradient.known_squares = None
+        self.is_held = keep
+        if not keep:
+            self.forget()
+
+    def part(self, low: int, high: int) -> Tensor | None:
+        """Elements [low, high) of it, to be read; None where none waits."""
+        return self.buffer.look(low, high) if self.is_held and self.buffer is not None else None
+
+    def of(self, slot: Slot) -> Tensor:
+        """This rank's part of one member's, flat: a view, which a checkpoint reads or fills."""
+        return self._room().owned(slot, self.gradient.group.route.comm.rank)
+
+    def forget(self) -> None:
+        """What waits never comes to an update."""
+        self.is_held = False
+        for extent in self.extents:
+            extent.forget(0, extent.memory.numel())
+
+    def _room(self) -> FlatBuffer:
+        if self.buffer is None:
+            spec = self.gradient.group.plan.waiting
+            assert spec is not None
+            self.buffer = self.gradient.new_slice(spec)
+        return self.buffer
+
+
+def _change_places(left: Tensor, right: Tensor) -> None:
+    for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
+        held = mine.clone()
+        mine.copy_(yours)
+        yours.copy_(held)
