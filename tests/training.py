@@ -31,7 +31,7 @@ ALL = 10**9  # a window that never closes
 @dataclass(frozen=True)
 class Run:
     """What the truth contract is parametrised over. ahead: stage3_prefetch_bucket_size; fused: take torch's default
-    kernels.  tier: where everything rests that the stage lets rest elsewhere.
+    kernels.  tier: where everything rests that the stage lets rest elsewhere.  updates: keys of offload_optimizer.
     """
 
     stage: int
@@ -49,6 +49,7 @@ class Run:
     master: str = "split"
     tier: str = "none"
     moments: str = "fp32"
+    updates: tuple[tuple[str, Any], ...] = ()
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -68,16 +69,18 @@ class Run:
                 "stage3_prefetch_bucket_size": self.ahead,
                 "reduce_bucket_size": self.bucket,
                 "overlap_comm": self.overlap,
-                **offload(self.tier, states=self.stage >= 1, weights=self.stage == 3),
+                **offload(self.tier, states=self.stage >= 1, weights=self.stage == 3, **dict(self.updates)),
             },
         }
 
 
-def offload(tier: str, *, states: bool = True, weights: bool = True) -> dict[str, Any]:
-    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme")."""
+def offload(tier: str, *, states: bool = True, weights: bool = True, **keys: Any) -> dict[str, Any]:
+    """The keys that put states, weights, or both to rest on a tier ("none", "cpu", "nvme").  keys: of offload_optimizer
+    too.
+    """
     place = {"device": tier, "nvme_path": tempfile.gettempdir()}
     asked = {"offload_optimizer": states, "offload_param": weights}
-    return {name: place for name, is_asked in asked.items() if is_asked}
+    return {name: place | (keys if states and name == "offload_optimizer" else {}) for name in asked if asked[name]}
 
 
 @contextmanager

@@ -160,3 +160,21 @@ def test_the_stages_fall_as_the_table_says() -> None:
     states = ("weight", "grad", "master", "moments")
     halved = [{state for state in states if totals[stage][state] < 0.6 * totals[0][state]} for stage in range(4)]
     assert halved == [set(), {"master", "moments"}, {"grad", "master", "moments"}, set(states)]
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("dtype", "tier", "moments"), [("fp32", "cpu", "fp32"), ("bf16", "nvme", "8bit")])
+@pytest.mark.parametrize(
+    ("stage", "updates"),
+    [
+        (1, (("delayed_update_after", 1),)),
+        (3, (("delayed_update_after", 1),)),
+        (3, (("super_offload", True), ("undo_bytes", 60_000))),
+    ],
+)
+def test_the_prediction_knows_what_waits_and_what_may_be_undone(
+    ranks: int, stage: int, dtype: str, tier: str, moments: str, updates: tuple[tuple[str, Any], ...]
+) -> None:
+    run = Run(stage, dtype, clipping=0.3, optimizer="adamw", tier=tier, moments=moments, updates=updates)
+    assert_prediction_holds(run)

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..comm.collectives import Comm
 from ..optim.piece import Cover, Piece
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, forget_ahead
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.runtime import Runtime
@@ -29,6 +29,7 @@ from .manifest import (
     BUFFER,
     MANIFEST,
     MOMENT,
+    OWED,
     RNG,
     VALUE,
     WEIGHT,
@@ -102,8 +103,10 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         runtime.gatherer.release_all()
         runtime.drop_grads()
         runtime.backwards = 0
-        if contents.optimizer is not None and contents.optimizer.lifter is not None:
-            contents.optimizer.lifter.restore(manifest.lifted)
+        if contents.optimizer is not None:
+            forget_ahead(contents.optimizer)
+            if contents.optimizer.lifter is not None:
+                contents.optimizer.lifter.restore(manifest.lifted)
         together(runtime.comm, f"loading {tag}: slices", lambda: _fill(folder, manifest, plain, contents, settings))
         for unit in runtime.units:
             for group in unit.trained:
@@ -189,6 +192,12 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
         raise CheckpointError(
             f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
         )
+    if manifest.plain["trainer"].get("owed") is not None and optimizer.delay is None:
+        raise CheckpointError(
+            "the checkpoint owes an update that was delayed.",
+            "It was saved with delayed_update_after, which this run does not have.",
+            "set delayed_update_after, save after engine.optimizer.flush(), or load with load_optimizer_states=False.",
+        )
 
 
 def _some(names: list[str]) -> str:
@@ -263,6 +272,7 @@ def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Con
         _fill_buffers(reader, manifest, contents)
         if settings.moments and contents.optimizer is not None:
             _fill_optimizer(reader, manifest, plain["groups"], contents.optimizer)
+            _fill_owed(reader, contents.optimizer)
     return ""
 
 
@@ -314,6 +324,17 @@ def _fill_optimizer(
         found = {number: _piece_state(reader, manifest, piece) for number, piece in pieces}
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
+
+
+def _fill_owed(reader: Reader, optimizer: ShardedOptimizer) -> None:
+    """Gradients whose update comes a step late; whether one is owed is the trainer's to say."""
+    for group in optimizer.runtime.trained_groups:
+        for member in group.members:
+            if reader.has(OWED, member.name):
+                start, stop = group.layout.owned(member.slot, group.route.comm.rank)
+                low, view = start - member.slot.start, group.gradient.waiting.of(member.slot)
+                for at, part in reader.read(OWED, member.name, "", low, max(low, stop - member.slot.start)):
+                    view[at - low : at - low + part.numel()].copy_(part)
 
 
 def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, Any]:

@@ -25,6 +25,7 @@ LATEST, MANIFEST = "latest", "manifest.json"
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
+OWED = "owed"  # a reduced gradient whose update comes a step late
 VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 
@@ -33,7 +34,8 @@ class Chunk:
     """Elements [start, stop) of one state of one parameter or buffer. key: the optimizer's name of a moment, else
     empty.
 
-    A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.
+    A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
+    "owed" is of a gradient whose update comes a step late.
     """
 
     kind: str

@@ -23,7 +23,7 @@ from ..sharding.group import FlatGroup
 from ..sharding.layout import Slot
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
-from .manifest import BUFFER, MOMENT, WEIGHT, WHOLE, Chunk
+from .manifest import BUFFER, MOMENT, OWED, WEIGHT, WHOLE, Chunk
 
 
 @dataclass
@@ -95,6 +95,8 @@ def batches_of(contents: Contents, *, skip_frozen: bool) -> Iterator[Batch]:
         for piece in pieces.get(id(group), ()):
             assert optimizer is not None
             yield _moments(optimizer, piece, recent)
+        if group.trainable:
+            yield _owed(group)
 
 
 def _weights(group: FlatGroup) -> Batch:
@@ -124,6 +126,21 @@ def _weights(group: FlatGroup) -> Batch:
 
 def _read_from(peek: Callable[[int, int], Tensor], place: int, low: int, high: int) -> Tensor:
     return peek(place + low, place + high)
+
+
+def _owed(group: FlatGroup) -> Batch:
+    """This rank's part of a gradient whose update comes a step late."""
+    waiting, rank, batch = group.gradient.waiting, group.route.comm.rank, Batch([])
+    low = group.layout.bounds(rank)[0]
+    for member in group.members if waiting.is_held and waiting.buffer is not None else ():
+        assert waiting.buffer is not None
+        start, stop = group.layout.owned(member.slot, rank)
+        if start < stop:
+            chunk = Chunk(OWED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
+            read = partial(_read_from, waiting.buffer.peek, start - low)
+            batch.origins.append(Origin(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
+            batch.stretches = [Stretch(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
+    return batch
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

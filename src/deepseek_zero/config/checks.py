@@ -47,6 +47,7 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _types(values, autos, problems)
     _tiers(values, problems)
     _vertical(values, problems)
+    _schedules(values, problems)
     _parking(values, problems)
     _packages(values, problems)
     _not_built(Config, values, "", None, problems)
@@ -167,6 +168,27 @@ def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
     if isinstance(samples, int) and count > 0 and samples % count:
         what = f"does not divide train_micro_batch_size_per_gpu = {samples}, the batch that it cuts"
         problems.add(key, what, f"make that a multiple of {count}", count)
+
+
+def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
+    """Updates ahead of their step, or a step late, need states that rest elsewhere and plans that stay."""
+    zero, section = "zero_optimization", "zero_optimization.offload_optimizer"
+    places = {
+        name: lookup(values, f"{zero}.{name}.device") or "none" for name in ("offload_optimizer", "offload_param")
+    }
+    needs = {"super_offload": ("offload_optimizer", "offload_param"), "delayed_update_after": ("offload_optimizer",)}
+    for name, needed in needs.items():
+        key, value = f"{section}.{name}", lookup(values, f"{section}.{name}")
+        if value is None or value is False:
+            continue
+        if any(places[place] == "none" for place in needed):
+            fix = f'write "device": "cpu" or "nvme" in {" and ".join(needed)}, or remove it'
+            problems.add(key, "is for states that rest in another memory", fix, value)
+        if values.get("precision") == "auto":
+            fix = "name the precision, or remove it"
+            problems.add(key, "contradicts precision auto, which may change a unit's plan at a step's end", fix, value)
+        if name == "super_offload" and lookup(values, f"{section}.pipeline") is False:
+            problems.add(key, "contradicts pipeline = false, which updates in the step", "remove one of the two", value)
 
 
 def _parking(values: Mapping[str, Any], problems: Problems) -> None:

@@ -11,6 +11,11 @@ Device = Literal["none", "cpu", "nvme", "auto"]
 
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
+_AHEAD = {
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
+}
 _PLACE = "it is where, not what; without it device nvme is an error"
 _WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
 _PIN = "it says how memory is held, not what is in it; only a GPU's copies care"
@@ -75,7 +80,28 @@ class OffloadOptimizer(Section):
         ge=0,
         le=1,
     )
-    super_offload: bool = later(False, "Update on the host speculatively, before the norm is known.", example=True)
+    super_offload: bool = effective(
+        False,
+        "Update units in backward, before the norm is known, and undo that where it was wrong; the same bits.",
+        example=True,
+        needs=_AHEAD,
+    )
+    undo_bytes: int = effective(
+        1 << 30,
+        "Ours. Memory of a rank for what such updates have overwritten; units beyond it wait for the next forward.",
+        unit="bytes",
+        example=1_000_000,
+        needs={**_AHEAD, "zero_optimization.offload_optimizer.super_offload": True},
+        ge=0,
+    )
+    delayed_update_after: int | None = effective(
+        None,
+        "Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed update); other bits.",
+        unit="steps",
+        example=2,
+        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
+        ge=0,
+    )
     cpuadam_cores_perc: float = accepted(
         0.8, "Share of the cores that update on the host.", "torch's own number of threads holds", gt=0, le=1
     )

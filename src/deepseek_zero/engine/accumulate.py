@@ -57,13 +57,16 @@ def _accumulate(engine: Engine, accumulation: int) -> None:
     engine.micro_steps = engine.global_steps * accumulation
     runtime, policy, scaler = engine.runtime, engine.runtime.settings.policy, engine.parts.scaler
     runtime.settings = replace(runtime.settings, accumulation=accumulation)
+    if engine.optimizer is not None:
+        engine.optimizer.flush()
+        engine.optimizer.finish()  # gradients of another dtype are to come
     runtime.drop_grads()
     for group in runtime.trained_groups:
         assert group.plan.grad is not None
         dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
         if dtype != group.plan.grad.dtype:
             group.plan = replace(group.plan, grad=replace(group.plan.grad, dtype=dtype))
-            group.gradient.buffer = None
+            group.gradient.buffer = group.gradient.waiting.buffer = None
     factor = 1.0 / accumulation
     needed = scaler is not None or factor != 1.0
     runtime.output_factor = (lambda: factor * (scaler.scale if scaler is not None else 1.0)) if needed else None

@@ -155,6 +155,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         weight_tier=TIERS[zero.offload_param.device],
         state_tier=TIERS[zero.offload_optimizer.device],
         device_bytes=device_bytes_of(config),
+        delays=zero.offload_optimizer.delayed_update_after is not None,
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),
@@ -188,6 +189,9 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
         max_norm=config.gradient_clipping,
         tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
         pipelined=offload.pipeline,
+        speculates=offload.super_offload,
+        undo_bytes=offload.undo_bytes,
+        delay_after=offload.delayed_update_after,
         flow=FlowSettings(
             ahead=offload.buffer_count // 2 if offload.pipeline_read else 0,
             behind=-(-offload.buffer_count // 2) if offload.pipeline_write else 0,

@@ -195,7 +195,8 @@ class Engine(nn.Module):
             settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
         moved = what_moved(links_of(self.runtime.route.tiers, comm.meter))
-        return where_steps_went(comm.meter, advice) + moved
+        early = self.optimizer.early if self.optimizer is not None else None
+        return where_steps_went(comm.meter, advice) + moved + (early.explain() if early is not None else [])
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:

@@ -14,6 +14,7 @@ from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.picture import UnitPlace, place_of
 from ..report.volume import StepVolume, step_volume
 from ..sharding.group import FlatGroup, resting
+from ..sharding.plan import ShardPlan
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent
 
@@ -35,7 +36,7 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
     return StepFacts(
         type(optimizer.inner).__name__,
         groups,
-        [[sum(piece.numel for _, piece in bundle) for bundle in run] for run in optimizer.bundles],
+        [[sum(piece.numel for _, piece in bundle) for bundle in run] for run in optimizer.work.runs],
         optimizer.settings.tile_numel,
         casts_grads=scales or any(map(grad_is_cast, plans)),
         joins_masters=any(plan.master_is_split for plan in plans),
@@ -48,7 +49,16 @@ def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
             for piece in pieces
             if piece.group.plan.moments_kept == "8bit"
         ],
+        undoes=_undoes(optimizer),
+        undo_budget=optimizer.settings.undo_bytes,
     )
+
+
+def _undoes(optimizer: ShardedOptimizer) -> list[list[tuple[ShardPlan, dict[str, Any], int]]]:
+    """The pieces of each unit that may be updated ahead of its step."""
+    units = optimizer.early.units.values() if optimizer.early is not None else ()
+    groups = optimizer.param_groups
+    return [[(piece.group.plan, groups[at], piece.numel) for tile in tiles for at, piece in tile] for tiles in units]
 
 
 def _resting(optimizer: ShardedOptimizer) -> list[tuple[GroupFacts, dict[str, Any]]]:
@@ -79,13 +89,14 @@ def unit_places(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Un
 def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
     """Bytes of this rank between training steps, by state, from plans, layouts and schedule alone.
 
-    buffers: what the pool keeps, and the optimizer's scratch.  module_buffers: the model's own, whole on each rank.
+    buffers: what the pool keeps, the optimizer's scratch, and what undoes updates ahead of their step.  module_buffers:
+    the model's own, whole on each rank.
     """
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
     in_place = runtime.comm.reads_in_place
     lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device.type, in_place)
-    predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes if step is not None else 0)
+    predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes + step.undo_bytes if step is not None else 0)
     if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
         predicted["module_buffers"] = registered
     return predicted
@@ -120,7 +131,7 @@ def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Ext
 def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:
     """Every tensor this engine holds, by state; a storage that stands under two states is counted under the first."""
     groups = runtime.groups
-    gradients = [group.gradient.buffer for group in groups]
+    gradients = [buffer for group in groups for buffer in (group.gradient.buffer, group.gradient.waiting.buffer)]
     masters = [group.master for group in groups]
     pools = {id(group.route.pool): group.route.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]

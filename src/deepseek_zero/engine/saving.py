@@ -18,7 +18,7 @@ from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all,
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.deepspeed_save import save_deepspeed
-from ..checkpoint.load import Loaded, LoadSettings, load
+from ..checkpoint.load import KEPT_OPTIONS, Loaded, LoadSettings, load
 from ..checkpoint.manifest import together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
@@ -80,6 +80,8 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
         log_once("saved between two micro-batches of one step: the gradients summed so far are not in the checkpoint.")
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
+    delay = engine.optimizer.delay if engine.optimizer is not None else None
+    trainer["owed"] = delay.state_dict() if delay is not None else None
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
@@ -136,9 +138,19 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
+        if engine.optimizer.delay is not None:
+            engine.optimizer.delay.load_state_dict(_without_kept(saved.get("owed")))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if hasattr(engine.training_dataloader, "load_state_dict") and saved["data"] is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
+
+
+def _without_kept(owed: dict[str, Any] | None) -> dict[str, Any] | None:
+    """How to compute is the running program's to say, also for an update that a checkpoint owes."""
+    if owed is None:
+        return None
+    hypers = [{key: value for key, value in group.items() if key not in KEPT_OPTIONS} for group in owed["hypers"]]
+    return {**owed, "hypers": hypers}

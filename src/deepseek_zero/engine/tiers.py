@@ -35,7 +35,8 @@ WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, nee
 class PlacementSettings:
     """What is left open.  device, host, disk: bytes of one rank; None: what is free, shared by the ranks of a host.
 
-    ratio: share of the states that goes where `offload_optimizer` says.
+    ratio: share of the states that goes where `offload_optimizer` says.  undo_bytes: of the device, for what undoes
+    updates ahead of their step.
     """
 
     chooses_weights: bool = False
@@ -45,6 +46,7 @@ class PlacementSettings:
     disk: int | None = None
     path: Path | None = None
     ratio: float = 1.0
+    undo_bytes: int = 0
 
 
 def placement_settings_of(config: Config) -> PlacementSettings:
@@ -58,7 +60,14 @@ def placement_settings_of(config: Config) -> PlacementSettings:
         disk=budget.disk,
         path=Path(path) if path else None,
         ratio=zero.offload_optimizer.ratio,
+        undo_bytes=zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0,
     )
+
+
+def updates_ahead(config: Config) -> bool:
+    """Whether some units are updated in backward, ahead of their step."""
+    offload = config.zero_optimization.offload_optimizer
+    return offload.super_offload or offload.delayed_update_after is not None
 
 
 def with_places(
@@ -72,7 +81,7 @@ def with_places(
             for tier in {*choices.weights, *choices.states}
         }
         moments = moments_for(optimizer, {}).per_element if optimizer is not None else 0
-        budgets = _budgets(wish, comm, _working_bytes(units, settings, comm, optimizer))
+        budgets = _budgets(wish, comm, _working_bytes(units, settings, comm, optimizer) + wish.undo_bytes)
         rests = together(comm, "placing states", lambda: place(units, choices, budgets, moments))
         log_once(f"placement: {told(rests)}")
         return replace(settings, rests=rests)

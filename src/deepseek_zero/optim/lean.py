@@ -1,7 +1,7 @@
 """torch's optimizers without torch's compiler, which they import at their first use: a second, and 70 MB per rank.
 
-Their `add_param_group`, `load_state_dict` and `step` carry marks for torch.compile.  A sharded optimizer is not compiled, so it calls
-what is under the marks.  Called by sharded.py.
+Their `add_param_group`, `load_state_dict` and `step` carry marks for torch.compile.  A sharded optimizer is not
+compiled, so it calls what is under the marks.  Called by sharded.py.
 """
 
 from __future__ import annotations

@@ -65,6 +65,14 @@ class Moments:
         for name in self._names.get(id(piece.group), ()):
             yield Stretch(self._found[id(piece.group), name].extent, piece.start, piece.stop)
 
+    def held(self, piece: Piece) -> Iterator[tuple[Stretch, Tensor | None]]:
+        """Each moment that the optimizer has of a piece: its place, and the powers of its blocks."""
+        state = self._inner.state.get(piece.param, {})
+        for name in self._names.get(id(piece.group), ()):
+            if name in state:
+                moment = self._found[id(piece.group), name]
+                yield Stretch(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
+
     def show(self, piece: Piece, *, working: bool = True) -> None:
         """Let the optimizer see a piece's moments.  working: for one tile's update, in what tiles share."""
         if piece.param not in self._inner.state:

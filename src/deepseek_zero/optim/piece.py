@@ -6,7 +6,7 @@ Called by sharded.py, which steps over them, and update.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,17 +50,20 @@ class Piece:
     def rank(self) -> int:
         return self.group.route.comm.rank
 
-    def grad(self) -> Tensor | None:
-        part = self.group.gradient.part(self.start, self.stop)
+    def grad(self, *, waiting: bool = False) -> Tensor | None:
+        """Of the step that is over, or the one that is `waiting` for a later update."""
+        gradient = self.group.gradient
+        part = (gradient.waiting if waiting else gradient).part(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
-    def stretches(self) -> Iterator[Stretch]:
+    def stretches(self, *, waiting: bool = False) -> Iterator[Stretch]:
         """What of master, weight and gradient rests in other memories and its update needs."""
         for extent in self.master.extents():
             yield Stretch(extent, self.start, self.stop)
-        gradient = self.group.gradient.buffer
-        if gradient is not None and gradient.extent is not None:
-            yield Stretch(gradient.extent, self.start, self.stop, changes=False)
+        gradient = self.group.gradient
+        buffer = gradient.waiting.buffer if waiting else gradient.buffer
+        if buffer is not None and buffer.extent is not None:
+            yield Stretch(buffer.extent, self.start, self.stop, changes=False)
 
     def covers(self) -> Iterator[Cover]:
         """What it covers, parameter by parameter."""
@@ -117,6 +120,7 @@ class Cover:
 
 
 Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
+EVERY_UNIT = -1
 
 
 def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:
@@ -143,6 +147,36 @@ def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
             tiles[-1].append((number, piece))
             filled += piece.numel
     return [tile for tile in tiles if tile]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The tiles of an optimizer.  now: what a step updates before it is over.  later: what may be updated at other
+    times, by number of the unit (all under EVERY_UNIT where nobody asks).  runs: the bundles that tiles were made of.
+    """
+
+    runs: list[list[Tile]]
+    now: list[Tile]
+    later: dict[int, list[Tile]]
+
+    @property
+    def fullest(self) -> int:
+        """Elements of the fullest tile."""
+        tiles = [*self.now, *(tile for tiles in self.later.values() for tile in tiles)]
+        return max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
+
+
+def work_of(bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int] | None, *, may_wait: bool) -> Work:
+    """numbers: of each group's unit, by id of the group; None: tiles may reach from one unit into the next."""
+    now, later = list[Tile](), dict[int, list[Tile]]()
+    for bundle in bundles:
+        if may_wait and all(piece.group.plan.updates_later for _, piece in bundle):
+            unit = EVERY_UNIT if numbers is None else numbers[id(bundle[0][1].group)]
+            later.setdefault(unit, []).append(bundle)
+        else:
+            now.append(bundle)
+    tiles = {unit: tiles_of(mine, tile_numel) for unit, mine in later.items()}
+    return Work([now, *later.values()], tiles_of(now, tile_numel), tiles)
 
 
 @dataclass(frozen=True)

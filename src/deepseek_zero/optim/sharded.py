@@ -27,13 +27,15 @@ from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Tier
 from .clip import Verdict, agree_on_norm, clip_factor
+from .delay import Delay
+from .early import Early, Foresight, refusal, works_by_piece
 from .flow import FlowSettings
 from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
-from .piece import Piece, Span, bundles_of, spans_of, tiles_of
+from .piece import Piece, Span, Tile, Work, bundles_of, spans_of, work_of
 from .scratch import Scratch
-from .update import Updater
+from .update import Decision, Updater, hypers_of
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
 # and the call itself is a few per cent of its time.
@@ -45,7 +47,9 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 @dataclass(frozen=True)
 class StepSettings:
     """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size).  pipelined: weights that
-    rest elsewhere are updated when the next forward comes to them.
+    rest elsewhere are updated when the next forward comes to them.  speculates: some of them in backward, before the
+    verdict.  undo_bytes: for what may have to be undone.  delay_after: updates come a step late after so many; None:
+    never.
     """
 
     max_norm: float = 0.0
@@ -55,6 +59,9 @@ class StepSettings:
     keep_grads: bool = False
     flow: FlowSettings = field(default_factory=FlowSettings)
     pipelined: bool = True
+    speculates: bool = False
+    undo_bytes: int = 0
+    delay_after: int | None = None
     lift: bool = False  # precision "auto"
 
 
@@ -91,17 +98,16 @@ class ShardedOptimizer(Optimizer):
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.names_by_group = [trained_names(group["params"]) for group in groups]
         bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
-        may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
-        waits = [may_wait and all(piece.group.plan.updates_later for _, piece in bundle) for bundle in bundles]
-        self.bundles = [[b for b, waiting in zip(bundles, waits, strict=True) if waiting is it] for it in (False, True)]
-        self._now, self._later = (tiles_of(each, settings.tile_numel) for each in self.bundles)
-        tiles = [*self._now, *self._later]
-        self.scratch.numel = max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
+        self.work = _work_of(runtime, bundles, settings)
+        self.scratch.numel = self.work.fullest
         slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
+        late = settings.delay_after
+        self.delay = Delay(runtime.trained_groups, late) if late is not None else None
+        self.early = _early_of(self)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
@@ -120,7 +126,7 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        self.updater.finish()
+        self.finish()
         for piece in self.pieces():
             before_change(piece.group)  # whoever asks may change it
             self.moments.show(piece, working=False)
@@ -207,8 +213,9 @@ class ShardedOptimizer(Optimizer):
             verdict = agree_on_norm(groups, runtime.comm, word)
             scale = self.loss_scale
             skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
-            if not skip:
-                self._update(clip_factor(verdict.norm / scale, self.settings.max_norm) / scale)
+            factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
+            hypers = hypers_of(self.inner) if self.delay is not None or self.early is not None else None
+            self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             self.overflow = skip
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
@@ -216,14 +223,46 @@ class ShardedOptimizer(Optimizer):
         if self.scaler is not None and lifted is None:
             self.scaler.update(skip)
 
-    def _update(self, factor: float) -> None:
-        self.updater.updates += 1
-        self.updater.run(self._now, factor)
+    def _conclude(self, made: Decision | None) -> None:
+        """Carry out what this step, or where updates are delayed the step before, has made of its gradients."""
+        delays = self.delay is not None and self.delay.is_on(self.updater.updates)
+        due = self.delay.owed if self.delay is not None and delays else made
+        done = self.early.keep(due) if self.early is not None else frozenset[int]()
+        if made is not None:
+            self.updater.updates = made.number
+        if self.delay is not None and delays:
+            self.delay.turn(made)
+        if due is None:
+            return
+        self.updater.run(self.work.now, due)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
-        self.updater.defer(self._later, factor)
+        later = [tile for unit, tiles in self.work.later.items() if unit not in done for tile in tiles]
+        self.updater.defer(later, due)
+
+    def finish(self) -> None:
+        """Have every state be what the last step made it: what waits is updated, what came ahead undone."""
+        self.updater.finish()
+        if self.early is not None:
+            self.early.undo()
+
+    def flush(self) -> None:
+        """Carry out now what a delayed update owes, if it does; between two steps.  Collective."""
+        if self.delay is None or self.delay.owed is None:
+            return
+        if self.runtime.backwards:
+            raise UsageError(
+                "flush was called between a backward and its step.",
+                "The gradient that is owed would take the place of the one collected so far.",
+                "call it after step().",
+            )
+        self.finish()
+        with torch.no_grad(), telling(self.runtime.comm):
+            self.runtime.comm.fence("flush")  # nobody computes with the weights any more
+            self._conclude(None)
+            self.runtime.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients; local."""
@@ -231,14 +270,16 @@ class ShardedOptimizer(Optimizer):
         self.runtime.backwards = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter."""
+        """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter, and have what a
+        delayed update owes.
+        """
         self.state  # noqa: B018 - brings what rests elsewhere
         scaler = self.scaler.state_dict() if self.scaler else None
         return {"inner": self.inner.state_dict(), "scaler": scaler, "updates": self.updater.updates}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
-        self.updater.finish()
+        forget_ahead(self)
         self.updater.updates = int(state["updates"])
         self.forget_states()
         self.load_inner(state["inner"])
@@ -263,6 +304,45 @@ class ShardedOptimizer(Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
+
+
+def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> Work:
+    """Unit by unit where some are updated in backward."""
+    may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
+    by_unit = settings.speculates or settings.delay_after is not None
+    numbers = {id(group): unit.number for unit in runtime.units for group in unit.groups}
+    return work_of(bundles, settings.tile_numel, numbers if by_unit else None, may_wait=may_wait)
+
+
+def _early_of(optimizer: ShardedOptimizer) -> Early | None:
+    """What updates in backward: every unit but the root, whose gradient is the last there is."""
+    settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.work
+    if not (settings.speculates or settings.delay_after is not None):
+        return None
+    if settings.keep_grads:
+        raise UsageError(
+            "super_offload and delayed_update_after cannot be used with ZeroOptimizer.",
+            "It keeps gradients until zero_grad(), and with them a step may be repeated: updates have no other time.",
+            "use initialize() and engine.step(), or leave both keys out.",
+        )
+    if not works_by_piece(optimizer.inner):
+        if settings.speculates:
+            raise refusal(optimizer.inner)
+        return None
+    foresight = Foresight(optimizer.updater, optimizer.delay, optimizer.scaler, settings.speculates)
+    units = {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
+    early = Early(runtime, optimizer.updater, units, settings.undo_bytes, foresight)
+    runtime.reducer.when_reduced = weakref.WeakMethod(early.unit_is_over)
+    return early
+
+
+def forget_ahead(optimizer: ShardedOptimizer) -> None:
+    """Let nothing wait, have come ahead, or be owed: other states are about to come."""
+    optimizer.updater.finish()
+    if optimizer.early is not None:
+        optimizer.early.keep(None)
+    if optimizer.delay is not None:
+        optimizer.delay.forget()
 
 
 def home_of(runtime: Runtime) -> torch.device:

@@ -3,13 +3,15 @@
 A step that has its verdict (norm, overflow) may leave the update of weights that rest elsewhere for later: the next
 forward asks for them unit by unit, in the tiles' order, so that states travel while units compute.  Whoever asks for
 an element gets it updated, so no result changes; `finish` is for those who ask for everything.  The step's
-hyper-parameters and gradients are kept until then.  Called by sharded.py.
+hyper-parameters and gradients are kept until then.  Called by sharded.py and early.py.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,6 +33,41 @@ from .scratch import Scratch
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 
 
+@dataclass(frozen=True)
+class Decision:
+    """What a step made of its gradients.  factor: they are multiplied by it.  number: of the update; what chance is a
+    function of.  hypers: that hold for it; None: those in force.  is_waiting: the gradients are those that wait.
+    """
+
+    factor: float
+    number: int
+    hypers: Hypers | None = None
+    is_waiting: bool = False
+
+    def agrees(self, other: Decision) -> bool:
+        """Whether both lead to the same bits."""
+        return (self.factor, self.number) == (other.factor, other.number) and _same(self.hypers, other.hypers)
+
+
+def hypers_of(optimizer: Optimizer) -> Hypers:
+    """The hyper-parameters in force, as nobody can change them any more."""
+    return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+
+
+def _own(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    if isinstance(left, Tensor) or isinstance(right, Tensor):
+        return isinstance(left, Tensor) and isinstance(right, Tensor) and torch.equal(left, right)
+    return type(left) is type(right) and bool(left == right)
+
+
 class Updater:
     """Runs the inner optimizer over tiles."""
 
@@ -41,16 +78,17 @@ class Updater:
         self.clock = clock
         self._coming: Flow[Tile] = Flow((), self._touched, settings)
         self._left: Counter[FlatGroup] = Counter()  # tiles of each group that wait
-        self._factor, self._hypers = 1.0, Hypers()
+        self._decision = Decision(1.0, 0)
         self._is_busy = self._ended_halfway = False
-        self.updates = 0  # so far; what chance is a function of
+        self.updates = 0  # decided so far
+        self.has_run = False  # so the optimizer has made its states
 
-    def run(self, tiles: Sequence[Tile], factor: float) -> None:
+    def run(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update these now."""
         flow, done = Flow(tiles, self._touched, self.settings), 0
         try:
             while (tile := flow.take()) is not None:
-                self._update(tile, factor, None)
+                self._update(tile, decision)
                 flow.give(tile)
                 done += 1
         except Exception:
@@ -59,19 +97,43 @@ class Updater:
             self._ended_halfway = done > 0 or in_place
             raise
 
-    def defer(self, tiles: Sequence[Tile], factor: float) -> None:
+    def defer(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update these when they are asked for."""
         if not tiles:
             return
-        self._coming, self._factor = Flow(tiles, self._touched, self.settings), factor
-        self._hypers = [
-            {key: value for key, value in group.items() if key != "params"} for group in self.inner.param_groups
-        ]
+        self._coming, self.has_run = Flow(tiles, self._touched, self.settings), True
+        self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
         self._left = Counter(piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values())
         for group in self._left:
             group.gradient.is_owed = True
             for extent in resting(group):
                 extent.due = Due(partial(self._catch_up, group), self.finish)
+
+    def ahead(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[Piece], None]) -> None:
+        """Update these before their step is over; `note` is shown each piece first."""
+        flow = Flow(tiles, partial(self._touched, waiting=decision.is_waiting), self.settings)
+        with self.halfway():
+            while (tile := flow.take()) is not None:
+                for _, piece in tile:
+                    note(piece)
+                self._update(tile, decision)
+                flow.give(tile)
+
+    @contextmanager
+    def halfway(self) -> Iterator[None]:
+        """A block after which, if it raises, some states have taken a step and some have not."""
+        before, already = self.clock.enter("optimizer"), self._ended_halfway
+        self._ended_halfway = True
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
+            self._ended_halfway = already
+        finally:
+            self.clock.enter(before)
+
+    def waits(self, group: FlatGroup) -> bool:
+        """Whether a step that is over has not come to all of this group."""
+        return bool(self._left[group])
 
     def finish(self) -> None:
         """Update everything that waits.  UsageError after an update that failed."""
@@ -94,19 +156,12 @@ class Updater:
             self._update_next()
 
     def _update_next(self) -> bool:
-        before = self.clock.enter("optimizer")
-        self._ended_halfway = True
-        try:
+        with self.halfway():
             tile = self._coming.take()
             if tile is None:
-                self._ended_halfway = False
                 return False
-            with torch.inference_mode(False), torch.no_grad():
-                self._update(tile, self._factor, self._hypers)
+            self._update(tile, self._decision)
             self._coming.give(tile)
-            self._ended_halfway = False
-        finally:
-            self.clock.enter(before)
         for group in {piece.group for _, piece in tile}:
             self._left[group] -= 1
             if not self._left[group]:
@@ -116,23 +171,23 @@ class Updater:
                 group.gradient.drop()
         return True
 
-    def _touched(self, tile: Tile) -> Iterator[Stretch]:
+    def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Stretch]:
         for _, piece in tile:
-            yield from piece.stretches()
+            yield from piece.stretches(waiting=waiting)
             yield from self.moments.stretches(piece)
 
-    def _update(self, tile: Tile, factor: float, hypers: Hypers | None) -> None:
-        shown, chance = list[Piece](), Chance(self.updates)
+    def _update(self, tile: Tile, decision: Decision) -> None:
+        shown, chance = list[Piece](), Chance(decision.number)
         self._is_busy, done = True, False
         try:
             for _, piece in tile:
-                if (grad := piece.grad()) is not None:
+                if (grad := piece.grad(waiting=decision.is_waiting)) is not None:
                     before_change(piece.group)
                     piece.show(self.scratch)
                     self.moments.show(piece)
                     shown.append(piece)
-                    piece.param.grad = self._scaled(piece, grad, factor)
-            self._step_inner(tile, hypers)
+                    piece.param.grad = self._scaled(piece, grad, decision.factor)
+            self._step_inner(tile, decision.hypers)
             done = True
         finally:
             for piece in shown:

@@ -282,7 +282,6 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "given, key",
     [
-        (zero(offload_optimizer={"super_offload": True}), "zero_optimization.offload_optimizer.super_offload"),
         (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         ({"pp_degree": 2}, "pp_degree"),

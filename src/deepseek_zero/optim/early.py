@@ -1,0 +1,186 @@
+"""Updates in backward: a unit steps when its gradient has been added up, while backward goes on to earlier units.
+
+Two steps make use of it.  A speculative one updates with the factor that holds if there is neither clipping nor
+overflow, before the norm is known; a delayed one (delay.py) with the gradient of the step before, which has been
+decided.  Either is undone, bit by bit, where it turns out wrong, and whenever somebody looks at what it has changed
+before the step is over: nobody ever sees it.  It is for units whose weights and states all rest in other memories, so
+that every look passes an extent (tiers/tier.py), which asks here first.  Called by sharded.py and, in backward, by the
+reducer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..precision.loss_scale import LossScaler
+from ..sharding.forward import Phase
+from ..sharding.group import FlatGroup, resting
+from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
+from ..tiers.tier import Due, Extent
+from .delay import Delay
+from .piece import Tile
+from .undo import UndoLog
+from .update import Decision, Updater, hypers_of
+
+# Of torch's and ours: their step over one piece reads and writes nothing but that piece, its entry in `state` and
+# hyper-parameters that stay as they are.
+BY_PIECE = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split())
+
+
+@dataclass
+class Tally:
+    """updated: units, in backward.  undone: of these."""
+
+    updated: int = 0
+    undone: int = 0
+
+
+@dataclass(frozen=True)
+class Foresight:
+    """What holds for an update in the backward under way.  speculates: if the step is neither clipped nor skipped."""
+
+    updater: Updater
+    delay: Delay | None
+    scaler: LossScaler | None
+    speculates: bool
+
+    def look(self) -> Decision | None:
+        """None if nothing is to be done in this backward."""
+        updater, delay = self.updater, self.delay
+        if not updater.has_run:  # the states that the log must have room for are not there yet
+            return None
+        if delay is not None and delay.is_on(updater.updates):
+            return replace(delay.owed, is_waiting=True) if delay.owed is not None else None
+        if not self.speculates:
+            return None
+        scale = self.scaler.scale if self.scaler is not None else 1.0
+        return Decision(1.0 / scale, updater.updates + 1, hypers_of(updater.inner))
+
+
+class Early:
+    """What one optimizer has updated ahead of its step.
+
+    units: the tiles of each unit that may be, by number, the first units first.  budget: bytes of the log.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        updater: Updater,
+        units: Mapping[int, Sequence[Tile]],
+        budget: int,
+        foresight: Foresight,
+    ) -> None:
+        self.runtime, self.updater, self.foresight = runtime, updater, foresight
+        self.units, self.budget = units, budget
+        self.log = UndoLog(updater.inner, updater.moments, updater.scratch)
+        self.tally = Tally()
+        self._chosen: frozenset[int] | None = None
+        self._decision: Decision | None = None
+        self._done: dict[int, list[FlatGroup]] = {}
+        self._is_off = False  # somebody looked: not again before the next step
+
+    def unit_is_over(self, unit: Unit) -> None:
+        """Every rank has given its gradients of this unit, and the sum is here."""
+        if unit.number not in self.units or self._is_off or unit.number in self._done:
+            return
+        if self.runtime.phase is not Phase.BACKWARD or not self.runtime.is_boundary:
+            return
+        if self._decision is None:
+            self._decision = self.foresight.look()
+        if self._decision is None or unit.number not in self.chosen():
+            return
+        tiles = self.units[unit.number]
+        groups = list({piece.group: None for tile in tiles for _, piece in tile})
+        if any(self.updater.waits(group) for group in groups):
+            return
+        sums = [square for group in groups for square in group.gradient.squares()]  # which the step need not look for
+        if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
+            return
+        self.updater.ahead(tiles, self._decision, self.log.note)
+        self._done[unit.number] = groups
+        self.tally.updated += 1
+        for extent in _extents(groups):
+            extent.due = Due(self.undo, self.undo)
+
+    def chosen(self) -> frozenset[int]:
+        """The units whose bytes before the update fit the budget together, the first ones first.
+
+        Theirs are the gradients that backward makes last, when most activations are gone and their room is free for the
+        log; and the next forward needs them first, when nothing is there yet to hide their update behind.  The others
+        are updated when that forward comes to them.
+        """
+        if self._chosen is None:
+            found, total = set(), 0
+            for number, tiles in self.units.items():
+                nbytes = sum(self.log.bytes_of(piece) for tile in tiles for _, piece in tile)
+                if total + nbytes <= self.budget:
+                    total += nbytes
+                    found.add(number)
+            self.log.reserve(total)
+            self._chosen = frozenset(found)
+        return self._chosen
+
+    def keep(self, decided: Decision | None) -> frozenset[int]:
+        """At the step: the units whose update is what it has decided; the others' is undone.  None: nothing is
+        updated.
+        """
+        if self._decision is None or decided is None or not self._decision.agrees(decided):
+            self.undo()
+        stands = frozenset(self._done)
+        self._close()
+        self._decision, self._is_off = None, False
+        return stands
+
+    def undo(self) -> None:
+        """Bring everything back that was updated ahead of its step."""
+        if not self._done:
+            return
+        self._is_off = True
+        self.tally.undone += len(self._done)
+        self._unwatch()
+        with self.updater.halfway():
+            self.log.undo()
+        self._close()
+
+    def explain(self) -> list[str]:
+        """What `engine.explain` says of it."""
+        if not self.units:
+            return ["updates in backward: none, since no unit but the root has all its states in another memory"]
+        fit = len(self._chosen) if self._chosen is not None else "some"
+        tally = f"{self.tally.updated} updates, {self.tally.undone} of them undone"
+        return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {tally}"]
+
+    def _unwatch(self) -> None:
+        for extent in _extents(group for groups in self._done.values() for group in groups):
+            extent.due = None
+
+    def _close(self) -> None:
+        self._unwatch()
+        self._done = {}
+        self.log.clear()
+
+
+def _extents(groups: Iterable[FlatGroup]) -> Iterable[Extent]:
+    return (extent for group in groups for extent in resting(group))
+
+
+def works_by_piece(optimizer: Optimizer) -> bool:
+    """Whether an update of one piece can be undone without the others: classes that are known to keep to it."""
+    cls = type(optimizer)
+    is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
+    return is_known and cls.__name__ in BY_PIECE
+
+
+def refusal(optimizer: Optimizer) -> UsageError:
+    return UsageError(
+        f"super_offload cannot be used with {type(optimizer).__name__}.",
+        "Its step may change more than one piece's state, which could then not be undone by itself.",
+        f"use one of {', '.join(sorted(BY_PIECE))}, or leave super_offload out.",
+    )
