@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..comm.collectives import Comm
 from ..optim.piece import Cover, Piece
-from ..optim.sharded import ShardedOptimizer, forget_ahead
+from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.runtime import Runtime
@@ -318,7 +318,7 @@ def _fill_optimizer(
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    optimizer.forget_states()
+    forget_states(optimizer)
     numbered = sorted(enumerate(optimizer.pieces()), key=lambda item: id(item[1].group))
     for _, pieces in groupby(numbered, key=lambda item: id(item[1].group)):
         found = {number: _piece_state(reader, manifest, piece) for number, piece in pieces}

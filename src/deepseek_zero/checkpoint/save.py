@@ -134,7 +134,7 @@ class Saving:
 
     def _states(self) -> Iterator[Batch]:
         if self.contents.optimizer is not None:
-            self.contents.optimizer.updater.finish()
+            self.contents.optimizer.finish()
         return batches_of(self.contents, skip_frozen=self.settings.exclude_frozen)
 
     def _index(self) -> str:

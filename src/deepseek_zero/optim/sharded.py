@@ -281,15 +281,10 @@ class ShardedOptimizer(Optimizer):
         """What `state_dict` of the same rank, world size and stage returned."""
         forget_ahead(self)
         self.updater.updates = int(state["updates"])
-        self.forget_states()
+        forget_states(self)
         self.load_inner(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
-
-    def forget_states(self) -> None:
-        """As before the first step; what is loaded then comes piece by piece."""
-        self.updater.finish()
-        self.inner.state.clear()
 
     def load_inner(self, state: dict[str, Any]) -> None:
         """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
@@ -334,6 +329,12 @@ def _early_of(optimizer: ShardedOptimizer) -> Early | None:
     early = Early(runtime, optimizer.updater, units, settings.undo_bytes, foresight)
     runtime.reducer.when_reduced = weakref.WeakMethod(early.unit_is_over)
     return early
+
+
+def forget_states(optimizer: ShardedOptimizer) -> None:
+    """As before the first step; what is loaded then comes group by group."""
+    optimizer.finish()
+    optimizer.inner.state.clear()
 
 
 def forget_ahead(optimizer: ShardedOptimizer) -> None:
