@@ -23,6 +23,7 @@ from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
 from deepseek_zero.engine.memory import unit_places
 from deepseek_zero.report.explain import overlap_share
+from deepseek_zero.sharding import group as group_file
 from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.sharding.plan import Tier
 from deepseek_zero.tiers.disk import DiskExtent
@@ -149,6 +150,17 @@ def test_no_gathered_weight_is_kept_from_forward_to_backward(ranks: int, tier: s
         patch.setattr(Pool, "give", look)
         train_step(engine, Run(3), 0)
     assert viewed == []
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(("tier", "leaves"), [("cpu", False), ("nvme", True)])
+def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
+    tier: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, calls = engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0}), list[int]()
+    monkeypatch.setattr(group_file, "give_back_holes", lambda: calls.append(1))
+    train_step(engine, Run(3), 0)
+    assert bool(calls) is leaves
 
 
 def extents_of(engine: Any) -> list[DiskExtent]:

@@ -233,7 +233,7 @@ class FlatGroup:
             self.weight.common.release()
         elif gathers_a_copy(self):
             self.route.pool.give(full.storage)
-        if self.weight.extent is not None:
+        if self.weight.rests_elsewhere:
             give_back_holes()  # of its gradients
 
     def refresh(self, what: str) -> Pending:
