@@ -24,12 +24,14 @@ def pairs_of(case: Case) -> set[Pair]:
 def pairwise(axes: Mapping[str, Sequence[Any]]) -> list[Case]:
     """Cases, one value per axis, that cover every pair; greedy, and the same at every call."""
     product = list(itertools.product(*axes.values()))
-    missing = set().union(*map(pairs_of, product))
+    numbers: dict[Pair, int] = {}  # a bit for each pair: thousands of cases are compared again and again
+    masks = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(case)) for case in product]
+    missing = (1 << len(numbers)) - 1
     chosen: list[Case] = []
     while missing:
-        best = max(product, key=lambda case: len(pairs_of(case) & missing))
-        chosen.append(best)
-        missing -= pairs_of(best)
+        best = max(range(len(product)), key=lambda number: (masks[number] & missing).bit_count())
+        chosen.append(product[best])
+        missing &= ~masks[best]
     return chosen
 
 
