@@ -15,6 +15,7 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.checkpoint.deepspeed_read import open_file
 from tests.data.deepspeed.make import CASES, config, small, train
 from tests.plain import here
 from tests.tower import differences, moments, whole
@@ -127,6 +128,9 @@ def test_what_is_saved_in_deepspeeds_layout_comes_back(tmp_path: Path, world: in
     assert other.get_lr() == engine.get_lr() and other.global_steps == 2
     if dtype == "fp16":
         assert other.parts.scaler.state_dict() == engine.parts.scaler.state_dict()
+    if dtype == "fp16" and stage:
+        told = open_file(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]["loss_scaler"]
+        assert (told.scale_window, told.delayed_shift) == (1000, 2) and told.cur_scale == engine.parts.scaler.scale
     assert train(other, 2, 3, here()) == train(engine, 2, 3, here())
 
 

@@ -17,6 +17,7 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.sharding.handle import owner_of
 from tests.plain import here
 from tests.tower import BF16, Tower, config, differences, moments, start, tower, train, whole
+from tests.training import offload
 
 TIED = "again.weight"
 
@@ -90,6 +91,16 @@ def test_moments_and_counters_stay(tmp_path: Path) -> None:
     write(tmp_path)
     engine.load_weights(tmp_path / "model.safetensors")
     assert not differences(moments(engine), before) and engine.global_steps == 2
+
+
+@pytest.mark.ranks(2)
+def test_states_on_a_disk_take_weights(tmp_path: Path) -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **offload("nvme")}
+    engine = start(3, zero_optimization=zero)
+    train(engine, 0, 1)  # its update waits, and must not come after the weights
+    expected = write(tmp_path)
+    engine.load_weights(tmp_path)
+    assert not differences(whole(engine), expected)
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+from ..precision.loss_scale import LossScaleSettings
 from . import files
 from .deepspeed_write import SCRIPT, Layout, write_rank
 from .manifest import together
@@ -24,11 +25,13 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
     comm, slices = contents.runtime.comm, directory / ".slices.saving"
     folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
     final = directory / folder.name
+    scaler = contents.optimizer.scaler if contents.optimizer is not None else None
+    scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
     def write() -> str:
         with ExitStack() as stack:
             source = open_source(folder, None, stack)
-            layout = Layout.of(source)
+            layout = replace(Layout.of(source), scaling=scaling)
             if comm.rank in layout.files:
                 write_rank(source, hidden_beside(final), layout, comm.rank)
         return ""

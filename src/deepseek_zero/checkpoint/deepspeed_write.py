@@ -11,7 +11,7 @@ import os
 import pickle
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..precision.loss_scale import LossScaleSettings
 from .deepspeed_read import (
     MODEL,
     MODEL_OF_RANK,
@@ -48,11 +49,12 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Layout:
-    """The checkpoint to be: its stage, its number of ranks, what its weights compute in."""
+    """The checkpoint to be: its stage, its number of ranks, what its weights compute in, how its loss is scaled."""
 
     stage: int
     ranks: int
     dtype: torch.dtype
+    scaling: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     @classmethod
     def of(cls, source: Source, stage: int | None = None, ranks: int | None = None) -> Layout:
@@ -234,7 +236,7 @@ def _flat(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[s
         spans = {name: FragmentAddress(numel=cut.stop - cut.start, start=at) for name, (cut, at) in here.items()}
         addresses.append(OrderedDict(spans))
     return {
-        **_scaler(source),
+        **_scaler(source, layout),
         "base_optimizer_state": {
             "state": states,
             "param_groups": [_group(source, number, [number]) for number in range(len(groups))],
@@ -297,7 +299,7 @@ def _partitioned(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
         told.append(_group(source, number, list(range(first, len(masters)))))
     return {
         "zero_stage": 3,
-        **_scaler(source),
+        **_scaler(source, layout),
         "partition_count": layout.ranks,
         "optimizer_state_dict": {"state": states, "param_groups": told},
         "fp32_flat_groups": masters,
@@ -337,13 +339,13 @@ def _replicated(source: Source, layout: Layout, groups: Sequence[Sequence[str]])
         "cur_iter": int(scaler.get("cur_iter", 0)),
         "last_overflow_iter": int(scaler.get("last_overflow_iter", -1)),
         "scale_factor": 2.0,
-        "scale_window": 1000,
+        "scale_window": layout.scaling.loss_scale_window,
         "optimizer_state_dict": base,
         "fp32_groups": masters,
     }
 
 
-def _scaler(source: Source) -> dict[str, Any]:
+def _scaler(source: Source, layout: Layout) -> dict[str, Any]:
     """The loss scaler as an object of DeepSpeed's, which stage 3 cannot do without."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
@@ -355,11 +357,11 @@ def _scaler(source: Source) -> dict[str, Any]:
             cur_iter=int(saved["cur_iter"]),
             last_overflow_iter=int(saved["last_overflow_iter"]),
             scale_factor=2.0,
-            scale_window=1000,
-            min_scale=1.0,
-            delayed_shift=2,
+            scale_window=layout.scaling.loss_scale_window,
+            min_scale=layout.scaling.min_loss_scale,
+            delayed_shift=layout.scaling.hysteresis,
             cur_hysteresis=int(saved["cur_hysteresis"]),
-            consecutive_hysteresis=False,
+            consecutive_hysteresis=layout.scaling.consecutive_hysteresis,
             raise_error_at_min_scale=True,
             dtype=torch.float16,
         )

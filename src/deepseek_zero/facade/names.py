@@ -192,7 +192,8 @@ LATER: dict[str, str] = {
 
 METHODS = (
     "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
-    "set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain memory_report destroy"
+    "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
+    "memory_report destroy"
 ).split()
 
 

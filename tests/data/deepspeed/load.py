@@ -1,0 +1,62 @@
+"""Loads checkpoints that this library wrote with a genuine DeepSpeed, and says whether it sees what was saved.
+
+    DS_ACCELERATOR=cpu python tests/data/deepspeed/load.py FOLDER CASE ...
+
+FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two steps of make.py's
+training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of the next two steps on rank 0's data.
+By hand, where DeepSpeed is installed; CI compares files instead (tests/unit/checkpoint/test_deepspeed_layout.py).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from make import CASES, config, small, train
+
+
+def _rank(rank: int, folder: str, cases: list[str]) -> None:
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    deepspeed.init_distributed("gloo")
+    for case in cases:
+        told = torch.load(Path(folder) / f"{case}.pt", weights_only=True)
+        engine = deepspeed.initialize(model=small(6), config=config(**CASES[case]))[0]
+        path, client = engine.load_checkpoint(str(Path(folder) / case))
+        wrong = []
+        link = getattr(engine.optimizer, "_lazy_init_hp_params_optimizer_state", None)
+        if link is not None:  # otherwise done by the first step
+            link()
+        for name, param in engine.module.named_parameters():
+            if not (param.requires_grad and CASES[case]["stage"]):
+                continue
+            found = {name: safe_get_full_fp32_param(param)}
+            for key in ("exp_avg", "exp_avg_sq"):
+                found[f"{name} {key}"] = safe_get_full_optimizer_state(param, key)
+            wrong += [each for each, value in found.items() if not torch.equal(value, told[each])]
+        losses = torch.tensor(train(engine, 2, 4, rank))
+        if rank == 0:
+            far = (losses - told["losses"]).abs().max().item()
+            seen = f"{Path(path).name}, epoch {client.get('epoch')}, differing states {wrong}"
+            sys.stderr.write(f"RESULT {case}: {seen}, losses {far:.1e} apart\n")
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MASTER_PORT", "29518")
+    torch.multiprocessing.spawn(_rank, (sys.argv[1], sys.argv[2:]), nprocs=2)
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for case in sys.argv[2:]:
+        if CASES[case]["stage"]:
+            state = get_fp32_state_dict_from_zero_checkpoint(f"{sys.argv[1]}/{case}")
+            told = torch.load(Path(sys.argv[1]) / f"{case}.pt", weights_only=True)
+            wrong = [name for name, value in state.items() if not torch.equal(value.float(), told[name].float())]
+            sys.stderr.write(f"RESULT {case}: zero_to_fp32 finds {len(state)} tensors, differing {wrong}\n")
