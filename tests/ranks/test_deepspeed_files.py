@@ -159,6 +159,17 @@ def test_groups_and_frozen_parameters_left_out_keep_their_places(tmp_path: Path)
     assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.0, 1e-2]
 
 
+@pytest.mark.ranks(1)
+def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
+    engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})
+    with pytest.raises(CheckpointError, match="client_state has the key 'module'"):
+        engine.save_checkpoint(tmp_path, client_state={"module": 1})
+    assert not (tmp_path / "global_step0").exists()
+    torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
+    with pytest.raises(CheckpointError, match="is not laid out as expected: KeyError"):
+        engine.load_checkpoint(tmp_path.parent, tag=tmp_path.name)
+
+
 class Evil:
     """Runs a command where it is unpickled."""
 

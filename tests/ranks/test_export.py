@@ -213,6 +213,7 @@ def test_transformers_loads_what_is_exported(tmp_path: Path) -> None:
     expected = engine.module.state_dict()
     if here() == 0:
         one = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "one")
+        assert json.loads((tmp_path / "one" / "config.json").read_text())["dtype"] == "bfloat16"
         assert not differences(one.state_dict(), expected)
         assert "lm_head.weight" not in load_file(tmp_path / "one" / "model.safetensors")
         many = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "many")

@@ -130,6 +130,17 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
 
     trained: names that the reader's model trains, which stage 0's files do not say.
     """
+    try:
+        return _read(folder, trained)
+    except (KeyError, IndexError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder} is not laid out as expected: {error!r}.",
+            "Data-parallel checkpoints of DeepSpeed's stages 0 to 3 are read, others (pipelines, experts) are not.",
+            "convert it with DeepSpeed's own tools first.",
+        ) from error
+
+
+def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     is_third = not (folder / MODEL).exists()
     first = open_file(folder / (MODEL_OF_RANK.format(0) if is_third else MODEL))
     ranks = int(first["dp_world_size"])

@@ -23,6 +23,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..precision.loss_scale import LossScaleSettings
 from .deepspeed_read import (
+    KNOWN,
     MODEL,
     MODEL_OF_RANK,
     STANDINS,
@@ -123,6 +124,7 @@ def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
     shapes = OrderedDict((name, torch.Size(manifest.parameters[name]["shape"])) for name in frozen)
     parts = OrderedDict((name, _frozen(source, layout, name, rank)) for name in frozen) if layout.stage > 1 else None
     tied = {name: first for name, first in source.tied.items() if first in manifest.parameters}
+    client = _client(source)
     subs = [sub for group in groups for sub in _sub_groups(source, group, layout)] if is_sharded else groups
     return {
         "module": _module(source, layout, rank),
@@ -140,8 +142,21 @@ def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
         "mp_world_size": 1,
         "ds_config": _config(layout),
         "ds_version": LAYOUT,
-        **(source.plain["client"] or {}),
+        **client,
     }
+
+
+def _client(source: Source) -> dict[str, Any]:
+    """The caller's values, which stand among DeepSpeed's own in this layout."""
+    client = dict(source.plain["client"] or {})
+    taken = sorted(KNOWN & client.keys())
+    if taken:
+        raise CheckpointError(
+            f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout.",
+            "One of the two would be lost.",
+            "give it another name.",
+        )
+    return client
 
 
 def _module(source: Source, layout: Layout, rank: int) -> OrderedDict[str, Tensor]:

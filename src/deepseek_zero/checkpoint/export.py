@@ -178,6 +178,7 @@ def export_safetensors(
         together(comm, "export: this rank's files", files.open)
         for name, values in whole_values(runtime, settings):
             files.put(name, values)
+            del values  # or its group would stay while the next one is gathered
         together(comm, "export: this rank's tensors", files.close)
     finally:
         files.abandon()
@@ -202,6 +203,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
             together(comm, "export: the file", files.open)
             for name, values in whole_values(runtime, settings):
                 files.put(name, values)
+                del values
             together(comm, "export: the tensors", files.close)
         finally:
             files.abandon()
@@ -217,6 +219,7 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     for name, values in whole_values(runtime, settings):
         if runtime.comm.rank == 0:
             found[name] = cast(values, settings.dtype_for(values.dtype)).to("cpu", copy=True)
+        del values
     if runtime.comm.rank:
         return None
     shapes = {entry.name: entry.shape for entry in entries_of(runtime, settings)}

@@ -20,6 +20,7 @@ from . import files
 from .tensor_file import Entry, private
 
 STEM, INDEX = "model", "model.safetensors.index.json"
+OURS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)  # what an export before this one may have left
 MAX_SHARD_BYTES = 5_000_000_000
 
 
@@ -89,7 +90,7 @@ def put_in_place(final: Path) -> None:
     if not final.exists():
         os.rename(hidden, final)
     else:
-        old = {path.name for pattern in ("model*.safetensors", INDEX) for path in final.glob(pattern)}
+        old = {path.name for pattern in OURS for path in final.glob(pattern)}
         for name in sorted(old - set(made)):
             (final / name).unlink()
         for name in sorted(made, key=lambda each: each == INDEX):

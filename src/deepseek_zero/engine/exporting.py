@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..checkpoint.export import ExportSettings, export_file, export_safetensors
 from ..checkpoint.shards import MAX_SHARD_BYTES
@@ -38,7 +37,7 @@ def export(
     if target.suffix in FILES:
         export_file(runtime, target, settings)
     else:
-        export_safetensors(runtime, target, settings, partial(_write_config, runtime.model, settings.dtype))
+        export_safetensors(runtime, target, settings, partial(_write_config, runtime, settings))
     return target
 
 
@@ -47,8 +46,9 @@ def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> Non
     load_weights_into(runtime, Path(path), strict=strict)
 
 
-def _write_config(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> None:
+def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> None:
     """The files that `from_pretrained` wants beside the weights, of a model that has Hugging Face's configuration."""
+    model = runtime.model
     for name in ("config", "generation_config"):
         config: Any = getattr(model, name, None)
         if hasattr(config, "save_pretrained"):
@@ -57,6 +57,7 @@ def _write_config(model: nn.Module, dtype: torch.dtype | None, folder: Path) -> 
     if path.exists():
         document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         document["architectures"] = [type(model).__name__]
-        if dtype is not None:
-            document["dtype"] = str(dtype).removeprefix("torch.")
+        dtypes = [group.weight.spec.dtype for group in runtime.groups]
+        dtype = next((settings.dtype_for(each) for each in dtypes if each.is_floating_point), torch.float32)
+        document["dtype"] = str(dtype).removeprefix("torch.")
         path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
