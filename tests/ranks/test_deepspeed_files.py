@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import runpy
 import shutil
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,11 @@ def test_what_is_saved_in_deepspeeds_layout_comes_back(tmp_path: Path, world: in
     if dtype == "fp16" and stage:
         told = open_file(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt")["optimizer_state_dict"]["loss_scaler"]
         assert (told.scale_window, told.delayed_shift) == (1000, 2) and told.cur_scale == engine.parts.scaler.scale
+    if world == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["zero_to_fp32.py", str(tmp_path), str(tmp_path / "out")])
+            runpy.run_path(str(tmp_path / "zero_to_fp32.py"), run_name="__main__")
+        assert not differences(torch.load(tmp_path / "out" / "pytorch_model.bin", weights_only=True), whole(engine))
     assert train(other, 2, 3, here()) == train(engine, 2, 3, here())
 
 

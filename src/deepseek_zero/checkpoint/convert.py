@@ -58,7 +58,7 @@ def convert_to_safetensors(
         return names
 
 
-def convert_to_torch(
+def convert_to_pth(
     path: Path,
     out: Path,
     dtype: torch.dtype | str | None = None,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.convert import convert_to_safetensors, convert_to_torch
+from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetensors
 from deepseek_zero.utils import zero_to_fp32 as words
 from tests.data.deepspeed.make import CASES, Small, config, small
 
@@ -94,7 +94,7 @@ def test_our_own_words_convert_with_little_memory(ours: Any, tmp_path: Path, mon
         found |= load_file(file)
         assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert found["read.weight"].dtype == torch.bfloat16
-    convert_to_torch(folder / "global_step2", tmp_path / "whole.pth")
+    convert_to_pth(folder / "global_step2", tmp_path / "whole.pth")
     whole = torch.load(tmp_path / "whole.pth", weights_only=True)
     assert torch.equal(whole["again.weight"], told["write.weight"]) and whole.keys() == told.keys()
     convert_to_safetensors(DATA / "stage3", tmp_path / "genuine")
