@@ -39,11 +39,11 @@ def assert_loaded(engine: Any, case: str) -> None:
     told = expected(case)
     del told["losses"]
     found = whole(engine) | moments(engine)
-    if CASES[case]["stage"] == 0 and CASES[case]["dtype"] == "bf16":  # told: the weights that the masters become
-        found = {name: value.bfloat16() for name, value in found.items()}
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[CASES[case]["dtype"]]
+    if CASES[case]["stage"] == 0:  # told: the weights that the masters become
+        found = {name: value.to(dtype) if value.is_floating_point() else value for name, value in found.items()}
     assert not differences({name: found[name] for name in told}, told)
-    frozen = small().frozen.weight.detach()
-    assert torch.equal(found["frozen.weight"].float(), frozen.bfloat16().float() if "bf16" in case else frozen)
+    assert torch.equal(found["frozen.weight"].to(dtype), small().frozen.weight.detach().to(dtype))
     assert found["norm.running"].abs().sum() > 0
 
 
@@ -55,6 +55,9 @@ def test_a_genuine_checkpoint_is_read_bit_for_bit_at_any_world_size(world: int, 
     assert path == str(DATA / case / "global_step2") and client == {"epoch": 7, "note": ["plain", 1.5]}
     assert_loaded(engine, case)
     assert (engine.global_steps, engine.global_samples, engine.skipped_steps) == (2, 16, 0)
+    if CASES[case]["dtype"] == "fp16":
+        told = {"dynamic": True, "scale": 16.0, "cur_iter": 2, "last_overflow_iter": -1, "cur_hysteresis": 2}
+        assert engine.parts.scaler.state_dict() == told
 
 
 @pytest.mark.parametrize(("case", "stage", "dtype"), [("stage3_bf16", 0, "bf16"), ("stage1", 3, "fp32")])
@@ -72,7 +75,7 @@ def test_training_goes_on_as_deepspeed_would(case: str) -> None:
     engine.load_checkpoint(DATA / case)
     assert_loaded(engine, case)
     losses = torch.tensor(train(engine, 2, 4, here()))
-    close = 2e-2 if "bf16" in case else 1e-6
+    close = 1e-6 if CASES[case]["dtype"] == "fp32" else 2e-2
     if here() == 0:
         torch.testing.assert_close(losses, expected(case)["losses"], rtol=close, atol=close)
 

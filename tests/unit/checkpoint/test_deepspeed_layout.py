@@ -43,7 +43,7 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
         yield where
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case not in ("stage0_bf16", "stage1_bf16")])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("stage0_bf16", "stage0_fp16", "stage1_bf16")])
 def test_a_genuine_checkpoint_is_written_again_as_it_was(tmp_path: Path, case: str) -> None:
     genuine = DATA / case / "global_step2"
     convert_to_deepspeed(DATA / case, tmp_path / "again")
