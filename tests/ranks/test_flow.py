@@ -39,6 +39,7 @@ from tests.plain import (
     on_stages_1_to_3,
     seeded,
 )
+from tests.training import offload
 
 pytestmark = pytest.mark.ranks(2)
 WIDTH = 8
@@ -199,7 +200,17 @@ class Deep(nn.Module):
         return x
 
 
-@on_stages_1_to_3
+HOST, DISK = (Setting(3, 0, offload(tier)) for tier in ("cpu", "nvme"))
+SKIPPING = {
+    "stage 1": Setting(1),
+    "stage 2": Setting(2),
+    "stage 3": STAGE_3_BARE,
+    "on the host": HOST,
+    "on a disk": DISK,
+}
+
+
+@pytest.mark.parametrize("setting", SKIPPING.values(), ids=SKIPPING)
 def test_a_rank_may_skip_several_blocks_in_a_row(setting: Setting) -> None:
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         loss = model(draw(rank, step, 4, WIDTH), range(1, 5 if rank == step % 2 else 1)).square().mean()

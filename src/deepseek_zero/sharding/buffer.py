@@ -200,6 +200,11 @@ class Turns:
         while self._waiting and self._waiting[0].transfer.is_done():
             self._waiting.popleft().issue()
 
+    def issue_all(self) -> None:
+        """Issue everything, however long its transfers take."""
+        while self._waiting:
+            self._waiting.popleft().issue()
+
     def _finish(self, turn: Turn) -> None:
         while turn.pending is None:
             self._waiting.popleft().issue()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.collectives import Comm
+from .buffer import Turns
 from .plan import PlanSettings
 from .schedule import Pass, Schedule, enclosing, plan_schedule
 from .tuning import Tuner
@@ -21,8 +22,8 @@ from .unit import Unit, UnitState
 class Gatherer:
     """The gather lane of one wrapped model."""
 
-    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm) -> None:
-        self.units, self.settings, self.comm = list(units), settings, comm
+    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm, turns: Turns) -> None:
+        self.units, self.settings, self.comm, self.turns = list(units), settings, comm, turns
         self._around = enclosing([unit.name for unit in units])
         self.schedule: Schedule = plan_schedule(self.sizes, range(len(units)), settings, self._around)
         self.order_is_agreed = False
@@ -83,14 +84,12 @@ class Gatherer:
     def issue_before(self, unit: Unit) -> None:
         """Start the gathers of units that this rank skipped on its way to `unit`: others may need them to go on."""
         if self._walk is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._issue_up_to(self._walk.position[unit.number] - 1)
+            self._issue_for_others(self._walk.position[unit.number] - 1)
 
     def issue_rest(self) -> None:
         """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
         if self._walk is not None:
-            with torch.inference_mode(False), torch.no_grad():
-                self._issue_up_to(len(self._walk.order) - 1)
+            self._issue_for_others(len(self._walk.order) - 1)
 
     def end(self, keep: frozenset[int]) -> None:
         """Walk to the end, then put to rest what neither `keep` nor an unfinished earlier walk holds."""
@@ -135,6 +134,15 @@ class Gatherer:
         """Go on with other sizes, in the same order; between two steps."""
         self.settings = settings
         self.schedule = plan_schedule(self.sizes, self.schedule.forward.order, settings, self._around)
+
+    def _issue_for_others(self, position: int) -> None:
+        """Nobody here waits for these gathers, so their transfers are waited for: a reduction may be next, for which
+        ranks that are behind come only after them.
+        """
+        if position >= self._cursor:
+            with torch.inference_mode(False), torch.no_grad():
+                self._issue_up_to(position)
+                self.turns.issue_all()
 
     def _issue_up_to(self, position: int) -> None:
         assert self._walk is not None

@@ -39,7 +39,7 @@ class Runtime:
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
-        self.gatherer = Gatherer(units, settings, self.comm)
+        self.gatherer = Gatherer(units, settings, self.comm, route.turns)
         self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
         self.forward = Forward(self)
