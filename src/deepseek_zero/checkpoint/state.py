@@ -20,7 +20,6 @@ from ..optim.flow import Stretch
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
-from ..sharding.layout import Slot
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .manifest import BUFFER, MOMENT, OWED, WEIGHT, WHOLE, Chunk
@@ -45,13 +44,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 def exact_dtype(group: FlatGroup) -> torch.dtype:
     """Dtype of the most precise form of a group's weights: the master's, where there is one."""
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
-
-
-def owned_values(group: FlatGroup, slot: Slot) -> Tensor:
-    """This rank's part of a parameter in its most precise form, flat."""
-    if group.master is None:
-        return group.weight.owned(slot, group.route.comm.rank)
-    return group.master.read(*group.master.owned(slot))
 
 
 @dataclass(eq=False)

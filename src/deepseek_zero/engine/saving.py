@@ -19,7 +19,7 @@ from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.deepspeed_save import save_deepspeed
 from ..checkpoint.load import KEPT_OPTIONS, Loaded, LoadSettings, load
-from ..checkpoint.manifest import together
+from ..checkpoint.manifest import checked_tag, together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
 
@@ -121,6 +121,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
             "this file exists or pass an explicit checkpoint tag when loading a checkpoint."
         )
         return None, None
+    checked_tag(chosen)
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
     read = load_deepspeed if is_deepspeed(folder / chosen) else load

@@ -202,7 +202,8 @@ class Runtime:
         self.reducer.late.clear()
         for group in self.trained_groups:
             group.gradient.drop()
-        self.route.pool.rest()
+        if not self.settings.streams:  # gathered weights would have their pages again a moment later
+            self.route.pool.rest()
 
     # -- trouble
 
