@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .base.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
@@ -29,8 +30,11 @@ __all__ = [
     "add_config_arguments",
     "init_distributed",
     "initialize",
+    "install_as_deepspeed",
+    "is_dropin_active",
     "log_dist",
     "logger",
+    "uninstall_as_deepspeed",
 ]
 
 _HOMES = {
@@ -44,6 +48,9 @@ _HOMES = {
     "add_config_arguments": "facade.deepspeed",
     "init_distributed": "facade.deepspeed",
     "initialize": "facade.deepspeed",
+    "install_as_deepspeed": "base.dropin",
+    "is_dropin_active": "base.dropin",
+    "uninstall_as_deepspeed": "base.dropin",
 }
 _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {"dist": "comm"}
 

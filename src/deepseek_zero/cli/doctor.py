@@ -6,6 +6,7 @@ because it imports torch.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from deepseek_zero.base.dropin import DIRECTORY, is_dropin_active
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.machine import THREAD_VARIABLES, Machine, allowed_cores
 
@@ -63,6 +65,7 @@ def findings() -> list[Finding]:
     return [
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
+        _deepspeed(),
         *_cpu(machine),
         _memory(),
         *_gpus(machine),
@@ -76,6 +79,14 @@ def findings() -> list[Finding]:
 def _torch() -> Finding:
     built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a CPU build: it cannot use a GPU"
     return Finding("torch", torch.__version__, built)
+
+
+def _deepspeed() -> Finding:
+    if is_dropin_active():
+        return Finding("deepspeed", "deepseek_zero", f"this library answers to that name, from {DIRECTORY}")
+    if importlib.util.find_spec("deepspeed") is not None:
+        return Finding("deepspeed", "genuine", "`deepseek-zero exec COMMAND` puts this library in its place")
+    return Finding("deepspeed", "none", "`deepseek-zero exec COMMAND` answers to that name")
 
 
 def _cpu(machine: Machine) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from deepseek_zero.base.dropin import child_environment
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.failure import Outcome
@@ -94,6 +95,9 @@ class RunOptions:
         float,
         _option("--save-grace", text="Seconds for ranks that save on SIGTERM to do so. Default 300.", panel=WHAT),
     ] = 300.0
+    as_deepspeed: Annotated[
+        bool, _option("--as-deepspeed", text="`import deepspeed` in the script means this library.", panel=WHAT)
+    ] = False
     log_dir: Annotated[
         Path | None,
         _option("--log-dir", text="Ranks other than the first write DIR/rank_N.log, not the terminal.", panel=WHAT),
@@ -120,7 +124,7 @@ def run(options: RunOptions) -> int:
         )
     if plan.share.note:
         logger.info(plan.share.note)
-    environment = rank_environment(plan, machine)
+    environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
     return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
 
 

@@ -73,6 +73,10 @@ class Section(BaseModel):
     gate: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[Part | None] = None
 
+    def get(self, key: str, default: Any = None) -> Any:
+        """A key as of a dict: clients of DeepSpeed read `engine.config.get("zero_optimization", {}).get("stage")`."""
+        return getattr(self, key) if key in type(self).model_fields else default
+
 
 def _declare(status: Status, default: Any, sentence: str, reason: str, about: About) -> Any:
     facts: dict[str, Any] = dict(about)

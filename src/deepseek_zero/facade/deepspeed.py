@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
+from ..base.dropin import is_dropin_imported
 from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..checkpoint.export import ExportSettings, consolidated, export_file
@@ -292,9 +293,12 @@ def initialize(
                 f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
             )
     source, origin = choose_source(config, config_params, args)
-    raw = load(source, origin=origin)
+    # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
+    # torch.distributed for their rank even where they are alone.
+    unchanged = is_dropin_imported()
+    raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     if dist_init_required is not False:
-        join(distributed_port=distributed_port)
+        (init_distributed if unchanged else join)(distributed_port=distributed_port)
     parameters = list(model_parameters) if model_parameters is not None else None
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)

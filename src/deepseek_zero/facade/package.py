@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.errors import UnknownNameError
 
 PIPELINE = "pipeline parallelism is a later part"
-CLIENTS = "the full set of DeepSpeed's module paths comes with the drop-in for its clients"
+CLIENTS = "DeepSpeed's module paths are there behind its own name (docs/how-to/clients.md)"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
 LATER: dict[str, str] = {

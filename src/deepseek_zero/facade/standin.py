@@ -1,0 +1,51 @@
+"""What a module of the drop-in is made of: a table of names and the rooms they live in, and an error for other names.
+
+Called by every module under `_dropin/deepspeed/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from ..base.errors import UnknownNameError
+from .package import LATER
+
+# DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata says the same.
+VERSION = "0.19.8+dz1"
+
+
+def stand_in(
+    module: str, homes: Mapping[str, str] | None = None, rooms: str = ""
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """`__getattr__` and `__dir__` of one module of the drop-in.
+
+    homes: our module -> the names it gives, blank-separated.  rooms: the drop-in's own submodules, likewise.
+    """
+    where = {name: home for home, names in (homes or {}).items() for name in names.split()}
+    inside = rooms.split()
+    public = sorted({*where, *inside})
+
+    def get(name: str) -> Any:
+        if name in inside:
+            return import_module(f"{module}.{name}")
+        if name in where:
+            return getattr(import_module(where[name]), name)
+        if name == "__all__":
+            return public
+        if name.startswith("__"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        raise missing(module, name, public)
+
+    return get, lambda: public
+
+
+def missing(module: str, name: str, public: list[str]) -> UnknownNameError:
+    """The error for a name of DeepSpeed's that this library does not answer to."""
+    reason = LATER.get(name, "") if module == "deepspeed" else ""
+    return UnknownNameError(
+        f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
+        f"{reason[:1].upper()}{reason[1:]}." if reason else "",
+        f"what {module} has: {', '.join(public)}.",
+    )
