@@ -28,7 +28,11 @@ def files_of_the_tree() -> set[str]:
 
 def files_of_the_house() -> set[str]:
     paths = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
-    return {str(path) for path in paths if path.name not in ("__init__.py", "__main__.py") and path.parts[0] != "utils"}
+    return {
+        str(path)
+        for path in paths
+        if path.name not in ("__init__.py", "__main__.py") and path.parts[0] not in ("utils", "_dropin")
+    }
 
 
 def names_of_the_house() -> set[str]:

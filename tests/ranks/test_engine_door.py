@@ -301,3 +301,18 @@ def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> N
     assert "forward" not in compiled.module[1][0].__dict__
     with pytest.raises(NotBuiltError, match="DeepCompile"):
         plain.compile(schedule=[])
+
+
+@pytest.mark.ranks(2)
+def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    plain = torch.nn.Linear(3, 5)
+    engine, *_ = deepseek_zero.initialize(
+        model=plain, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    )
+    weight, bias = engine.module.parameters()
+    assert (weight.ds_id, bias.ds_id) == (0, 1)
+    assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 15) and bias.ds_numel == bias.numel() == 5
+    # A client's configuration reading of the engine, as the Trainer's when it saves.
+    assert engine.config.get("zero_optimization", {}).get("stage", None) == 3
+    assert engine.config.get("no_such_section", {}) == {}

@@ -123,6 +123,51 @@ def test_rank_zero_wins_under_init_when_seeds_differ() -> None:
     assert_same(full(engine.module), full(Net()))
 
 
+@pytest.mark.ranks("world")
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) -> None:
+    torch.manual_seed(3)
+    expected = Net()
+    with dz.zero.Init():
+        model = Net()
+    listed = list(model.parameters())
+    buffer, plain = torch.ones(2), nn.Parameter(torch.ones(2))
+    with dz.zero.GatheredParameters([*reversed(listed), buffer, plain, *listed], modifier_rank=0):
+        with dz.zero.GatheredParameters(model.head):  # whole already; the outer block cuts it again
+            assert model.head.weight.shape == (19, 33)
+        if torch.distributed.get_rank() == 0:
+            for param, value in zip(listed, expected.parameters(), strict=True):
+                param.data.copy_(value.data)
+    assert all(type(param) is AtRest for param in listed)
+    with dz.zero.GatheredParameters(model.embed.weight):
+        assert torch.equal(model.embed.weight, expected.embed.weight)
+    engine, *_ = dz.initialize(model=model, config=config())
+    assert_same(full(engine.module), full(expected))
+
+
+@pytest.mark.ranks(2)
+def test_a_change_that_would_be_lost_is_an_error_under_init_too() -> None:
+    with dz.zero.Init():
+        model = Net()
+    lost = pytest.raises(dz.DeepSeekZeroError, match=r"in-place modification .*\n.*keep a different change")
+    with lost, dz.zero.GatheredParameters(model.head.weight), torch.no_grad():
+        if torch.distributed.get_rank() == 1:
+            model.head.weight.mul_(2)
+    assert type(model.head.weight) is AtRest
+
+
+@pytest.mark.ranks(2)
+def test_the_state_dict_of_a_model_under_construction_tells_names_and_shapes() -> None:
+    with dz.zero.Init():
+        model = Net()
+    state = model.state_dict()
+    assert {name: tuple(value.shape) for name, value in state.items()} == {
+        name: tuple(value.shape) for name, value in Net().state_dict().items()
+    }
+    with pytest.raises(dz.DeepSeekZeroError, match="is sharded"):
+        state["head.weight"].sum()
+
+
 class Tall(nn.Module):
     """Twelve equal blocks: the whole is much larger than a block."""
 

@@ -15,15 +15,17 @@ from deepseek_zero.base.errors import UsageError
 
 EXEC_HELP = """Run a command in which `import deepspeed` means this library.
 
-For instance: deepseek-zero exec accelerate launch train.py. The commands `deepspeed` and `ds_report` are ours there too.
-A genuine DeepSpeed stays as it is.
+For instance: deepseek-zero exec accelerate launch train.py. The commands `deepspeed` and `ds_report` are ours there
+too. A genuine DeepSpeed stays as it is.
 """
 
 
 def exec_command(command: Sequence[str]) -> None:
     """Become the command; does not return."""
     if not command:
-        raise UsageError("No command was given.", fix="deepseek-zero exec COMMAND [ARGS]..., for instance: exec torchrun")
+        raise UsageError(
+            "No command was given.", fix="deepseek-zero exec COMMAND [ARGS]..., for instance: exec torchrun"
+        )
     environment = {**os.environ, **child_environment(os.environ)}
     program = shutil.which(command[0], path=environment["PATH"])
     if program is None:

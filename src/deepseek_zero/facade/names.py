@@ -190,6 +190,12 @@ LATER: dict[str, str] = {
 }
 
 
+def name_parameters(engine: Engine) -> None:
+    """What clients read of a stage 3 parameter, partitioned or not; its shape here is the whole one in any case."""
+    for number, param in enumerate(engine.module.parameters()):
+        param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()  # type: ignore[attr-defined]
+
+
 METHODS = (
     "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "

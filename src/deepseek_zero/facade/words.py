@@ -5,7 +5,7 @@ Reached through the drop-in (`_dropin/deepspeed/`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import Enum, IntEnum
 from typing import Any
 
@@ -36,6 +36,13 @@ class ZeroParamStatus(Enum):
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
+
+
+def zero_wrapper_for_fp_tensor_constructor(constructor: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    """DeepSpeed's zero.Init wraps torch's constructors and transformers replaces the wrapper for a while.  Ours wraps
+    none, so nothing calls this.
+    """
+    return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:

@@ -20,6 +20,7 @@ from ..comm.collectives import hand_out
 from .buffer import FlatBuffer, move
 from .group import FlatGroup
 from .handle import owner_of, put_to_rest, wake
+from .init import InitShard
 from .placement import R, S
 
 
@@ -54,10 +55,11 @@ def whole(buffer: FlatBuffer, group: FlatGroup, what: str) -> Tensor:
 
 
 class GatheredParameters:
-    """Whole parameters inside the `with` block.  Collective at entry and at exit.
+    """Whole parameters inside the `with` block, of an engine or under zero.Init.  Collective at entry and at exit.
 
-    params: a parameter, parameters, or a module. modifier_rank: the rank whose in-place changes every rank takes over
-    at exit;  None = reading only, and a change raises on all ranks (it would be lost).
+    params: a parameter, parameters, or a module; what is not sharded is passed over. modifier_rank: the rank whose
+    in-place changes every rank takes over at exit;  None = reading only, and a change raises on all ranks (it would be
+    lost).
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class GatheredParameters:
         self.params: list[nn.Parameter] = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[list-item]
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.groups: list[FlatGroup] = []
+        self.building: list[tuple[nn.Parameter, InitShard]] = []
         self._copies: list[Tensor] = []
         self._marks: list[tuple[int, ...]] = []
 
@@ -75,7 +78,10 @@ class GatheredParameters:
         if not self.enabled:
             return self
         self.groups = [group for group in groups_of(self.params) if not group.is_held]
+        self.building = _under_construction(self.params)
         with torch.inference_mode(False), torch.no_grad():
+            for param, shard in self.building:
+                shard.hold(param, watch=self.modifier_rank is None)
             for group in self.groups:
                 group.is_held = True
                 copy = whole(group.weight, group, group.members[0].name)
@@ -95,7 +101,7 @@ class GatheredParameters:
                 with torch.no_grad():
                     self._take_over() if self.modifier_rank is not None else self._refuse_changes()
         finally:
-            self._back_to_rest()
+            self._back_to_rest(self.modifier_rank if kind is None else None)
 
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
@@ -107,10 +113,12 @@ class GatheredParameters:
     def _refuse_changes(self) -> None:
         held = zip(self.groups, self._copies, self._marks, strict=True)
         changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
-        if not self.groups:
+        changed += [shard.name_of(param) for param, shard in self.building if shard.is_changed(param)]
+        comms = [group.route.comm for group in self.groups] + [shard.session.comm for _, shard in self.building]
+        if not comms:
             return
         row = torch.tensor([len(changed)])
-        if int(self.groups[0].route.comm.rows(row, "changes in GatheredParameters").sum()):
+        if int(comms[0].rows(row, "changes in GatheredParameters").sum()):
             raise UsageError(
                 "parameters had an in-place modification inside GatheredParameters(modifier_rank=None)"
                 + (f", among {changed[0]}." if changed else " on another rank."),
@@ -118,7 +126,10 @@ class GatheredParameters:
                 "name the rank whose change counts: GatheredParameters(params, modifier_rank=0).",
             )
 
-    def _back_to_rest(self) -> None:
+    def _back_to_rest(self, winner: int | None) -> None:
+        with torch.no_grad():
+            for param, shard in self.building:
+                shard.let_go(param, winner)
         for group in self.groups:
             group.is_held = False
             for member in group.members:
@@ -128,7 +139,14 @@ class GatheredParameters:
                 else:
                     source = group.full if group.full is not None else group.weight
                     wake(member.param, member.kind, source.view(member.slot))
-        self.groups, self._copies, self._marks = [], [], []
+        self.groups, self.building, self._copies, self._marks = [], [], [], []
+
+
+def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:
+    """Those that zero.Init has cut and no engine has taken, each once, in an order that every rank has."""
+    found = {id(param): (param, owner_of(param)) for param in params}
+    shards = [(param, owner) for param, owner in found.values() if isinstance(owner, InitShard) and not owner.is_held]
+    return sorted(shards, key=lambda pair: pair[1].number)
 
 
 def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:

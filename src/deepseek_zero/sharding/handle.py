@@ -146,6 +146,8 @@ class AtRest(nn.Parameter):
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):
+                if name == "detach" and owner is not None and not hasattr(owner, "runtime"):
+                    return param  # state_dict() of a model that zero.Init built: names and shapes, and no values yet
                 raise _at_rest(param, name)
         return function(*args, **kwargs)
 

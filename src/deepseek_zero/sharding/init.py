@@ -8,6 +8,7 @@ slices into units.
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -19,11 +20,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..base.device import default_device, storage_users, without_torch_function
+from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, hand_out
+from ..comm.start import init_distributed
 from ..precision.policy import cast_master
 from .handle import owner_of, put_to_rest, set_owner, wake
+
+NUMBERS = itertools.count()
 
 
 @dataclass(eq=False)
@@ -35,7 +40,10 @@ class InitShard:
     shape: torch.Size
     slice: Tensor
     session: Init
+    number: int  # in the order of construction, the same on every rank
     full: Tensor | None = None  # the whole, while an initialisation works on it
+    is_held: bool = False  # whole inside GatheredParameters
+    mark: tuple[int, int] = (0, 0)  # what tells whether it was changed there
 
     @property
     def numel(self) -> int:
@@ -49,6 +57,29 @@ class InitShard:
         if comm.size > 1 and padded.numel():
             comm.all_gather(padded, "gather", "a parameter under construction").wait()
         return padded.resize_(self.numel)  # not a view, which would keep the padded tensor as a second user
+
+    # -- GatheredParameters before there is an engine; both collective
+
+    def hold(self, param: nn.Parameter, watch: bool) -> None:
+        """Make the parameter whole until `let_go`; watch: `is_changed` will be asked."""
+        self.session.settle()
+        if self.full is None:
+            self.full = self.whole()
+            wake(param, self.kind, self.full.view(self.shape))
+        self.is_held, self.mark = True, _mark_of(param) if watch else (0, 0)
+
+    def is_changed(self, param: nn.Parameter) -> bool:
+        """Whether it is no longer what `hold` gave."""
+        return _mark_of(param) != self.mark
+
+    def let_go(self, param: nn.Parameter, source: int | None) -> None:
+        """Cut it again, with the values of the rank `source`; None: as it was."""
+        if source is not None:
+            mine = _hand_out_slices(self.session.comm, param.data, source, self.slice.dtype)
+            self.slice.copy_(mine)
+        self.full, self.is_held = None, False
+        self.session.awake = [shard for shard in self.session.awake if shard is not self]
+        put_to_rest(param, _nothing(self.slice, self.shape))
 
     # -- what handles ask (handle.py, Owner)
 
@@ -106,6 +137,8 @@ class Init:
             raise UsageError(
                 f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}."
             )
+        if enabled and is_dropin_imported():
+            init_distributed()  # as DeepSpeed's does: behind its name stand programs that then ask torch for their rank
         if module is not None and enabled:
             self.shard(module)
 
@@ -142,17 +175,10 @@ class Init:
                 self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        comm = self.comm
-        per_rank = -(-param.numel() // comm.size)
-        padded = comm.empty(per_rank * comm.size, self.dtype or param.dtype).zero_()
-        padded[: param.numel()].copy_(param.data.reshape(-1))
-        mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
-        if comm.size > 1 and per_rank:
-            hand_out(comm, padded.chunk(comm.size), mine, "a parameter under construction")
-        shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self)
+        mine = _hand_out_slices(self.comm, param.data, 0, self.dtype or param.dtype)
+        shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS))
         keep_alive(param, shard)
-        nothing = torch.full((), float("nan") if mine.is_floating_point() else 0, dtype=mine.dtype, device=self._device)
-        put_to_rest(param, nothing.expand(param.shape))
+        put_to_rest(param, _nothing(mine, param.shape))
 
     def settle(self) -> None:
         """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
@@ -161,14 +187,37 @@ class Init:
             param, full = shard.param(), shard.full
             if param is None or full is None:
                 continue
-            if storage_users(full) > 2:  # the tensor itself, the parameter; more is a view in the caller's hands
+            if (
+                shard.is_held or storage_users(full) > 2
+            ):  # the tensor itself, the parameter; more is a view in the caller's hands
                 busy.append(shard)
                 continue
             shard.write(param, full.view(shard.shape))
             shard.full = None
-            nothing = torch.full((), float("nan"), dtype=full.dtype, device=full.device)
-            put_to_rest(param, nothing.expand(shard.shape))
+            put_to_rest(param, _nothing(full, shard.shape))
         self.awake = busy
+
+
+def _hand_out_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
+    """This rank's slice of the value that the rank `source` has.  Collective."""
+    per_rank = -(-value.numel() // comm.size)
+    padded = comm.empty(per_rank * comm.size, dtype).zero_()
+    padded[: value.numel()].copy_(value.reshape(-1))
+    mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
+    if comm.size > 1 and per_rank:
+        hand_out(comm, padded.chunk(comm.size), mine, "a parameter under construction", source)
+    return mine
+
+
+def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+    """What a parameter at rest holds: one NaN of its dtype, seen at its shape."""
+    value = float("nan") if like.is_floating_point() else 0
+    return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
+
+
+def _mark_of(param: nn.Parameter) -> tuple[int, int]:
+    """In-place operations raise the version, those on `.data` show in the sum of the bits."""
+    return param._version, int(param.data.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:

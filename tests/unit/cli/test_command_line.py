@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import deepseek_zero.cli as cli
+from deepseek_zero.base.dropin import DIRECTORY, PROGRAMS
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.cli import run as run_module
+from deepseek_zero.cli.dropin import exec_command
 from deepseek_zero.cli.machine import Machine
 from deepseek_zero.cli.nodes import NodePlan, Share
 from deepseek_zero.cli.ranks import Target
@@ -105,6 +109,33 @@ def test_chosen_gpus_are_made_the_visible_ones(monkeypatch: pytest.MonkeyPatch) 
 def test_help_does_not_wait_for_torch() -> None:
     code = "import sys, deepseek_zero.cli; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_exec_becomes_the_command_with_the_dropin_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    became: list[object] = []
+    monkeypatch.setattr(os, "execve", lambda *what: became.extend(what))
+    monkeypatch.setenv("PYTHONPATH", "/theirs")
+    assert CliRunner().invoke(cli.app, ["exec", "python", "-m", "x", "--nproc", "2"]).exit_code == 0
+    program, line, environment = became
+    assert Path(str(program)).is_file() and line == ["python", "-m", "x", "--nproc", "2"]
+    assert isinstance(environment, dict)
+    assert environment["PYTHONPATH"] == f"{DIRECTORY}{os.pathsep}/theirs"
+    assert environment["PATH"].split(os.pathsep)[0] == str(PROGRAMS)
+    assert shutil.which("deepspeed", path=environment["PATH"]) == str(PROGRAMS / "deepspeed")
+
+
+def test_exec_refuses_what_is_not_there() -> None:
+    with pytest.raises(UsageError, match=r"no program 'no-such-program-here'"):
+        exec_command(["no-such-program-here"])
+    with pytest.raises(UsageError, match=r"no program 'train.py'.*\n.*exec python train.py"):
+        exec_command(["train.py"])
+    with pytest.raises(UsageError, match="No command was given"):
+        exec_command([])
+
+
+def test_dropin_path_is_the_directory_alone() -> None:
+    assert CliRunner().invoke(cli.app, ["dropin-path"]).output == f"{DIRECTORY}\n"
+    assert (DIRECTORY / "deepspeed" / "__init__.py").is_file()
 
 
 def test_an_error_of_the_house_ends_with_its_message_and_code_2(

@@ -10,6 +10,6 @@ __getattr__, __dir__ = stand_in(
         "deepseek_zero.zero": (
             "GatheredParameters Init register_external_parameter TiledLinear unregister_external_parameter"
         ),
-        "deepseek_zero.facade.words": "ZeroParamStatus",
+        "deepseek_zero.facade.words": "ZeroParamStatus zero_wrapper_for_fp_tensor_constructor",
     },
 )

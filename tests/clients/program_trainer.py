@@ -1,0 +1,99 @@
+"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [pretrained] [resume] [peft].
+
+Rank 0 prints JSON.  FOLDER/base holds the pretrained model, FOLDER/run the checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+TINY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+STEPS = 4
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    def __init__(self, count: int) -> None:
+        self.rows = torch.randint(0, 64, (count, 8), generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
+    zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
+    auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
+    return dict.fromkeys(auto, "auto") | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+
+
+def arguments(stage: int, folder: Path) -> TrainingArguments:
+    return TrainingArguments(
+        str(folder / "run"),
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        gradient_accumulation_steps=2,
+        max_steps=STEPS,
+        learning_rate=1e-2,
+        warmup_steps=1,
+        logging_steps=1,
+        save_steps=2,
+        eval_steps=2,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(stage) if stage >= 0 else None,
+    )
+
+
+def model_for(folder: Path, words: list[str]) -> Any:
+    torch.manual_seed(0)
+    if "pretrained" not in words:
+        return LlamaForCausalLM(LlamaConfig(**TINY))
+    model = LlamaForCausalLM.from_pretrained(folder / "base")
+    if "peft" in words:
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(3)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    return model
+
+
+def main(stage: int, folder: Path, words: list[str]) -> None:
+    settings = arguments(stage, folder)  # first: from_pretrained asks it whether to build under zero.Init
+    model = model_for(folder, words)
+    trainer = Trainer(model, settings, train_dataset=Rows(32), eval_dataset=Rows(4))
+    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
+    trainer.save_model(str(folder / "final"))
+    history = trainer.state.log_history
+    told: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in ("loss", "eval_loss")}
+    told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
+    told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
+    told["best"] = trainer.state.best_model_checkpoint
+    told["world"] = trainer.accelerator.num_processes
+    if trainer.is_world_process_zero():
+        print("TOLD", json.dumps(told))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
