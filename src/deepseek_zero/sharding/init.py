@@ -280,7 +280,7 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device)
     real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)
     torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
-    shard = InitShard(weakref.ref(param), kind, shape, values, session)
+    shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
     keep_alive(param, shard)
     put_to_rest(param, nothing.expand(shape))
     return shard
