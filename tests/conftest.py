@@ -7,7 +7,7 @@
     @pytest.mark.ranks(3, dies=[1])             rank 1 must die during the test; the others must pass (implies fresh)
 
 The test is a plain module-level function; its arguments must be picklable (parametrised values; tmp_path, one for all
-ranks).  `monkeypatch` is not: use `with pytest.MonkeyPatch.context() as patch:` in the body.
+ranks).  `monkeypatch` is each rank's own, undone there when the body ends.
 """
 
 from __future__ import annotations

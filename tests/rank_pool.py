@@ -182,7 +182,7 @@ def _serve(rank: int, size: int, port: int, pipe: connection.Connection, stacks:
 
 
 def _run(task: Task) -> Answer:
-    environment, folder = dict(os.environ), os.getcwd()
+    environment, folder, arguments = dict(os.environ), os.getcwd(), dict[str, Any]()
     try:
         with warnings.catch_warnings():
             warnings.resetwarnings()
@@ -196,6 +196,8 @@ def _run(task: Task) -> Answer:
     except BaseException:
         return Answer("failed", _told())
     finally:
+        for patch in [value for value in arguments.values() if isinstance(value, pytest.MonkeyPatch)]:
+            patch.undo()  # a copy of the fixture's, which knows nothing of it
         os.environ.clear()
         os.environ.update(environment)
         os.chdir(folder)

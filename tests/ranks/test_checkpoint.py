@@ -8,6 +8,8 @@ import os
 import random
 import stat
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -299,7 +301,8 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
 # -- written while training goes on
 
 
-def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+@contextmanager
+def slowly(seconds: float) -> Iterator[None]:
     """A disk that steps overtake."""
     write = files.write
 
@@ -307,7 +310,9 @@ def slowly(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
         time.sleep(seconds)
         write(descriptor, data, offset)
 
-    monkeypatch.setattr(files, "write", late)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "write", late)
+        yield
 
 
 BEHIND = {
@@ -320,18 +325,18 @@ BEHIND = {
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(*cases(BEHIND))
 def test_a_checkpoint_written_behind_has_the_state_of_its_beginning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, kind: str, snapshot: int
+    tmp_path: Path, stage: int, kind: str, snapshot: int
 ) -> None:
     few_bits = {"optimizer": {"type": "AdamW", "moments": "8bit"}}
     top = {"fp32": {}, "bf16": BF16, "8bit": BF16 | few_bits}[kind]
     engine = build(stage, **top, checkpoint={"snapshot_bytes": snapshot})
     train(engine, 0, 2)
     engine.save_checkpoint(tmp_path, tag="at once", save_latest=False)
-    slowly(monkeypatch, 0.05)
-    engine.save_checkpoint(tmp_path, tag="behind", wait=False)
-    assert not (tmp_path / "behind").exists()
-    train(engine, 2, 4)
-    engine.finish_saving()
+    with slowly(0.05):
+        engine.save_checkpoint(tmp_path, tag="behind", wait=False)
+        assert not (tmp_path / "behind").exists()
+        train(engine, 2, 4)
+        engine.finish_saving()
     assert (tmp_path / "latest").read_text() == "behind"
     found = []
     for tag in ("at once", "behind"):
@@ -350,15 +355,13 @@ def steps_until_it_is_over(engine: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(tmp_path: Path) -> None:
     engine = build(3)
     train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="first", wait=False)
     steps_until_it_is_over(engine)
     assert (tmp_path / "latest").read_text() == "first"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if here() == 1:
             patch.setattr(files, "write", _full_disk)
         engine.save_checkpoint(tmp_path, tag="second", wait=False)
@@ -370,20 +373,20 @@ def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(
 
 
 @pytest.mark.ranks(2)
-def test_what_is_set_by_hand_meanwhile_is_not_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_set_by_hand_meanwhile_is_not_in_the_file(tmp_path: Path) -> None:
     from deepseek_zero.utils import safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     engine = build(3, **BF16)
     train(engine, 0, 2)
     expected, moments = engine.module_state_dict(), moments_of(engine)
-    slowly(monkeypatch, 0.05)
-    engine.save_checkpoint(tmp_path, wait=False)
-    params = dict(engine.module.named_parameters())
-    safe_set_full_fp32_param(params["blocks.2.0.weight"], torch.zeros(33, 33))
-    safe_set_full_optimizer_state(params["read.weight"], torch.ones(33, 7), "exp_avg")
-    with deepseek_zero.zero.GatheredParameters(params["read.bias"], modifier_rank=0):
-        params["read.bias"].data.fill_(5.0)
-    engine.finish_saving()
+    with slowly(0.05):
+        engine.save_checkpoint(tmp_path, wait=False)
+        params = dict(engine.module.named_parameters())
+        safe_set_full_fp32_param(params["blocks.2.0.weight"], torch.zeros(33, 33))
+        safe_set_full_optimizer_state(params["read.weight"], torch.ones(33, 7), "exp_avg")
+        with deepseek_zero.zero.GatheredParameters(params["read.bias"], modifier_rank=0):
+            params["read.bias"].data.fill_(5.0)
+        engine.finish_saving()
     engine.load_checkpoint(tmp_path)
     assert_same(expected, engine.module_state_dict())
     assert_same(moments, moments_of(engine))

@@ -93,3 +93,10 @@ def _rank_1_hangs() -> None:
 def _rank_0_exits() -> None:
     if dist.get_rank() == 0:
         os._exit(7)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("turn", [1, 2])
+def test_what_a_rank_patches_ends_with_its_test(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert os.sep == "/"
+    monkeypatch.setattr(os, "sep", "patched")
