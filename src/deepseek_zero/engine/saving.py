@@ -143,7 +143,7 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
             engine.optimizer.delay.load_state_dict(_without_kept(saved.get("owed")))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
-    if hasattr(engine.training_dataloader, "load_state_dict") and saved["data"] is not None:
+    if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
