@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..base.errors import UnknownNameError
 
 PIPELINE = "pipeline parallelism is a later part"
-CLIENTS = "DeepSpeed's module paths are there behind its own name (docs/how-to/clients.md)"
+CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
 LATER: dict[str, str] = {
@@ -15,14 +15,15 @@ LATER: dict[str, str] = {
     "runtime": CLIENTS,
     "accelerator": CLIENTS,
     "get_accelerator": CLIENTS,
-    "git_version_info": CLIENTS,
-    "DeepSpeedConfig": CLIENTS,
+    "git_version_info": "__version__ says what is installed",
+    "DeepSpeedConfig": "initialize reads the configuration, and engine.config is what became of it",
     "DeepSpeedOptimizer": CLIENTS,
-    "DeepSpeedDataLoader": CLIENTS,
-    "OnDevice": CLIENTS,
+    "DeepSpeedDataLoader": "engine.deepspeed_io makes loaders",
+    "OnDevice": "zero.Init builds a model in slices, torch.device('meta') without values",
     "add_tuning_arguments": CLIENTS,
-    "is_compile_supported": CLIENTS,
-    "ops": "optimizers are chosen by name (`optimizer.type`) or passed in; sparse attention is a later part",
+    "is_compile_supported": "it always is: engine.compile()",
+    "ops": CLIENTS
+    + "; optimizers are chosen by name (`optimizer.type`) or passed in; sparse attention is a later part",
     "ADAM_OPTIMIZER": "optimizers are chosen by name (`optimizer.type`)",
     "LAMB_OPTIMIZER": "optimizers are chosen by name (`optimizer.type`)",
     "MUON_OPTIMIZER": "optimizers are chosen by name (`optimizer.type`)",

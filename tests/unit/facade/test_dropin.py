@@ -6,7 +6,6 @@ import ast
 import importlib
 import importlib.metadata
 import os
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -146,5 +145,4 @@ def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
 def test_the_import_adds_little_to_that_of_torch() -> None:
     code = "import time, torch; start = time.process_time(); import deepspeed; print(time.process_time() - start)"
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
-    seconds = [float(python(code, PYTHONPATH=path).stdout) for _ in range(3)]
-    assert statistics.median(seconds) < MOST_IMPORT_SECONDS, seconds
+    assert float(python(code, PYTHONPATH=path).stdout) < MOST_IMPORT_SECONDS
