@@ -132,7 +132,7 @@ def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) 
         model = Net()
     listed = list(model.parameters())
     buffer, plain = torch.ones(2), nn.Parameter(torch.ones(2))
-    with dz.zero.GatheredParameters([*reversed(listed), buffer, plain, *listed], modifier_rank=0):
+    with dz.zero.GatheredParameters([*reversed(listed), buffer, plain, None, *listed], modifier_rank=0):
         with dz.zero.GatheredParameters(model.head):  # whole already; the outer block cuts it again
             assert model.head.weight.shape == (19, 33)
         if torch.distributed.get_rank() == 0:

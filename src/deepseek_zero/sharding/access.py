@@ -67,7 +67,8 @@ class GatheredParameters:
     ) -> None:
         if isinstance(params, nn.Module):
             params = list(params.parameters())
-        self.params: list[nn.Parameter] = [params] if isinstance(params, Tensor) else list(params)  # type: ignore[list-item]
+        given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
+        self.params: list[nn.Parameter] = [param for param in given if param is not None]  # a layer without a bias
         self.modifier_rank, self.enabled = modifier_rank, enabled
         self.groups: list[FlatGroup] = []
         self.building: list[tuple[nn.Parameter, InitShard]] = []
