@@ -17,5 +17,5 @@ __getattr__, __dir__ = stand_in(
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
         ),
     },
-    rooms="logging tensor_fragment",
+    rooms="logging tensor_fragment zero_to_fp32",
 )
