@@ -47,7 +47,7 @@ RUNS = [
     Run("seed_002", LAUNCHER, environment=SEED_002, says="Finished Training"),
     Run("seed_002", ALONE, environment=SEED_002, says="Finished Training"),
     Run("resnet101_digits", LAUNCHER, ("--epochs", "3"), says="the loss fell by"),
-    Run("vit_digits", LAUNCHER, ("--epochs", "3"), says="the loss fell by"),
+    Run("vit_digits", LAUNCHER, says="the loss fell by"),
     Run("hf_language_model", LAUNCHER, ("--steps", "40"), says="the model writes:"),
 ]
 

@@ -2,17 +2,18 @@
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
 does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py, sharding (buffer.py,
-gradient.py, group.py), activations/parking.py, engine/assemble.py and report/measure.py.
+gradient.py, group.py), activations/parking.py, checkpoint, engine/assemble.py and report/measure.py.
 """
 
 from __future__ import annotations
 
 import ctypes
+import gc
 import mmap
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 
 import torch
@@ -44,6 +45,20 @@ def keep_freed_memory() -> bool:
     except (OSError, AttributeError):
         return False
     return bool(change(_MMAP_THRESHOLD, LARGEST_ON_HEAP) and change(_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Python's collector stays away: where torch is imported, one look at every object takes a third of a second, and
+    a block that makes thousands of them would call it.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def private_pages(numel: int, dtype: torch.dtype) -> Tensor:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.log import log_once
+from ..base.memory import no_collection
 from . import files, rng
 from .catalogue import WRITING
 from .manifest import LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
@@ -79,7 +80,8 @@ class Saving:
         try:
             digests = together(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
             self._scalars: dict[str, dict[str, Any]] = {}
-            ways = together(self._comm, "saving: this rank's states", lambda: self._open(json.loads(digests[0])))
+            with no_collection():
+                ways = together(self._comm, "saving: this rank's states", lambda: self._open(json.loads(digests[0])))
             if AT_ONCE in ways:
                 together(self._comm, "saving: this rank's slices", self._write)
             else:

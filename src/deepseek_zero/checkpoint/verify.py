@@ -10,11 +10,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 
 from ..base.errors import CheckpointError
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
-from .tensor_file import Header, Place, read_header
+from .tensor_file import Ahead, Header, Place, read_header
 
 PIECE_BYTES = 8 << 20
 
@@ -150,29 +151,31 @@ def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen) -
     """Read a file from front to back and compare what has a checksum."""
     known = {chunk.entry: chunk for chunk in chunks}
     buffer = memoryview(bytearray(PIECE_BYTES))
-    for entry, place in sorted(header.places.items(), key=lambda item: item[1].start):
-        chunk = known.get(entry)
-        name = chunk.name if chunk is not None else entry
-        try:
-            found = _checksum(path, place, buffer, seen)
-        except OSError as error:
-            yield Fault(path.name, f"cannot be read: {error.strerror or error}", name)
-            continue
-        saved = getattr(chunk, "crc", None)
-        if chunk is not None and saved is not None and found != saved:
-            told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {saved:08x})"
-            yield Fault(path.name, told, name)
-
-
-def _checksum(path: Path, place: Place, buffer: memoryview, seen: Seen) -> int:
-    checksum, left = 0, place.num_bytes
     with open(path, "rb", buffering=0) as file:
-        file.seek(place.start)
-        while left:
-            count = file.readinto(buffer[: min(left, PIECE_BYTES)])
-            if not count:
-                raise OSError("the file ended early")
-            checksum = zlib.crc32(buffer[:count], checksum)
-            left -= count
-            seen(count)
+        ahead = Ahead(file.fileno())
+        for entry, place in sorted(header.places.items(), key=lambda item: item[1].start):
+            chunk = known.get(entry)
+            name = chunk.name if chunk is not None else entry
+            try:
+                found = _checksum(file, place, buffer, ahead, seen)
+            except OSError as error:
+                yield Fault(path.name, f"cannot be read: {error.strerror or error}", name)
+                continue
+            saved = getattr(chunk, "crc", None)
+            if chunk is not None and saved is not None and found != saved:
+                told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {saved:08x})"
+                yield Fault(path.name, told, name)
+
+
+def _checksum(file: FileIO, place: Place, buffer: memoryview, ahead: Ahead, seen: Seen) -> int:
+    checksum, left = 0, place.num_bytes
+    file.seek(place.start)
+    while left:
+        ahead.reach(place.stop - left)
+        count = file.readinto(buffer[: min(left, PIECE_BYTES)])
+        if not count:
+            raise OSError("the file ended early")
+        checksum = zlib.crc32(buffer[:count], checksum)
+        left -= count
+        seen(count)
     return checksum

@@ -11,6 +11,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -209,10 +210,11 @@ def test_a_read_error_names_file_and_tensor(directory: Path, monkeypatch: pytest
     folder = directory / "global_step3"
     honest = verify._checksum
 
-    def fails_once(path: Path, place: verify.Place, *rest: Any) -> int:
+    def fails_once(file: FileIO, place: verify.Place, *rest: Any) -> int:
+        path = Path(str(file.name))
         if path.name == RANK_0 and place.start == min(each.start for each in read_header(path).places.values()):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return honest(path, place, *rest)
+        return honest(file, place, *rest)
 
     monkeypatch.setattr(verify, "_checksum", fails_once)
     (fault,) = verify.verify(folder)
