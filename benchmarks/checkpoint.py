@@ -148,7 +148,10 @@ def save_behind(found: Found, engine: Any, folder: Path, one_step: Callable[[], 
     while engine.parts.saver.current is not None:
         one_step()
     found.note("save behind: writing", shard.seconds)
-    found.note("save behind: training stands still", called + shard.blocked_seconds + engine.parts.saver.commit_seconds)
+    still = {"call": called, "steps that wait": shard.blocked_seconds, "end": engine.parts.saver.commit_seconds}
+    for what, seconds in still.items():
+        found.note(f"save behind, still: {what}", seconds)
+    found.note("save behind: training stands still", sum(still.values()))
 
 
 def load(engine: Any, folder: Path, verify: bool) -> None:
