@@ -9,12 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from .deepspeed_read import DeepSpeedCheckpoint, read_deepspeed
-from .load import Loaded, LoadSettings, _check, _fill_buffers, _fill_optimizer, _fill_weights
+from .load import Loaded, LoadSettings, _check, _fill_buffers, _fill_optimizer, _fill_weights, refill
 from .manifest import MOMENT, together
 from .state import Contents
 
@@ -55,14 +53,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
     together(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
     found = opened[0]
-    with torch.no_grad():
-        runtime.gatherer.release_all()
-        runtime.drop_grads()
-        runtime.backwards = 0
-        together(runtime.comm, f"loading {tag}: slices", fill)
-        for unit in runtime.units:
-            for group in unit.trained:
-                group.refresh(unit.name).wait()
+    refill(contents, tag, fill)
     return Loaded(folder, found.plain["trainer"], found.plain["client"])
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from .manifest import BUFFER, MOMENT, WEIGHT, Manifest
+from .manifest import BUFFER, MOMENT, WEIGHT, Manifest, lacking
 from .state import dtype_name
 
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
@@ -111,11 +111,7 @@ class DeepSpeedCheckpoint:
                 yield reached, segment.values[reached - segment.start : high - segment.start]
                 reached = high
         if reached < stop:
-            raise CheckpointError(
-                f"elements {reached} to {stop} of '{name}' ({kind} {key}) are in no file of {self.folder}.",
-                "The checkpoint is incomplete.",
-                "load another tag.",
-            )
+            raise lacking(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def whole(self, name: str, key: str) -> Tensor:
         raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")

@@ -6,7 +6,7 @@ every rank.  Called by engine/saving.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import groupby
@@ -37,6 +37,7 @@ from .manifest import (
     Chunk,
     Manifest,
     checked_tag,
+    lacking,
     together,
 )
 from .plain import decode
@@ -98,22 +99,32 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     manifest, folder = loaded[0]
     if settings.verify:
         together(runtime.comm, f"loading {tag}: checksums", lambda: _refuse_damaged(folder, runtime.comm))
-    plain = plain_values(folder, manifest)
+    plain: dict[str, Any] = {}
+
+    def look_inside() -> str:
+        plain.update(plain_values(folder, manifest))
+        return ""
+
+    together(runtime.comm, f"loading {tag}: values", look_inside)
+    refill(contents, tag, lambda: _fill(folder, manifest, plain, contents, settings), manifest.lifted)
+    return Loaded(folder, plain["trainer"], plain["client"])
+
+
+def refill(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
+    """Have every rank write new weights, masters and moments, whatever the run was in the midst of.  Collective."""
+    runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
         runtime.gatherer.release_all()
         runtime.drop_grads()
         runtime.backwards = 0
-        if contents.optimizer is not None:
-            forget_ahead(contents.optimizer)
-            if contents.optimizer.lifter is not None:
-                contents.optimizer.lifter.restore(manifest.lifted)
-        together(runtime.comm, f"loading {tag}: slices", lambda: _fill(folder, manifest, plain, contents, settings))
+        if optimizer is not None:
+            forget_ahead(optimizer)
+            if optimizer.lifter is not None:
+                optimizer.lifter.restore(lifted)
+        together(runtime.comm, f"loading {tag}: slices", fill)
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()
-    if settings.rng:
-        _restore_rng(folder, manifest, runtime)
-    return Loaded(folder, plain["trainer"], plain["client"])
 
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
@@ -125,13 +136,12 @@ def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
     return found
 
 
-def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime) -> None:
+def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
     if manifest.world_size != runtime.comm.size:
         return  # nobody's sequence here goes on one of those
-    with ExitStack() as stack:
-        own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
-        reader = Reader(folder, own, stack)
-        rng.restore({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
+    own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
+    reader = Reader(folder, own, stack)
+    rng.restore({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
 
 
 # -- what is refused
@@ -215,7 +225,7 @@ class Reader:
         self._chunks: dict[tuple[str, str, str], list[Chunk]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, TensorReader] = {}
-        for chunk in chunks:
+        for chunk in sorted(chunks, key=lambda each: each.start):
             self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
             self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
 
@@ -229,7 +239,7 @@ class Reader:
     def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """The elements [start, stop) in parts, each with its place; a CheckpointError if some are missing."""
         reached = start
-        for chunk in sorted(self._chunks.get((kind, name, key), []), key=lambda each: each.start):
+        for chunk in self._chunks.get((kind, name, key), []):
             low, high = max(chunk.start, reached), min(chunk.stop, stop)
             if low != reached or low >= high:
                 continue
@@ -238,11 +248,7 @@ class Reader:
                 yield at, self._file(chunk).read(chunk.entry, at - chunk.start, end - chunk.start)
             reached = high
         if reached < stop:
-            raise CheckpointError(
-                f"elements {reached} to {stop} of '{name}' ({kind} {key}) are in no file of {self.folder}.",
-                "The checkpoint is incomplete.",
-                "load another tag.",
-            )
+            raise lacking(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def whole(self, name: str, key: str) -> Tensor:
         """A state with a shape of its own."""
@@ -273,6 +279,8 @@ def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Con
         if settings.moments and contents.optimizer is not None:
             _fill_optimizer(reader, manifest, plain["groups"], contents.optimizer)
             _fill_owed(reader, contents.optimizer)
+        if settings.rng:
+            _restore_rng(folder, manifest, contents.runtime, stack)
     return ""
 
 

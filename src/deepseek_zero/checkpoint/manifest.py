@@ -129,6 +129,11 @@ def checked_tag(tag: str) -> str:
     return tag
 
 
+def lacking(folder: Path, what: str) -> CheckpointError:
+    """The error of whoever looks for what nobody has saved."""
+    return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
+
+
 def together(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
     """Run one step on every rank and return every rank's answer; a failure of one rank is a CheckpointError on all.
 

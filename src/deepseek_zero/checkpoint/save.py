@@ -26,19 +26,18 @@ from ..base.log import log_once
 from ..base.memory import no_collection
 from . import files, rng
 from .catalogue import WRITING
-from .manifest import LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
+from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
 from .plain import encode
 from .state import (
     Batch,
     Contents,
-    Origin,
     batches_of,
-    buffer_origin,
     dtype_name,
     exact_dtype,
     numbers,
     persistent_buffers,
     state_names,
+    value_origin,
 )
 from .writing import Shard
 
@@ -125,14 +124,14 @@ class Saving:
         """Copies of what changes between steps."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
-            buffer_origin(name, buffer.detach().clone(), rank)
+            value_origin(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
             for name, buffer in persistent_buffers(runtime.model).items()
             if rank == 0 or common.get(name) != _digest(buffer)
         ]
         own = {(RNG, name): value for name, value in rng.capture(runtime.route.pool.device).items()}
         if rank == 0:
             own |= {(VALUE, name): value for name, value in self._tensors.items()}
-        return [Batch([*found, *(_plain_origin(kind, name, value, rank) for (kind, name), value in own.items())])]
+        return [Batch([*found, *(value_origin(kind, name, value, rank) for (kind, name), value in own.items())])]
 
     def _states(self) -> Iterator[Batch]:
         if self.contents.optimizer is not None:
@@ -226,12 +225,6 @@ def _plain(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
         "trainer": encode(contents.trainer, "trainer", tensors),
         "client": encode(contents.client, "client_state", tensors),
     }
-
-
-def _plain_origin(kind: str, name: str, value: Tensor, rank: int) -> Origin:
-    flat = value.reshape(-1)
-    chunk = Chunk(kind, name, "", 0, value.numel(), rank)
-    return Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:

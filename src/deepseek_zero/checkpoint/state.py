@@ -22,7 +22,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
-from .manifest import BUFFER, MOMENT, OWED, WEIGHT, WHOLE, Chunk
+from .manifest import MOMENT, OWED, WEIGHT, WHOLE, Chunk
 
 
 @dataclass
@@ -247,7 +247,8 @@ def _number(key: str, value: Any, name: str) -> dict[str, Any]:
     )
 
 
-def buffer_origin(name: str, buffer: Tensor, rank: int) -> Origin:
-    flat = buffer.detach().reshape(-1)
-    chunk = Chunk(BUFFER, name, "", 0, buffer.numel(), rank)
-    return Origin(chunk, buffer.dtype, (buffer.numel(),), lambda low, high: flat[low:high])
+def value_origin(kind: str, name: str, value: Tensor, rank: int) -> Origin:
+    """A tensor that no step changes, whole and in its own shape."""
+    flat = value.reshape(-1)
+    chunk = Chunk(kind, name, "", 0, value.numel(), rank)
+    return Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])

@@ -60,11 +60,6 @@ class Shard:
         self._is_over = False
         self.blocked_seconds = self.seconds = 0.0
 
-    @property
-    def nbytes(self) -> int:
-        """Of its tensors."""
-        return sum(state.nbytes for state in self._states.values())
-
     def start(self) -> None:
         """Write in a thread from now on; only where all of it `rests_in_place`."""
         for group in self._of_group:
