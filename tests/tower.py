@@ -1,6 +1,6 @@
 """A small model with all that files of weights must get right, and how it is built, trained and compared.
 
-Used by the tests of export, import and DeepSpeed's layout.
+Used by the tests of checkpoints, export, import and DeepSpeed's layout.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window":
 class Tower(nn.Module):
     """Odd sizes, repeated blocks, running statistics, a tied and a frozen parameter, a buffer that is not saved."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 13) -> None:
         super().__init__()
-        self.read = nn.Linear(7, 13)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(13, 13), nn.Tanh()) for _ in range(3)])
-        self.norm = nn.BatchNorm1d(13)
-        self.frozen = nn.Linear(13, 13)
+        self.read = nn.Linear(7, width)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)])
+        self.norm = nn.BatchNorm1d(width)
+        self.frozen = nn.Linear(width, width)
         self.frozen.requires_grad_(False)
-        self.write = nn.Linear(13, 5, bias=False)
-        self.again = nn.Linear(13, 5)
+        self.write = nn.Linear(width, 5, bias=False)
+        self.again = nn.Linear(width, 5)
         self.again.weight = self.write.weight
         self.register_buffer("scratch", torch.zeros(3), persistent=False)
 

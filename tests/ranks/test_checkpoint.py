@@ -25,56 +25,13 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
 from tests.pairwise import cases
 from tests.plain import here, world
+from tests.tower import BF16, FP16, Tower, config, train
 from tests.training import offload
-
-BF16 = {"bf16": {"enabled": True}}
-FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
-
-
-class Tower(nn.Module):
-    """Odd sizes, repeated blocks, running statistics, a tied and a frozen parameter, a buffer that is not saved."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.read = nn.Linear(7, 33)
-        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)])
-        self.norm = nn.BatchNorm1d(33)
-        self.frozen = nn.Linear(33, 33)
-        self.frozen.requires_grad_(False)
-        self.write = nn.Linear(33, 5, bias=False)
-        self.again = nn.Linear(33, 5)
-        self.again.weight = self.write.weight
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.read(x)
-        for block in self.blocks:
-            x = x + block(x)
-        x = self.frozen(self.norm(x))
-        return self.write(x) + self.again(x)
 
 
 def build(stage: int, **top: Any) -> Any:
     torch.manual_seed(3)
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": None,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5, "warmup_max_lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **top,
-    }
-    return deepseek_zero.initialize(model=Tower(), config=config)[0]
-
-
-def train(engine: Any, first: int, last: int, rank: int | None = None) -> None:
-    """Steps [first, last) on this rank's data."""
-    for step in range(first, last):
-        generator = torch.Generator().manual_seed(100 * step + (here() if rank is None else rank))
-        loss = engine(torch.randn(4, 7, generator=generator)).float().square().mean()
-        engine.backward(loss)
-        engine.step()
+    return deepseek_zero.initialize(model=Tower(33), config=config(stage, **top))[0]
 
 
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:

@@ -11,7 +11,8 @@ import torch
 import deepseek_zero
 from tests.pairwise import cases
 from tests.plain import here
-from tests.ranks.test_checkpoint import BF16, FP16, Tower, assert_same, moments_of
+from tests.ranks.test_checkpoint import assert_same, moments_of
+from tests.tower import BF16, FP16, Tower
 from tests.training import offload
 
 AXES = {
@@ -65,7 +66,7 @@ def config_of(
 
 def engine_of(config: dict[str, Any]) -> Any:
     torch.manual_seed(3)
-    return deepseek_zero.initialize(model=Tower(), config=config)[0]
+    return deepseek_zero.initialize(model=Tower(33), config=config)[0]
 
 
 def train(engine: Any, first: int, last: int, accumulation: int) -> None:
