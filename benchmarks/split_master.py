@@ -23,12 +23,12 @@ from torch import nn
 
 import deepseek_zero as dz
 from deepseek_zero.optim.sharded import TILE_NUMEL
+from deepseek_zero.optim.update import Decision
 from deepseek_zero.precision.policy import cast_master
 
 
 def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
     """The update of one square weight by an engine at stage 1, world 1."""
-    TILE_NUMEL["cpu"] = tile_numel
     model = nn.Linear(side, side, bias=False)
     engine, *_ = dz.initialize(
         model=model,
@@ -37,11 +37,12 @@ def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
             "train_micro_batch_size_per_gpu": 1,
             "steps_per_print": None,
             "bf16": {"enabled": True, "master": kind},
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": 1, "sub_group_size": tile_numel},
         },
     )
     engine.backward(engine(torch.randn(1, side)).float().square().mean())
-    return lambda: engine.optimizer._update(1.0)
+    work, updater = engine.optimizer.work, engine.optimizer.updater
+    return lambda: updater.run(work.now, Decision(1.0, 1))
 
 
 def main() -> None:
@@ -52,7 +53,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the figures here as JSON")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    numel, default = asked.side**2, TILE_NUMEL["cpu"]
+    numel, default = asked.side**2, TILE_NUMEL.cpu
     param, weight = nn.Parameter(torch.randn(numel)), torch.empty(numel, dtype=torch.bfloat16)
     param.grad = torch.randn(numel) * 1e-3
     plain = torch.optim.AdamW([param], lr=1e-4, fused=True)

@@ -275,7 +275,7 @@ def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
             train_step(engine, Run(3), step)
         early = engine.optimizer.early
         assert sorted(early.chosen()) == list(range(1, 1 + len(early.chosen())))
-        assert engine.optimizer.scratch.kept["undo"].nbytes <= undo_bytes
+        assert engine.optimizer.scratch.kept["undo", torch.device("cpu")].nbytes <= undo_bytes
         counts[undo_bytes] = len(early.chosen())
         text = f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, {early.tally.updated} updates, 0"
         assert text in engine.explain()

@@ -133,7 +133,7 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
         model = Gpt()
     settings = engine.runtime.settings
     units = units_of_model(model, settings, ranks)
-    expected = resident_bytes(units, step_of_units(units, dist.get_rank(), "AdamW", TILE_NUMEL["cpu"]))
+    expected = resident_bytes(units, step_of_units(units, dist.get_rank(), "AdamW", TILE_NUMEL.cpu))
     expected["buffers"] = buffer_bytes(lent_buffers(units, settings, in_place=ranks > 1))
     assert predicted_bytes(engine.runtime, engine.optimizer) == expected
 

@@ -30,7 +30,6 @@ def is_activation(value: Any) -> bool:
         and value.requires_grad
         and not value.is_leaf
         and value.layout is torch.strided
-        and value.device.type == "cpu"
         and value.nbytes >= SMALLEST_BYTES
         and not value.is_conj()
         and not value.is_neg()

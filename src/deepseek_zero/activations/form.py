@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Form:
-    """The dtype, shape and strides of a CPU tensor.
+    """The dtype, shape, strides and device of a tensor.
 
     Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the stretch of memory
     they lie in is copied as it is.  A slice with gaps is copied element by element, and has its gaps again afterwards:
@@ -21,10 +21,11 @@ class Form:
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
+    device: torch.device
 
     @classmethod
     def of(cls, tensor: Tensor) -> Form:
-        return cls(tensor.dtype, tensor.size(), tensor.stride())
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.device)
 
     @property
     def nbytes(self) -> int:
@@ -51,7 +52,7 @@ class Form:
 
     def read(self, bytes_: Tensor) -> Tensor:
         """A new tensor of this form out of them."""
-        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype)
+        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source)
         return tensor

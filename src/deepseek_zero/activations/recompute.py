@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
-from ..base.device import default_device
-from ..base.errors import NotBuiltError
 from ..sharding.saved import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
@@ -48,13 +46,6 @@ class Recompute:
     """How a process recomputes."""
 
     def __init__(self, settings: RecomputeSettings) -> None:
-        if settings.tier is not None and (device := default_device()).type != "cpu":
-            raise NotBuiltError(
-                f"inputs of checkpoints cannot be parked beside {device.type} yet.",
-                "It has never run there, and nobody's training is the place to try.",
-                "leave activation_checkpointing.device, cpu_checkpointing and contiguous_memory_optimization out; "
-                "recomputation works without.",
-            )
         self.settings = settings
         self.parking = _parking_for(settings)
         self.profile = Profile() if settings.profile else None

@@ -9,10 +9,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+
+from .errors import UsageError
+
+CPU = torch.device("cpu")
+DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")  # the second is DeepSpeed's name for it
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
@@ -66,11 +72,41 @@ def local_rank() -> int:
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
+@dataclass(frozen=True)
+class PerDevice:
+    """A size that is best small on a CPU, where it should fit a cache, and large elsewhere, where a call costs most."""
+
+    cpu: int
+    accelerator: int
+
+    def on(self, device: torch.device) -> int:
+        return self.cpu if device.type == "cpu" else self.accelerator
+
+
 def default_device() -> torch.device:
-    """The device this rank trains on: its GPU where there is one, else the CPU."""
+    """The device this rank trains on: what DEEPSEEK_ZERO_DEVICE names, else its GPU where there is one, else the CPU.
+
+    UsageError where the variable names what torch does not have.
+    """
+    variable = next((name for name in DEVICE_VARIABLES if os.environ.get(name)), None)
+    if variable is not None:
+        return _named_device(variable, os.environ[variable])
     if torch.cuda.is_available() and torch.cuda.device_count() > 0:
         return torch.device("cuda", local_rank() % torch.cuda.device_count())
-    return torch.device("cpu")
+    return CPU
+
+
+def _named_device(variable: str, kind: str) -> torch.device:
+    if kind == "cpu":
+        return CPU
+    module: Any = getattr(torch, kind, None)
+    if not (hasattr(module, "is_available") and hasattr(module, "device_count") and module.is_available()):
+        raise UsageError(
+            f"{variable}={kind}, but this torch has no device of that name at hand.",
+            "It is where forward and backward compute.",
+            f"unset {variable}, or write cpu or cuda.",
+        )
+    return torch.device(kind, local_rank() % module.device_count())
 
 
 def has_fast_bf16(device: torch.device) -> bool:
@@ -83,6 +119,17 @@ def has_fast_bf16(device: torch.device) -> bool:
     except OSError:  # not Linux
         return False
     return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def synchronize(device: torch.device) -> None:
+    """Return when everything that was queued on a device has been done; at once on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be had of a GPU's memory; None where it is the host's, or does not tell."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else None
 
 
 def allocated_bytes(device: torch.device) -> int:

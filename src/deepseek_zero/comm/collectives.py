@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.device import PerDevice
 from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
 from ..base.mesh import PATIENCE, shares_gpu
 from .board import raised_in
@@ -28,7 +29,7 @@ from .same_host import Common, SameHost
 from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, nothing
 
 # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
-TILE_NUMEL = {"cpu": 1 << 18, "cuda": 1 << 24}
+TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
 
 Finish = Callable[[], None]
 
@@ -93,8 +94,8 @@ class Comm:
             self._host_transport: Transport = links.gloo
             self._host_transport = _agreed(self, links, transport)
             self._transport = self._host_transport
-            if device.type == "cuda":
-                self._transport = _between_gpus(links, device)
+            if device.type != "cpu":
+                self._transport = _between_devices(links, device)
 
     # -- buffers
 
@@ -308,8 +309,9 @@ def _agreed(comm: Comm, links: Links, transport: str) -> Transport:
     return links.gloo if transport == "gloo" else links.fastest
 
 
-def _between_gpus(links: Links, device: torch.device) -> Transport:
-    if shares_gpu():
+def _between_devices(links: Links, device: torch.device) -> Transport:
+    """NCCL where each rank has a GPU of its own, else through the host."""
+    if device.type != "cuda" or shares_gpu():
         return Staged(links.gloo, links.rank, links.size, device)
     return Nccl(links.rank, links.size, dist.new_group(backend="nccl", timeout=PATIENCE), device)
 

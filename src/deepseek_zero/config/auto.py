@@ -13,7 +13,6 @@ from typing import Any
 
 from deepseek_zero.base.log import log_once
 from deepseek_zero.config.batch import Batch, BatchRequest, attempt
-from deepseek_zero.config.fields import Part
 from deepseek_zero.config.load import validate
 from deepseek_zero.config.problems import Problem, Problems
 from deepseek_zero.config.raw import Decision, RawConfig, lookup, put
@@ -238,31 +237,6 @@ def _scheduler(run: _Resolver) -> None:
             )
 
 
-_OFFLOADS = (
-    (_ZERO + "offload_optimizer.device", "none"),
-    (_ZERO + "offload_param.device", "none"),
-    ("activation_checkpointing.device", "none"),
-    ("activation_checkpointing.cpu_checkpointing", False),
-    ("activation_checkpointing.contiguous_memory_optimization", False),
-)
-
-
-def _tiers(run: _Resolver) -> None:
-    """The tiers have never run beside a GPU, and nobody's training is the place to try."""
-    for key, off in _OFFLOADS:
-        value = run.get(key, off)
-        if value != off and run.facts.device_type != "cpu":
-            run.problems.found.append(
-                Problem(
-                    key,
-                    f"is not built on {run.facts.device_type}: it comes with {Part.TIERS}",
-                    f"remove it or write {off!r}; more ranks at stage 3 also lower the memory per device",
-                    value,
-                    not_built=True,
-                )
-            )
-
-
 def _replicated(run: _Resolver) -> None:
     """Say so when nothing will be sharded at stage 3 because every parameter is below the threshold."""
     total = run.facts.num_params
@@ -272,4 +246,4 @@ def _replicated(run: _Resolver) -> None:
         run.news.append(f"{key} {threshold} covers all {total} parameters: they stay replicated; 0 shards them")
 
 
-_RULES = (_precision, _ranks, _batch, _sizes, _optimizer, _scheduler, _tiers, _replicated)
+_RULES = (_precision, _ranks, _batch, _sizes, _optimizer, _scheduler, _replicated)

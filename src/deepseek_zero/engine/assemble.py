@@ -184,7 +184,7 @@ def scaler_of(config: Config) -> LossScaler | None:
 
 def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
     zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
-    tile_numel = min(zero.sub_group_size, TILE_NUMEL[device.type])
+    tile_numel = min(zero.sub_group_size, TILE_NUMEL.on(device))
     return StepSettings(
         max_norm=config.gradient_clipping,
         tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
@@ -250,7 +250,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
-    settings = with_places(settings, placement, model, comm, _optimizer_name(config, client))
+    settings = with_places(settings, placement, model, comm, _optimizer_name(config, client), mesh.device)
     if mesh.device.type == "cpu":
         keep_freed_memory()
     tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
+from ..base.device import CPU
+from ..optim.piece import Piece
 from ..optim.sharded import ShardedOptimizer
 from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
 from ..report.lending import buffer_bytes, lent_buffers
@@ -16,7 +19,7 @@ from ..report.volume import StepVolume, step_volume
 from ..sharding.group import FlatGroup, resting
 from ..sharding.plan import ShardPlan
 from ..sharding.runtime import Runtime
-from ..tiers.tier import Extent
+from ..tiers.tier import Extent, Tier
 
 
 def unit_facts(runtime: Runtime) -> list[UnitFacts]:
@@ -27,22 +30,26 @@ def unit_facts(runtime: Runtime) -> list[UnitFacts]:
     ]
 
 
-def step_facts(optimizer: ShardedOptimizer) -> StepFacts:
-    """An engine's optimizer as the estimator sees it.  Where gradients may be clipped or unscaled, it counts on it."""
+def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) -> StepFacts:
+    """An engine's optimizer as the estimator sees it.  Where gradients may be clipped or unscaled, it counts on it.
+
+    home: what is updated there works in buffers of its own; None: wherever.
+    """
     cut = {id(piece.param): 0 if piece.group.plan.moments_rest else piece.numel for piece in optimizer.pieces()}
     groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
-    plans = [piece.group.plan for piece in optimizer.pieces()]
+    here = [piece for piece in optimizer.pieces() if home in (None, piece.master.home)]
+    plans = [piece.group.plan for piece in here]
     return StepFacts(
         type(optimizer.inner).__name__,
         groups,
         [[sum(piece.numel for _, piece in bundle) for bundle in run] for run in optimizer.work.runs],
         optimizer.settings.tile_numel,
-        casts_grads=scales or any(map(grad_is_cast, plans)),
+        casts_grads=scales or any(map(grad_is_cast, plans)) or any(map(_grad_crosses, here)),
         joins_masters=any(plan.master_is_split for plan in plans),
-        device_type=optimizer.runtime.route.pool.device.type,
-        resting=_resting(optimizer),
-        widens_masters=any(plan.master_is_rounded for plan in plans),
+        home=home or CPU,
+        resting=_resting(optimizer, here),
+        widens_masters=any(not piece.master.is_changed_in_place and not piece.master.is_split for piece in here),
         blocks=[
             (group, piece.numel)
             for group, pieces in zip(optimizer.param_groups, optimizer.pieces_by_group, strict=True)
@@ -61,9 +68,18 @@ def _undoes(optimizer: ShardedOptimizer) -> list[list[tuple[ShardPlan, dict[str,
     return [[(piece.group.plan, groups[at], piece.numel) for tile in tiles for at, piece in tile] for tiles in units]
 
 
-def _resting(optimizer: ShardedOptimizer) -> list[tuple[GroupFacts, dict[str, Any]]]:
+def _grad_crosses(piece: Piece) -> bool:
+    """Whether a gradient is not where the optimizer works on it."""
+    grad = piece.group.plan.grad
+    near = piece.group.route.pool.device if grad is not None and grad.tier is Tier.DEVICE else CPU
+    return near != piece.master.home
+
+
+def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[GroupFacts, dict[str, Any]]]:
     """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
+    groups = {id(piece.group) for piece in here}
     found = [(group, options) for group, options in _updated(optimizer) if group.plan.moments_rest]
+    found = [(group, options) for group, options in found if id(group) in groups]
     return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found]
 
 
@@ -95,8 +111,11 @@ def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dic
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
     in_place = runtime.comm.reads_in_place
-    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device.type, in_place)
-    predicted["buffers"] = buffer_bytes(lent) + (step.scratch_bytes + step.undo_bytes if step is not None else 0)
+    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device, in_place)
+    predicted["buffers"] = buffer_bytes(lent) + (step.undo_bytes if step is not None else 0)
+    if optimizer is not None:
+        homes = {piece.master.home for piece in optimizer.pieces()}
+        predicted["buffers"] += sum(step_facts(optimizer, home).scratch_bytes for home in homes)
     if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
         predicted["module_buffers"] = registered
     return predicted
@@ -147,9 +166,8 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
 
 def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
     """What the optimizer holds of them; what stands for hidden ones is scratch."""
-    nothing = optimizer.scratch.kept.get("nothing")
-    hidden = nothing.data_ptr() if nothing is not None else None
-    shown = [tensor for tensor in moments_of(cast("Any", optimizer.inner.state)) if tensor.data_ptr() != hidden]
+    held = moments_of(cast("Any", optimizer.inner.state))
+    shown = [tensor for tensor in held if not optimizer.scratch.is_nothing(tensor)]
     return [*shown, *optimizer.moments.on_device()]
 
 

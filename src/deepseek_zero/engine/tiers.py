@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..activations.recompute import RecomputeSettings
+from ..base.device import free_device_bytes
 from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
@@ -71,17 +72,23 @@ def updates_ahead(config: Config) -> bool:
 
 
 def with_places(
-    settings: PlanSettings, wish: PlacementSettings, model: nn.Module, comm: Comm, optimizer: str | None
+    settings: PlanSettings,
+    wish: PlacementSettings,
+    model: nn.Module,
+    comm: Comm,
+    optimizer: str | None,
+    device: torch.device,
 ) -> PlanSettings:
     """The plan with a place for every unit where the configuration leaves that open.  Collective; logs the choice."""
-    choices = _choices(settings, wish)
+    choices = _choices(settings, wish, device)
     if len(choices.weights) > 1 or len(choices.states) > 1:
         units = {
             tier: units_of_model(model, replace(settings, weight_tier=tier, state_tier=tier), comm.size)
             for tier in {*choices.weights, *choices.states}
         }
         moments = moments_for(optimizer, {}).per_element if optimizer is not None else 0
-        budgets = _budgets(wish, comm, _working_bytes(units, settings, comm, optimizer) + wish.undo_bytes)
+        working = _working_bytes(units, settings, comm, optimizer, device) + wish.undo_bytes
+        budgets = _budgets(wish, comm, working, device)
         rests = together(comm, "placing states", lambda: place(units, choices, budgets, moments))
         log_once(f"placement: {told(rests)}")
         return replace(settings, rests=rests)
@@ -91,10 +98,10 @@ def with_places(
     return settings
 
 
-def _choices(settings: PlanSettings, wish: PlacementSettings) -> Choices:
+def _choices(settings: PlanSettings, wish: PlacementSettings, device: torch.device) -> Choices:
     """On a CPU the host's memory is the device's, so it is a place of its own only where it has a budget."""
     tiers = [Tier.DEVICE]
-    tiers += [Tier.HOST] if wish.host is not None else []
+    tiers += [Tier.HOST] if wish.host is not None or device.type != "cpu" else []
     tiers += [Tier.NVME] if wish.path is not None else []
     return Choices(
         tuple(tiers) if wish.chooses_weights and settings.stage == 3 else (settings.weight_tier,),
@@ -102,13 +109,14 @@ def _choices(settings: PlanSettings, wish: PlacementSettings) -> Choices:
     )
 
 
-def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int) -> dict[Tier, int]:
+def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int, device: torch.device) -> dict[Tier, int]:
     """Bytes of one rank for each memory; the least of what ranks have counts for all.  Collective."""
     sharers = _sharers(comm)
     memory = int(WORTH_FILLING * free_host_bytes()) // sharers
+    near = memory if (free := free_device_bytes(device)) is None else int(WORTH_FILLING * free)
     disk = Disk.free_bytes(wish.path) // sharers if wish.path is not None else 0
     mine = [
-        (memory if wish.device is None else wish.device) - working_bytes,
+        (near if wish.device is None else wish.device) - working_bytes,
         memory if wish.host is None else wish.host,
         disk if wish.disk is None else wish.disk,
     ]
@@ -117,11 +125,15 @@ def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int) -> dict[Ti
 
 
 def _working_bytes(
-    units: Mapping[Tier, list[UnitFacts]], settings: PlanSettings, comm: Comm, optimizer: str | None
+    units: Mapping[Tier, list[UnitFacts]],
+    settings: PlanSettings,
+    comm: Comm,
+    optimizer: str | None,
+    device: torch.device,
 ) -> int:
     """What the schedule lends and a step works in, where as much as possible rests elsewhere."""
     slowest = units[max(units, key=list(Tier).index)]
-    lent = lent_buffers(slowest, settings, in_place=comm.reads_in_place)
+    lent = lent_buffers(slowest, settings, device=device, in_place=comm.reads_in_place)
     step = step_of_units(slowest, comm.rank, optimizer or "SGD", 1 << 20)
     return buffer_bytes(lent) + step.scratch_bytes
 
@@ -132,7 +144,7 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
     wanted = {settings.weight_tier, settings.state_tier}
     wanted |= {tier for rest in settings.rests for tier in (rest.weights, rest.states)}
     if Tier.HOST in wanted:
-        pinned = device.type != "cpu" and (zero.offload_optimizer.pin_memory or zero.offload_param.pin_memory)
+        pinned = device.type == "cuda" and (zero.offload_optimizer.pin_memory or zero.offload_param.pin_memory)
         memories[Tier.HOST] = HostMemory(pinned=pinned)
     if Tier.NVME in wanted:
         path = Path(zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path or "")

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 
 # [Note: tiles] The update needs two temporaries.  Walking the slice in tiles keeps them at a fixed size whatever the
 # slice holds.  On a CPU 2^15 elements stay in a core's cache and under the size from which torch splits an operation
 # over threads; larger tiles were 3 to 9 times slower on two busy cores (20M elements).  A GPU wants large launches.
-_TILE_NUMEL = {"cpu": 1 << 15}
-_TILE_NUMEL_ACCELERATOR = 1 << 23
+_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 23)
 
 
 class Lion(Optimizer):
@@ -85,5 +85,5 @@ def _tiles(weight: Tensor, grad: Tensor | None, momentum: Tensor) -> Iterator[tu
     if not all(tensor.is_contiguous() for tensor in tensors):
         yield tensors
         return
-    size = _TILE_NUMEL.get(weight.device.type, _TILE_NUMEL_ACCELERATOR)
+    size = _TILE_NUMEL.on(weight.device)
     yield from zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)

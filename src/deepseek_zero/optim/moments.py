@@ -79,20 +79,20 @@ class Moments:
             return
         for name in self._names.get(id(piece.group), ()):
             moment, state = self._found[id(piece.group), name], self._inner.state[piece.param]
-            if not self._is_hidden(state.get(name)):
+            if not self._scratch.is_nothing(state.get(name)):
                 continue
             if moment.kept is None:
                 values = moment.extent.part(piece.start, piece.stop)
             else:  # a copy: looking at it changes nothing that would have to be stored
                 values = moment.extent.look(piece.start, piece.stop)
-                shared = self._scratch.take(name, moment.dtype)[piece.at : piece.at + piece.numel] if working else None
+                shared = self._shared(piece, name, moment.dtype) if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
             state[name] = values.view(piece.param.shape)
 
     def read(self, piece: Piece, name: str) -> Tensor:
         """One moment as the optimizer has it, whatever waits for an update; a view or a copy."""
         value: Tensor = self._inner.state[piece.param][name]
-        if not self._is_hidden(value):
+        if not self._scratch.is_nothing(value):
             return value
         moment = self._found[id(piece.group), name]
         values = peek(moment.extent, piece.start, piece.stop)
@@ -110,7 +110,7 @@ class Moments:
         if not piece.group.plan.moments_rest:
             return
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._is_hidden(value):
+            if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._scratch.is_nothing(value):
                 continue
             moment = self._moment(piece, name, value.dtype)
             own = moment.extent.memory[piece.start : piece.stop]
@@ -120,8 +120,16 @@ class Moments:
                     moment.kept.encode(value.reshape(-1), own, powers, piece.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
                 moment.extent.part(piece.start, piece.stop).copy_(value.reshape(-1))
-            hidden = self._scratch.nothing(value.shape, value.dtype) if moment.is_hidden else own.view(value.shape)
+            hidden = (
+                self._scratch.nothing(value.shape, value.dtype, piece.master.home)
+                if moment.is_hidden
+                else own.view(value.shape)
+            )
             state[name] = hidden
+
+    def _shared(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
+        """Where a piece's moment is worked on, in what the pieces of all tiles share."""
+        return self._scratch.take(name, dtype, piece.master.home)[piece.at : piece.at + piece.numel]
 
     def put_away(self, piece: Piece, chance: Chance) -> None:
         """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
@@ -133,7 +141,7 @@ class Moments:
         if moment.kept is None or not moment.kept.has_powers:
             return None
         if id(piece) not in moment.powers:
-            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=self._scratch.device)
+            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=piece.master.home)
             moment.powers[id(piece)] = powers
         return moment.powers[id(piece)]
 
@@ -146,7 +154,7 @@ class Moments:
             stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
             numel = piece.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
-                extent = Extent(torch.zeros(numel, dtype=stored, device=self._scratch.device))
+                extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.home))
                 self._scratch.allowance.take_for(extent, extent.memory.nbytes, what)
             else:
                 extent = group.route.tiers.reserve(plan.moments.tier, numel, stored, what)
@@ -162,7 +170,3 @@ class Moments:
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
             self._scratch.allowance.take_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")
-
-    def _is_hidden(self, value: object) -> bool:
-        nothing = self._scratch.kept.get("nothing")
-        return isinstance(value, Tensor) and nothing is not None and value.data_ptr() == nothing.data_ptr()

@@ -84,12 +84,12 @@ class Piece:
 
     def show(self, scratch: Scratch) -> None:
         """Let `param` hold the values."""
-        values = self.master.view(self.start, self.stop)
+        values, home = self.master.view(self.start, self.stop), self.master.home
         if values is None:
-            into = scratch.take("masters", self.master.dtype)[self.at : self.at + self.numel]
+            into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
             helper = None
             if self.master.is_split:
-                helper = scratch.take("join", torch.int32, scratch_numel(scratch.device.type, scratch.numel))
+                helper = scratch.take("join", torch.int32, home, scratch_numel(home, scratch.numel))
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
@@ -101,7 +101,7 @@ class Piece:
         if keep:
             self.master.publish(self.start, self.stop)
         if self.master.is_elsewhere:
-            self.param.data = scratch.nothing(self.param.shape, self.param.dtype)
+            self.param.data = scratch.nothing(self.param.shape, self.param.dtype, self.master.home)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What an optimizer's step works in, kept from step to step: as long as the fullest tile, whatever the model's size.
 
-Called by sharded.py; report/estimate.py predicts its bytes.
+There is a set of buffers for each device that pieces are updated on: the training device's, and the host's for those
+whose moments rest elsewhere.  Called by sharded.py; report/estimate.py predicts its bytes.
 """
 
 from __future__ import annotations
@@ -15,26 +16,41 @@ from ..tiers.device import Allowance
 
 @dataclass
 class Scratch:
-    """grads: gradients cast, unscaled and clipped.  masters: masters joined from their halves (precision/split.py)."""
+    """grads: gradients cast, unscaled and clipped.  masters: masters joined from their halves (precision/split.py).
+
+    device: that trains, whose memory is asked for in `allowance`.
+    """
 
     device: torch.device
     numel: int = 0
     allowance: Allowance = field(default_factory=Allowance)
-    kept: dict[str, Tensor] = field(default_factory=dict)
+    kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
-    def take(self, what: str, dtype: torch.dtype, numel: int | None = None) -> Tensor:
-        """The buffer of that name, with arbitrary contents; allocated on first use."""
-        found = self.kept.get(what)
+    def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
+        """The buffer of that name where it is worked in, with arbitrary contents; allocated on first use."""
+        found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel if numel is None else numel
-            self.allowance.take(numel * dtype.itemsize, "what an optimizer's step works in")
-            self.allowance.give(found.nbytes if found is not None else 0)
-            self.kept[what] = found = torch.empty(numel, dtype=dtype, device=self.device)
+            self._ask(home, numel * dtype.itemsize, "what an optimizer's step works in")
+            self._ask(home, -found.nbytes if found is not None else 0, "")
+            self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
-    def nothing(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    def nothing(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
         """A tensor of that shape that holds no values: NaN, of 4 bytes in all."""
-        if "nothing" not in self.kept:
-            self.allowance.take(dtype.itemsize, "what stands for values that are elsewhere")
-            self.kept["nothing"] = torch.full((), float("nan"), dtype=dtype, device=self.device)
-        return self.kept["nothing"].expand(shape)
+        key = "nothing", home
+        if key not in self.kept:
+            self._ask(home, dtype.itemsize, "what stands for values that are elsewhere")
+            self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
+        return self.kept[key].expand(shape)
+
+    def is_nothing(self, value: object) -> bool:
+        """Whether this is what stands for values that are elsewhere."""
+        if not isinstance(value, Tensor):
+            return False
+        nothing = self.kept.get(("nothing", value.device))
+        return nothing is not None and value.data_ptr() == nothing.data_ptr()
+
+    def _ask(self, home: torch.device, nbytes: int, what: str) -> None:
+        if home == self.device:
+            self.allowance.take(nbytes, what)

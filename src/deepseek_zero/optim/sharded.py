@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.device import adopt_step_hooks
+from ..base.device import PerDevice, adopt_step_hooks
 from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
@@ -25,7 +25,6 @@ from ..sharding.group import FlatGroup, before_change
 from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
-from ..tiers.tier import Tier
 from .clip import Verdict, agree_on_norm, clip_factor
 from .delay import Delay
 from .early import Early, Foresight, refusal, works_by_piece
@@ -39,7 +38,7 @@ from .update import Decision, Updater, hypers_of
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
 # and the call itself is a few per cent of its time.
-TILE_NUMEL = {"cpu": 1 << 20, "cuda": 1 << 26}
+TILE_NUMEL = PerDevice(cpu=1 << 20, accelerator=1 << 26)
 TILE_ALIGNMENT = 1 << 12  # elements; tiles end where pages do, whatever the size of an element
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 
@@ -53,7 +52,7 @@ class StepSettings:
     """
 
     max_norm: float = 0.0
-    tile_numel: int = TILE_NUMEL["cpu"]
+    tile_numel: int = TILE_NUMEL.cpu
     granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
@@ -94,7 +93,7 @@ class ShardedOptimizer(Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(home_of(runtime), allowance=runtime.route.tiers.allowance)
+        self.scratch = Scratch(runtime.route.pool.device, allowance=runtime.route.tiers.allowance)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.names_by_group = [trained_names(group["params"]) for group in groups]
         bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
@@ -191,8 +190,9 @@ class ShardedOptimizer(Optimizer):
     def _piece(self, group: FlatGroup, span: Span) -> Piece:
         assert group.master is not None
         values = None if group.master.is_elsewhere else group.master.view(span.start, span.stop)
-        values = values.view(span.shape) if values is not None else self.scratch.nothing(span.shape, group.master.dtype)
-        return Piece(group, span.start, span.stop, nn.Parameter(values), span.names)
+        if values is None:
+            values = self.scratch.nothing(span.shape, group.master.dtype, group.master.home)
+        return Piece(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
     # -- stepping
 
@@ -344,12 +344,6 @@ def forget_ahead(optimizer: ShardedOptimizer) -> None:
         optimizer.early.keep(None)
     if optimizer.delay is not None:
         optimizer.delay.forget()
-
-
-def home_of(runtime: Runtime) -> torch.device:
-    """Where optimizers compute: on the host where moments rest outside the training device."""
-    tiers = {group.plan.moments.tier for group in runtime.trained_groups if group.plan.moments is not None}
-    return runtime.route.pool.device if tiers <= {Tier.DEVICE} else torch.device("cpu")
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:

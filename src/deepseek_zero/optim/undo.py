@@ -1,7 +1,8 @@
 """What brings a piece back to where it was before an update, bit by bit: a copy of every byte that the update writes.
 
 Copies, not arithmetic: an update cannot be calculated backwards without rounding, and not at all once a number is not
-finite.  The copies lie in one buffer that is taken once.  Called by early.py; report/estimate.py predicts its bytes.
+finite.  They lie in one buffer that is taken once, on the host, where everything rests that is updated early.  Called
+by early.py; report/estimate.py predicts its bytes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..base.device import CPU
 from ..base.memory import give_back
 from ..sharding.buffer import has_pages_to_return
 from .flow import Stretch
@@ -51,7 +53,7 @@ class UndoLog:
 
     def reserve(self, nbytes: int) -> None:
         """Take the buffer.  `OutOfMemoryError` where memory_budget.device does not allow it."""
-        self._memory = self._scratch.take("undo", torch.uint8, nbytes)
+        self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
     def note(self, piece: Piece) -> None:
         """This piece is about to be updated."""

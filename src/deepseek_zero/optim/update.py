@@ -197,10 +197,10 @@ class Updater:
             self._is_busy = False
 
     def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
-        dtype = piece.param.dtype
-        if grad.dtype == dtype and factor == 1.0 and grad.device == self.scratch.device:
+        dtype, home = piece.param.dtype, piece.master.home
+        if grad.dtype == dtype and factor == 1.0 and grad.device == home:
             return grad
-        into = self.scratch.take("grads", dtype)[piece.at : piece.at + piece.numel].view(grad.shape)
+        into = self.scratch.take("grads", dtype, home)[piece.at : piece.at + piece.numel].view(grad.shape)
         if factor == 1.0:
             return into.copy_(grad)
         is_alike = grad.dtype == dtype and grad.device == into.device

@@ -83,7 +83,7 @@ class Half:
 
 def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
     """Write fp32 values into bf16, up or down by chance.  All flat and of one length."""
-    tile = CAST_TILE[values.device.type]
+    tile = CAST_TILE.on(values.device)
     parts = (values, into.view(torch.int16), chance.to(values.device, non_blocking=True))
     for exact, upper, random in zip(*(part.split(tile) for part in parts), strict=True):
         bits = exact.view(torch.int32).clone()
@@ -116,7 +116,7 @@ class Tiny:
 
     def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
         assert powers is not None
-        tile = max(BLOCK, CAST_TILE[values.device.type] // BLOCK * BLOCK)
+        tile = max(BLOCK, CAST_TILE.on(values.device) // BLOCK * BLOCK)
         for low in range(0, values.numel(), tile):
             exact = values[low : low + tile]
             random = None if chance is None else chance[low : low + tile].to(values.device)
@@ -149,7 +149,7 @@ class Tiny:
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
         assert powers is not None
         out = torch.empty(codes.numel(), device=codes.device) if out is None else out
-        tile = max(BLOCK, CAST_TILE[out.device.type] // BLOCK * BLOCK)
+        tile = max(BLOCK, CAST_TILE.on(out.device) // BLOCK * BLOCK)
         table, scales = self.table.to(out.device), _power_of_two(powers.int())
         for low in range(0, out.numel(), tile):
             part = out[low : low + tile]

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.device import PerDevice
+
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 
@@ -60,7 +62,7 @@ class Policy:
 
 
 # Elements that are cast at once: on the CPU what fits a core's own cache with its scratch.
-CAST_TILE = {"cpu": 1 << 17, "cuda": 1 << 24}
+CAST_TILE = PerDevice(cpu=1 << 17, accelerator=1 << 24)
 # Tensors, since torch makes one of a Python number in each call.
 HALF, SIXTEEN = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=torch.int32)
 
@@ -74,7 +76,7 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
         return
-    tile = CAST_TILE[master.device.type]
+    tile = CAST_TILE.on(master.device)
     scratch = torch.empty(min(tile, master.numel()), dtype=torch.int32, device=master.device)
     for values, upper in zip(master.split(tile), weight.view(torch.int16).split(tile), strict=True):
         bits, rounded = values.view(torch.int32), scratch[: values.numel()]

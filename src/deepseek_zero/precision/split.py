@@ -18,9 +18,9 @@ from torch import Tensor
 from .policy import CAST_TILE, HALF, SIXTEEN, has_nan, settle_nan
 
 
-def scratch_numel(device_type: str, numel: int) -> int:
+def scratch_numel(device: torch.device, numel: int) -> int:
     """Elements of scratch (4 bytes each) that `join` of so many elements uses."""
-    return min(CAST_TILE[device_type], numel)
+    return min(CAST_TILE.on(device), numel)
 
 
 def join(
@@ -31,7 +31,7 @@ def join(
     is_exposed: somebody may have changed the weight behind the remainder's back (a mask that zeroed it).  That can make
     a NaN of the sum where there is none in the weight; then the master is the weight.
     """
-    tile = scratch_numel(out.device.type, out.numel())
+    tile = scratch_numel(out.device, out.numel())
     if scratch is None:
         scratch = torch.empty(tile, dtype=torch.int32, device=out.device)
     wide = scratch.view(torch.int32)[:tile]
@@ -45,7 +45,7 @@ def join(
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
     """Write weight and remainder of an fp32 master, whose own contents are lost: it is the scratch.  All flat."""
-    tile = max(CAST_TILE[master.device.type], 1)
+    tile = max(CAST_TILE.on(master.device), 1)
     parts = (master, master.view(torch.int32), weight.view(torch.int16), remainder)
     for values, bits, upper, lower in zip(*(part.split(tile) for part in parts), strict=True):
         if has_nan(values):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..base.device import CPU
 from ..base.memory import PAGE
 from ..precision.compact import BLOCK, kept_dtype
 from ..precision.split import scratch_numel
@@ -212,7 +213,7 @@ class StepFacts:
     tile_numel: int
     casts_grads: bool
     joins_masters: bool = False
-    device_type: str = "cpu"
+    home: torch.device = CPU
     resting: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
     widens_masters: bool = False
     blocks: Sequence[tuple[Mapping[str, Any], int]] = ()
@@ -265,7 +266,7 @@ class StepFacts:
         widened = max((moments_for(self.optimizer, options).count(options) for _, options in narrow), default=0)
         elements = fullest * (self.casts_grads + (self.joins_masters or self.widens_masters) + widened)
         if self.joins_masters:
-            elements += scratch_numel(self.device_type, fullest)
+            elements += scratch_numel(self.home, fullest)
         tiers = {facts.plan.moments.tier for facts, _ in self.resting if facts.plan.moments is not None}
         if self.joins_masters or self.widens_masters or narrow or Tier.NVME in tiers:
             elements += 1  # the NaN that stands for what is not here

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..base.device import CPU
 from ..comm.collectives import TILE_NUMEL
 from ..sharding.buffer import message_numel
 from ..sharding.placement import S
@@ -50,6 +51,7 @@ class _Player:
     settings: PlanSettings
     scratch: Size  # where partial sums are formed
     in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
+    crosses: bool = False  # other memories are not the training device's: a sum for them is made beside its summands
     ledger: Ledger = field(default_factory=Ledger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
@@ -87,6 +89,7 @@ class _Player:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             taken += [] if self.in_place else [self._inbox(group)]
+            taken += [self._landing(group)] if self._crosses(group) else []
             self.ledger.take(taken)
             self.in_flight += held + taken
         if not self.settings.overlap:
@@ -95,6 +98,15 @@ class _Player:
     def _is_copied(self, group: GroupFacts) -> bool:
         """Whether a whole gradient travels in another dtype than it is kept in."""
         return not _is_cut(group) and group.plan.grad is not None and self._travel(group)[0] != group.plan.grad.dtype
+
+    def _crosses(self, group: GroupFacts) -> bool:
+        """Whether a sum is kept in another memory than the one it is made in."""
+        return self.crosses and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
+
+    def _landing(self, group: GroupFacts) -> Size:
+        """One message's sum, before it crosses."""
+        assert group.plan.grad is not None
+        return group.plan.grad.dtype, message_numel(group.layout, self.settings.bucket_numel)
 
     def _inbox(self, group: GroupFacts) -> Size:
         """One message from every other rank."""
@@ -121,7 +133,7 @@ def lent_buffers(
     units: Sequence[UnitFacts],
     settings: PlanSettings,
     agreed: Schedule | None = None,
-    device_type: str = "cpu",
+    device: torch.device = CPU,
     in_place: bool = False,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
@@ -139,7 +151,7 @@ def lent_buffers(
     declared = plan_schedule(sizes, range(len(units)), settings, around)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
-        player = _Player(units, settings, (torch.float32, TILE_NUMEL[device_type]), in_place)
+        player = _Player(units, settings, (torch.float32, TILE_NUMEL.on(device)), in_place, device.type != "cpu")
         player.play(schedule)
         most |= player.ledger.most
     return most

@@ -285,6 +285,7 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
     inbox = None if comm.reads_in_place else route.pool.take(step * (comm.size - 1), source.storage.dtype)
+    near = None if own.device == route.pool.device else route.pool.take(step, own.dtype)
 
     def start(low: int, high: int) -> Pending:
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
@@ -294,8 +295,13 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
             boxes.insert(comm.rank, None)
 
         def add_up(received: Sequence[Tensor]) -> None:
-            scratch = route.pool.take(TILE_NUMEL[route.pool.device.type], torch.float32)
-            ordered_sum(received, own[low:high], scratch, divisor=route.divisor, add=add)
+            scratch = route.pool.take(TILE_NUMEL.on(route.pool.device), torch.float32)
+            into = own[low:high]
+            if near is not None:  # the sum is kept in another memory: made here, where the summands are
+                into = near[: high - low].copy_(into) if add else near[: high - low]
+            ordered_sum(received, into, scratch, divisor=route.divisor, add=add)
+            if near is not None:
+                own[low:high].copy_(into)
             route.pool.give(scratch)
 
         if comm.size == 1:
@@ -308,7 +314,8 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     def rest() -> None:
         for cut in cuts[1:]:
             start(*cut).wait()
-        if inbox is not None:
-            route.pool.give(inbox)
+        for lent in (inbox, near):
+            if lent is not None:
+                route.pool.give(lent)
 
     return first.then(rest)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import PerDevice, without_torch_function
 from ..base.memory import give_back, private_pages
 from ..comm.collectives import DONE, Pending
 from ..tiers.tier import Tier
@@ -23,7 +23,7 @@ from .placement import P, R, S
 from .plan import Spec
 from .waiting import Waiting
 
-NORM_TILE_NUMEL = {"cpu": 1 << 15, "cuda": 1 << 24}
+NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 
 if TYPE_CHECKING:
     from .group import FlatGroup
@@ -127,7 +127,7 @@ class Gradient:
         self.group.route.pool.give(partial.storage)
         buffer = self.buffer
         if buffer is not None and buffer.extent is not None and buffer.rests_elsewhere:
-            self.known_squares = sum_of_squares(buffer.storage)
+            self.known_squares = sum_of_squares(buffer.storage, home_of(self))
             buffer.extent.store(0, buffer.memory.numel())
 
     def room(self) -> FlatBuffer:
@@ -263,21 +263,30 @@ class Gradient:
             return sums
         grad = self.reduced()
         if grad is not None and self.is_whole:
-            sums = [sum_of_squares(part) for part in grad.chunk(comm.size)]
+            sums = [sum_of_squares(part, home_of(self)) for part in grad.chunk(comm.size)]
         elif grad is not None:
-            sums[comm.rank] = self.known_squares = sum_of_squares(grad)
+            sums[comm.rank] = self.known_squares = sum_of_squares(grad, home_of(self))
         return sums
 
 
-def sum_of_squares(values: Tensor) -> float:
+def home_of(gradient: Gradient) -> torch.device:
+    """Where an optimizer works on it."""
+    master = gradient.group.master
+    assert master is not None
+    return master.home
+
+
+def sum_of_squares(values: Tensor, home: torch.device) -> float:
     """Sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
 
-    A function of the slice alone, so that every stage finds the same bits.
+    A function of the slice alone, calculated where its update is, so that every stage finds the same bits.
     """
+    if values.device != home:
+        values = values.to(home)
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    tiles = values.split(NORM_TILE_NUMEL[values.device.type]) if values.numel() else ()
-    scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=values.device)
-    dots = torch.empty(len(tiles), dtype=wide, device=values.device)
+    tiles = values.split(NORM_TILE_NUMEL.on(home)) if values.numel() else ()
+    scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=home)
+    dots = torch.empty(len(tiles), dtype=wide, device=home)
     for tile, dot in zip(tiles, dots, strict=True):
         # A cast that stays in cache and a dot product: 7 times faster than a norm that casts on its way.
         same = tile if tile.dtype == wide else scratch[: len(tile)].copy_(tile)

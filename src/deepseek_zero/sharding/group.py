@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import CPU, without_torch_function
 from ..base.memory import give_back_holes
 from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
@@ -254,13 +254,14 @@ class FlatGroup:
         rank = self.route.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
+        mine = full[low:high].to(old.device)
         if self.master is not None and not self.plan.master_is_weight:
             whole = self.master.placement is R
             before = self.weight.storage if whole else old
-            after = full if whole else full[low:high]
+            after = full if whole else mine
             self.master.adopt(before != after, after)
         if self.is_sharded:
-            self.weight.storage.copy_(full[low:high])
+            self.weight.storage.copy_(mine)
         elif full.data_ptr() != self.weight.storage.data_ptr():
             self.weight.storage.copy_(full)
 
@@ -310,7 +311,7 @@ def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | N
     if plan.master is None or plan.moments is None:
         return None
     layout, rank = weight.layout, route.comm.rank
-    home = route.pool.device if plan.moments.tier is Tier.DEVICE else torch.device("cpu")
+    home = route.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     beneath = part_of(weight, plan, rank)
     if plan.master_is_weight:
         buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..base.device import CPU
 from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
@@ -20,7 +21,6 @@ from .buffer import FlatBuffer
 from .layout import Slot
 from .placement import Placement, R
 
-CPU = torch.device("cpu")
 _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 
@@ -122,15 +122,19 @@ class Master:
             cast_master(values, lower)
             return
         upper = self.weight.part(place, end)
-        near = upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)
-        split(values, near, lower)
+        near = beside(upper, lower)
+        split(values.to(lower.device), near, lower)
         if near is not upper:
             upper.copy_(near)
 
     def publish(self, place: int, end: int) -> None:
         """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
         if self.weight is not None and not self.is_split:
-            cast_master(self.buffer.part(place, end), self.weight.part(place, end))
+            values, upper = self.buffer.part(place, end), self.weight.part(place, end)
+            near = beside(upper, values)
+            cast_master(values, near)
+            if near is not upper:
+                upper.copy_(near)
 
     def extents(self) -> list[Extent]:
         """What of the values rests in other memories."""
@@ -140,7 +144,8 @@ class Master:
     def adopt(self, changed: Tensor, weight: Tensor) -> None:
         """Where a mask says so, take the values of a new weight; the weight itself is the caller's to change."""
         storage = self.buffer.storage
-        storage[changed] = 0 if self.is_split else weight[changed].to(storage.dtype)
+        places = changed.to(storage.device)
+        storage[places] = 0 if self.is_split else weight[changed].to(storage)
 
     def values(self) -> FlatBuffer:
         """All values of this rank: the buffer itself, or a copy."""
@@ -148,3 +153,8 @@ class Master:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
         return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.storage.numel()))
+
+
+def beside(upper: Tensor, lower: Tensor) -> Tensor:
+    """Where a weight is written by what lies at `lower`: itself, or room on that device, so that it crosses once."""
+    return upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from deepseek_zero.activations import recompute
 from deepseek_zero.activations.parking import Parking
 from deepseek_zero.activations.recompute import RecomputeSettings, checkpoint
-from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.tiers.tier import Tier
 
 WIDTH, ROWS = 64, 48  # an activation of 12 KiB
@@ -330,11 +329,3 @@ def test_a_profile_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("checkpoints, forward and backward") == 1
     assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  0", "  1"]
     assert found.profile is not None and all(row.backward_seconds > 0 for row in found.profile.rows)
-
-
-def test_beside_a_gpu_parking_is_refused_and_recomputation_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recompute, "default_device", lambda: torch.device("cuda", 0))
-    with pytest.raises(NotBuiltError, match="cannot be parked beside cuda yet"):
-        recompute.configure(RecomputeSettings(Tier.HOST))
-    assert recompute.current() is None
-    recompute.release(recompute.configure(RecomputeSettings()))

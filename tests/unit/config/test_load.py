@@ -333,13 +333,6 @@ def test_a_place_for_activations_that_makes_no_sense_is_named(section: dict[str,
     assert words in complaint({"activation_checkpointing": section})
 
 
-@pytest.mark.parametrize("key", ["device", "cpu_checkpointing", "contiguous_memory_optimization"])
-def test_activations_are_parked_beside_no_gpu(key: str) -> None:
-    given = {"activation_checkpointing": {key: "cpu" if key == "device" else True}}
-    with pytest.raises(NotBuiltError, match=f"activation_checkpointing.{key}.*is not built on cuda"):
-        resolve(load(given), Facts(device_type="cuda"))
-
-
 # Which source ---------------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.base.device import PerDevice
 from deepseek_zero.base.errors import ConfigError
 from deepseek_zero.optim import lion
 from deepseek_zero.optim.lion import Lion
@@ -58,7 +59,7 @@ def test_the_tile_size_does_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
     start, grad = torch.randn(3, 100), torch.randn(3, 100)
     whole, tiled = start.clone(), start.clone()
     train([whole], [[grad]])
-    monkeypatch.setattr(lion, "_TILE_NUMEL", {"cpu": 64})
+    monkeypatch.setattr(lion, "_TILE_NUMEL", PerDevice(cpu=64, accelerator=64))
     train([tiled], [[grad]])
     assert torch.equal(tiled, whole)
 

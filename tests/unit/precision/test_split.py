@@ -79,12 +79,12 @@ def test_the_largest_number_rounds_to_infinity_and_comes_back() -> None:
     assert torch.equal(back, master)
 
 
-@pytest.mark.parametrize("numel", [0, 1, CAST_TILE["cpu"] - 1, CAST_TILE["cpu"], 2 * CAST_TILE["cpu"] + 3])
+@pytest.mark.parametrize("numel", [0, 1, CAST_TILE.cpu - 1, CAST_TILE.cpu, 2 * CAST_TILE.cpu + 3])
 def test_tiles_do_not_show(numel: int) -> None:
     master = torch.randn(numel)
     master[numel // 2 :: 1000] = float("nan")  # some tiles have one and some have none
     weight, remainder = halves_of(master)
-    back, scratch = torch.empty_like(master), torch.empty(scratch_numel("cpu", numel), dtype=torch.int32)
+    back, scratch = torch.empty_like(master), torch.empty(scratch_numel(torch.device("cpu"), numel), dtype=torch.int32)
     join(weight, remainder, back, scratch)
     assert torch.equal(weight.view(torch.int16), cast_by_the_definition(master).view(torch.int16))
     torch.testing.assert_close(back, master, rtol=0, atol=0, equal_nan=True)

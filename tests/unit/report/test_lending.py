@@ -16,7 +16,7 @@ from deepseek_zero.sharding.plan import PlanSettings, plan_for
 from tests.models import Gpt
 
 FP32 = torch.float32
-SCRATCH = (FP32, TILE_NUMEL["cpu"])
+SCRATCH = (FP32, TILE_NUMEL.cpu)
 
 
 def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitFacts], PlanSettings]:

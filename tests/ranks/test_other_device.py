@@ -1,0 +1,32 @@
+"""A device that is a GPU in all but hardware (tests/toy): states and activations beside it, alone and on two ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import toy
+from tests.needs import need
+
+ROOT = Path(__file__).parents[2]
+CASES = ("stages_and_tiers", "optimizers_and_fewer_bits", "checkpoints_and_access", "activations_and_memory")
+
+
+@pytest.mark.parametrize("ranks", [1, 2] if os.environ.get("DEEPSEEK_ZERO_FULL") else [2])
+@pytest.mark.parametrize("case", CASES)
+def test_beside_another_device(case: str, ranks: int, tmp_path: Path) -> None:
+    need(toy.can_build(), "g++ and ninja")
+    alone, together = [sys.executable, "-m"], ["deepseek-zero", "run", "--nproc", str(ranks), "--module"]
+    ran = subprocess.run(
+        [*(together if ranks > 1 else alone), "tests.toy.cases", case, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, toy.LIBRARY_VARIABLE: toy.build(), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr

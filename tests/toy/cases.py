@@ -1,0 +1,273 @@
+"""What runs beside a GPU, on a device that is one in all but hardware and speed: stages and tiers have the bits of a
+run without tiers.  Programs, which test_other_device.py starts: who has the device has it from the start.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero import checkpointing, zero
+from deepseek_zero.base.errors import OutOfMemoryError
+from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
+from tests import toy
+from tests.models import Gpt, seeded
+
+STEPS = 3
+Zero = dict[str, Any]
+
+
+@contextmanager
+def training_on(kind: str) -> Iterator[None]:
+    before = os.environ.get("DEEPSEEK_ZERO_DEVICE")
+    os.environ["DEEPSEEK_ZERO_DEVICE"] = kind
+    try:
+        yield
+    finally:
+        os.environ.pop("DEEPSEEK_ZERO_DEVICE") if before is None else os.environ.update(DEEPSEEK_ZERO_DEVICE=before)
+
+
+def states_on(path: Path) -> dict[str, Zero]:
+    """Where states may rest."""
+    host, disk = {"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}
+    return {
+        "device": {},
+        "states on the host": {"offload_optimizer": host},
+        "states on the disk": {"offload_optimizer": disk},
+        "all on the host": {"offload_optimizer": host, "offload_param": host},
+        "all on the disk": {"offload_optimizer": disk, "offload_param": disk},
+        "weights on the host": {"offload_param": host},
+        "half of the states on the host": {"offload_optimizer": {**host, "ratio": 0.5}},
+    }
+
+
+def engine_of(stage: int, zero: Zero, model: nn.Module | None = None, **top: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_clipping": 0.3,
+        "steps_per_print": None,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {
+            "stage": stage,
+            "sub_group_size": 4096,
+            "stage3_max_live_parameters": 0,
+            "stage3_param_persistence_threshold": 0,
+            **zero,
+        },
+        **top,
+    }
+    return deepseek_zero.initialize(model=model or seeded(Gpt), config=config)[0]
+
+
+def loss_of(engine: Any, number: int) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    tokens = torch.randint(0, 11, (2, 8), generator=torch.Generator().manual_seed(7 * number + rank))
+    tokens = tokens.to(engine.device)
+    return F.cross_entropy(engine(tokens[:, :-1]).float().flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def train(engine: Any, steps: int = STEPS, first: int = 0) -> list[Tensor]:
+    losses = []
+    for number in range(steps * engine.gradient_accumulation_steps()):
+        loss = loss_of(engine, first + number)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
+def states_of(engine: Any) -> list[Tensor]:
+    """Weights, masters and moments, whole."""
+    found = [value.cpu() for value in engine.state_dict().values()]
+    for param in engine.module.parameters():
+        wanted = [safe_get_full_fp32_param(param)]
+        wanted += [safe_get_full_optimizer_state(param, key) for key in ("exp_avg", "exp_avg_sq")]
+        found += [value.cpu() for value in wanted if value is not None]
+    return found
+
+
+def assert_same(found: list[Tensor], expected: list[Tensor], case: object) -> None:
+    assert len(found) == len(expected), case
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        assert torch.equal(ours, theirs), (case, number)
+
+
+def outside(engine: Any) -> int:
+    """Bytes of states that rest outside the training device."""
+    return sum(memory.reserved_bytes for memory in engine.parts.runtime.route.tiers.memories.values())
+
+
+def every_stage_and_tier(path: Path) -> None:
+    kinds: dict[str, tuple[Zero, tuple[int, ...]]] = {
+        "fp32": ({}, (1, 3)),
+        "bf16": ({"bf16": {"enabled": True}}, (1, 3)),
+        "bf16, whole masters": ({"bf16": {"enabled": True, "master": "fp32"}}, (3,)),
+        "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, (1,)),
+    }
+    if not os.environ.get("DEEPSEEK_ZERO_FULL"):
+        kinds = {"bf16": (kinds["bf16"][0], (3,))}
+    for kind, accumulation in [(kind, number) for kind, (_, numbers) in kinds.items() for number in numbers]:
+        top = kinds[kind][0]
+        top = {**top, "gradient_accumulation_steps": accumulation}
+        expected: dict[int, list[Tensor]] = {}
+        for stage, (name, place) in itertools.product((0, 1, 2, 3), states_on(path).items()):
+            if stage < (3 if "offload_param" in place else 1 if place else 0):
+                continue
+            engine = engine_of(stage, place, **top)
+            found = train(engine) + states_of(engine)
+            # Stages 2 and 3 sum each micro-batch over ranks, 0 and 1 the step's: another order of the same sum.
+            assert_same(found, expected.setdefault(stage // 2 if accumulation > 1 else 0, found), (kind, name, stage))
+            assert bool(outside(engine)) == bool(place), name
+            engine.destroy()
+
+
+def stages_and_tiers(path: Path) -> None:
+    """Bit for bit; and alone, nearly what the CPU finds: attention takes another way there."""
+    every_stage_and_tier(path)
+    if not dist.is_initialized():
+        there = engine_of(3, {})
+        assert {param.device.type for param in there.module.parameters()} == {toy.NAME}
+        found = train(there) + states_of(there)
+        with training_on("cpu"):
+            here = engine_of(3, {})
+            for ours, theirs in zip(found, train(here) + states_of(here), strict=True):
+                torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def trained(stage: int, place: Zero, **top: Any) -> list[Tensor]:
+    engine = engine_of(stage, place, **top)
+    found = train(engine) + states_of(engine)
+    engine.destroy()
+    return found
+
+
+def optimizers_and_fewer_bits(path: Path) -> None:
+    """What keeps less than 12 bytes, and what updates at other times."""
+    places = states_on(path)
+    adam: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.01}}
+    tops: list[Zero] = [
+        {"optimizer": {"type": name, "params": {"lr": 0.01}}} for name in ("SGD", "Adagrad", "Lion", "Lamb")
+    ]
+    tops += [{"optimizer": adam | {"moments": kept}, "bf16": {"enabled": True}} for kept in ("bf16", "8bit")]
+    tops += [{"bf16": {"enabled": True, "master": "none"}}]
+    for top in tops:
+        expected = trained(3, {}, **top)
+        for name in ("states on the host", "all on the disk"):
+            assert_same(trained(3, places[name], **top), expected, (top, name))
+    muon: Zero = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}  # bf16 on a device, fp32 on the host
+    host, disk = (trained(3, places[name], **muon) for name in ("all on the host", "states on the disk"))
+    assert_same(disk, host, "Muon")
+    for key in ({"super_offload": True}, {"delayed_update_after": 1}):
+        found = {}
+        for name in ("states on the host", "all on the host", "all on the disk"):
+            if name == "states on the host" and "super_offload" in key:
+                found[name] = trained(3, {})
+                continue
+            where = {**places[name], "offload_optimizer": {**places[name]["offload_optimizer"], **key}}
+            found[name] = trained(3, where)
+            assert_same(found[name], found["states on the host"], (key, name))
+
+
+def checkpoints_and_access(path: Path) -> None:
+    """Saved there, loaded elsewhere; values read and changed from outside."""
+    places, shared = states_on(path), path / "checkpoints"
+    low: Zero = {"bf16": {"enabled": True}}
+    routes = [
+        ("device", "all on the disk"),
+        ("all on the host", "states on the host"),
+        ("states on the disk", "device"),
+    ]
+    for number, (before, after) in enumerate(routes):
+        first = engine_of(3, places[before], **low)
+        train(first)
+        first.save_checkpoint(str(shared / str(number)), tag="a", wait=bool(number))
+        expected = states_of(first)
+        losses = train(first, 1, first=9)
+        first.finish_saving()
+        second = engine_of(
+            2 if "weights" not in after and "all" not in after else 3, places[after], bf16={"enabled": True}
+        )
+        second.load_checkpoint(str(shared / str(number)), tag="a")
+        assert_same(states_of(second), expected, (before, after))
+        assert_same(train(second, 1, first=9), losses, (before, after))
+    for name in ("device", "all on the host", "states on the host", "all on the disk"):
+        for top in ({}, {"bf16": {"enabled": True}}):
+            changed(engine_of(3, places[name], **top))
+
+
+def changed(engine: Any) -> None:
+    weight = engine.module.head.weight
+    safe_set_full_fp32_param(weight, torch.full(weight.shape, 0.25))
+    value = safe_get_full_fp32_param(weight)
+    assert value is not None and bool((value == 0.25).all())
+    with zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        assert weight.device.type == toy.NAME and bool((weight == 0.25).all())
+        weight[0].fill_(0.5)
+    value = safe_get_full_fp32_param(weight)
+    assert value is not None and bool((value[0] == 0.5).all() and (value[1:] == 0.25).all())
+    full = {name: torch.ones_like(each, device="cpu") for name, each in engine.state_dict().items()}
+    engine.load_state_dict(full) if hasattr(engine, "load_state_dict") else engine.module.load_state_dict(full)
+    value = safe_get_full_fp32_param(weight)
+    assert value is not None and bool((value == 1).all())
+    train(engine, 1)
+
+
+class Recomputed(nn.Module):
+    """Blocks whose inputs are parked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Gpt(width=96, hidden=64)
+        for block in self.inner.blocks:
+            block.forward = lambda x, run=block.forward: checkpointing.checkpoint(run, x)  # type: ignore[method-assign]
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.inner(tokens)
+
+
+def activations_and_memory(path: Path) -> None:
+    """Parked activations, a budget of the device, and predictions that come true."""
+    places = states_on(path)
+    expected = trained(3, {}, model=seeded(Recomputed))
+    for section in ({"device": "cpu"}, {"device": "nvme", "nvme_path": str(path)}):
+        engine = engine_of(3, places["all on the host"], seeded(Recomputed), activation_checkpointing=section)
+        assert_same(train(engine) + states_of(engine), expected, section)
+        parked = engine.parts.recompute.parking
+        assert parked is not None and parked.peak_bytes > 0
+        engine.destroy()
+    assert_same(trained(3, {**places["all on the host"], "vertical_micro_batches": 1}), trained(3, {}), "vertical")
+    for name, place in places.items():
+        engine = engine_of(3, place, bf16={"enabled": True})
+        train(engine)
+        report = engine.memory_report()
+        assert {key: report.measured[key] for key in report.predicted} == dict(report.predicted), name
+        engine.destroy()
+    open_places = {"offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
+    expected = trained(3, {})
+    for budget in (10**9, 67_230_000):
+        assert_same(trained(3, open_places, memory_budget={"device": budget}), expected, budget)
+    try:
+        trained(3, {}, memory_budget={"device": 1000})
+    except OutOfMemoryError:
+        gc.collect()
+    else:
+        raise AssertionError("a budget of the device was passed over")
+
+
+CASES = (stages_and_tiers, optimizers_and_fewer_bits, checkpoints_and_access, activations_and_memory)
+
+if __name__ == "__main__":
+    with training_on(toy.NAME):
+        next(case for case in CASES if case.__name__ == sys.argv[1])(Path(sys.argv[2]))

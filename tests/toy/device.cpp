@@ -1,0 +1,168 @@
+// A device that is not the CPU and needs no hardware: torch's backend key for HPUs over plain memory.  Every operation
+// runs on the CPU behind its back, but tensors of the two devices do not mix: whoever forgets a copy gets an error.
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/Resize.h>
+#include <ATen/native/TensorFactories.h>
+#include <ATen/detail/HPUHooksInterface.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <c10/core/impl/alloc_cpu.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/set_cpu_dispatch.h>
+#include <ATen/ops/view_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/resize_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <torch/library.h>
+#include <torch/extension.h>
+#include <atomic>
+
+namespace {
+using at::Tensor;
+constexpr auto kToy = c10::DeviceType::HPU;
+std::atomic<int64_t> held{0}, most{0};
+
+struct Block { void* data; int64_t nbytes; };
+void give(void* context) {
+  auto* block = static_cast<Block*>(context);
+  held -= block->nbytes;
+  c10::free_cpu(block->data);
+  delete block;
+}
+struct Allocator final : c10::Allocator {
+  c10::DataPtr allocate(size_t nbytes) override {
+    c10::Device device(kToy, 0);
+    if (nbytes == 0) return {nullptr, nullptr, &give, device};
+    void* data = c10::alloc_cpu(nbytes);
+    held += nbytes;
+    if (held > most) most = held.load();
+    auto* block = new Block{data, static_cast<int64_t>(nbytes)};
+    return {data, block, &give, device};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* into, const void* from, std::size_t count) const override { std::memcpy(into, from, count); }
+};
+Allocator allocator;
+REGISTER_ALLOCATOR(kToy, &allocator);
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kToy; }
+  c10::Device exchangeDevice(c10::Device d) const override { return d; }
+  c10::Device getDevice() const override { return c10::Device(kToy, 0); }
+  void setDevice(c10::Device) const override {}
+  void uncheckedSetDevice(c10::Device) const noexcept override {}
+  c10::Stream getStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
+  c10::Stream getDefaultStream(c10::Device d) const override { return getStream(d); }
+  c10::Stream getNewStream(c10::Device d, int) const override { return getStream(d); }
+  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override { *event = this_event(); }
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
+  bool queryStream(const c10::Stream&) const override { return true; }
+  void synchronizeStream(const c10::Stream&) const override {}
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const c10::DeviceIndex) const override {}
+  static void* this_event() { static int it; return &it; }
+};
+C10_REGISTER_GUARD_IMPL(HPU, Guard);
+
+struct HPUHooks final : at::HPUHooksInterface {
+  explicit HPUHooks(at::HPUHooksArgs) {}
+  void init() const override {}
+  bool hasHPU() const override { return true; }
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex) const override { return at::detail::getDefaultCPUGenerator(); }
+};
+// The same memory as a CPU tensor.
+Tensor seen(const Tensor& t) {
+  auto nbytes = t.storage().nbytes();
+  auto options = at::TensorOptions().dtype(t.scalar_type()).device(at::kCPU);
+  auto storage = c10::Storage(c10::Storage::use_byte_size_t(), nbytes,
+      c10::DataPtr(t.storage().mutable_data(), c10::Device(at::kCPU)), nullptr, false);
+  auto out = at::empty({0}, options);
+  return out.set_(storage, t.storage_offset(), t.sizes(), t.strides());
+}
+
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device>,
+             std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &allocator, c10::DispatchKeySet(c10::DispatchKey::HPU),
+      c10::dtype_or_default(dtype), format);
+}
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
+                     std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>) {
+  return at::detail::empty_strided_generic(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &allocator,
+      c10::DispatchKeySet(c10::DispatchKey::HPU), c10::dtype_or_default(dtype));
+}
+Tensor as_cpu(const Tensor& t) { return t.device().type() == kToy ? seen(t) : t; }
+Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
+  as_cpu(dst).copy_(as_cpu(self));
+  return dst;
+}
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
+  if (dst.sizes() != self.sizes()) const_cast<Tensor&>(dst).resize_(self.sizes());
+  return copy_from(self, dst, false);
+}
+at::Scalar local_scalar(const Tensor& self) { return seen(self).item(); }
+Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
+  return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
+      offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
+}
+Tensor view(const Tensor& self, c10::SymIntArrayRef size) { return at::native::view(self, C10_AS_INTARRAYREF_SLOW(size)); }
+Tensor reshape_alias(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  return at::native::_reshape_alias(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+}
+const Tensor& resize(const Tensor& self, c10::SymIntArrayRef size, std::optional<at::MemoryFormat> format) {
+  return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(size), format);
+}
+Tensor& set_storage(Tensor& self, at::Storage source, c10::SymInt offset, c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
+  at::native::checkSetStorage(self, source, offset.expect_int(), C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride));
+  self.unsafeGetTensorImpl()->set_storage_offset(offset.expect_int());
+  at::native::resize_impl_cpu_(self.unsafeGetTensorImpl(), C10_AS_INTARRAYREF_SLOW(size), at::OptionalIntArrayRef(C10_AS_INTARRAYREF_SLOW(stride)), false);
+  return self;
+}
+
+void check(const Tensor& t, bool& toy, bool& cpu) {
+  if (!t.defined()) return;
+  if (t.device().type() == kToy) toy = true;
+  else if (t.dim() > 0) cpu = true;
+}
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  bool toy = false, cpu = false;
+  auto count = op.schema().arguments().size();
+  for (const auto& value : torch::jit::last(*stack, count)) {
+    if (value.isTensor()) check(value.toTensor(), toy, cpu);
+    else if (value.isTensorList()) for (const Tensor& t : value.toTensorVector()) check(t, toy, cpu);
+    else if (value.isOptionalTensorList()) {}
+  }
+  TORCH_CHECK(!(toy && cpu), "tensors of two devices in ", op.schema().name(), ": one on the toy device, one on the CPU");
+  at::native::cpu_fallback(op, stack);
+}
+}  // namespace
+
+namespace at { REGISTER_HPU_HOOKS(HPUHooks) }
+
+TORCH_LIBRARY_IMPL(aten, HPU, m) {
+  m.impl("empty.memory_format", &empty);
+  m.impl("empty_strided", &empty_strided);
+  m.impl("_copy_from", &copy_from);
+  m.impl("_copy_from_and_resize", &copy_from_and_resize);
+  m.impl("_local_scalar_dense", &local_scalar);
+  m.impl("as_strided", &as_strided);
+  m.impl("view", &view);
+  m.impl("_reshape_alias", &reshape_alias);
+  m.impl("resize_", &resize);
+  m.impl("set_.source_Storage_storage_offset", &set_storage);
+}
+TORCH_LIBRARY_IMPL(_, HPU, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  m.def("held_bytes", [] { return held.load(); });
+  m.def("most_bytes", [] { return most.load(); });
+  m.def("forget_most", [] { most = held.load(); });
+}
