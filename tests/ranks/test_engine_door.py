@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.facade import words
 from tests.plain import here
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
@@ -143,6 +144,17 @@ def test_every_way_to_name_a_schedule_steps_it(kind: str) -> None:
     engine.lr_scheduler = None  # Lightning steps it itself
     train(engine, 1, plain=False)
     assert engine.get_lr() == pytest.approx([0.0125])
+
+
+@pytest.mark.ranks(2)
+def test_torchs_schedule_sees_the_steps_of_a_rank_that_has_nothing_to_update() -> None:
+    model = nn.Linear(6, 3)  # less than one block: all on rank 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    engine = door(3, model=model, optimizer=optimizer)[0]
+    train(engine, 1, plain=False)
+    schedule.step()  # it warns, which is an error here, unless a step came before
+    assert engine.get_lr() == pytest.approx([0.05])
 
 
 @pytest.mark.ranks(2)
@@ -313,6 +325,9 @@ def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
     weight, bias = engine.module.parameters()
     assert (weight.ds_id, bias.ds_id) == (0, 1)
     assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 15) and bias.ds_numel == bias.numel() == 5
+    assert weight.ds_status is words.ZeroParamStatus.NOT_AVAILABLE and weight.partition_numel() == 8
+    with deepseek_zero.zero.GatheredParameters(weight):
+        assert weight.ds_status is words.ZeroParamStatus.AVAILABLE
     # A client's configuration reading of the engine, as the Trainer's when it saves.
     assert engine.config.get("zero_optimization", {}).get("stage", None) == 3
     assert engine.config.get("no_such_section", {}) == {}

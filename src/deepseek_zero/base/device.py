@@ -60,6 +60,13 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
     torch.optim.Optimizer._patch_step_function(outer)
 
 
+def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
+    """A step was made, for torch's schedules: they ask the optimizer they were built on, whose own `step` runs tile by
+    tile, later, or on a rank without a piece never.
+    """
+    inner._opt_called = True  # type: ignore[attr-defined]
+
+
 def without_torch_function() -> Any:
     """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through
     it).

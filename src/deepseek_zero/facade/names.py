@@ -13,7 +13,10 @@ from typing import Any
 from ..base.device import local_rank
 from ..base.errors import UnknownNameError
 from ..engine.engine import Engine
+from ..sharding.handle import AtRest, owner_of
+from ..sharding.init import InitShard
 from .package import PIPELINE
+from .words import ZeroParamStatus
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
@@ -193,7 +196,19 @@ LATER: dict[str, str] = {
 def name_parameters(engine: Engine) -> None:
     """What clients read of a stage 3 parameter, partitioned or not; its shape here is the whole one in any case."""
     for number, param in enumerate(engine.module.parameters()):
-        param.ds_id, param.ds_shape, param.ds_numel = number, param.shape, param.numel()  # type: ignore[attr-defined]
+        values = {"ds_id": number, "ds_shape": param.shape, "ds_numel": param.numel()}
+        vars(param).update(values, ds_status=ZeroParamStatus.AVAILABLE)  # what AtRest answers goes before it
+
+
+def _partition_numel(param: AtRest) -> int:
+    owner: Any = owner_of(param)
+    comm = owner.session.comm if isinstance(owner, InitShard) else owner.route.comm
+    return -(-param.numel() // comm.size)
+
+
+# What differs while a parameter is sharded.
+AtRest.ds_status = property(lambda param: ZeroParamStatus.NOT_AVAILABLE)  # type: ignore[attr-defined]
+AtRest.partition_numel = _partition_numel  # type: ignore[attr-defined]
 
 
 METHODS = (

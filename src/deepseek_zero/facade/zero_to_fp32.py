@@ -6,8 +6,11 @@ One process, no process group, no GPU.  Re-exported by `deepseek_zero.utils.zero
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import re
+import shutil
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +20,9 @@ from torch import nn
 
 from ..base.errors import CheckpointError
 from ..checkpoint.convert import convert_to_safetensors
+from ..checkpoint.deepspeed_read import MODEL, MODEL_OF_RANK
 from ..checkpoint.export import save_torch
+from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.shards import MAX_SHARD_BYTES, plan_shards, shard_names
 from ..checkpoint.source import Lazy, open_source, tensors_of
 from ..checkpoint.tensor_file import dtype_of, private
@@ -81,20 +86,38 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Rank 0's model file in DeepSpeed's layout."""
+    """Rank 0's model file in DeepSpeed's layout; of a checkpoint in ours a file with what is beside the tensors."""
     names = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    path = Path(checkpoint_dir) / names
+    path = _in_deepspeeds_layout(Path(checkpoint_dir)) / names
     if not path.exists():
         raise FileNotFoundError(f"can't find model states file at '{path}'")
     return str(path)
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Every rank's optimizer file in DeepSpeed's layout, in the order of ranks."""
-    found = [str(path) for path in Path(checkpoint_dir).glob("*_optim_states.pt")]
+    """Every rank's optimizer file in DeepSpeed's layout, in the order of ranks; one that names the stage in ours."""
+    found = [str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
     return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def _in_deepspeeds_layout(folder: Path) -> Path:
+    """The folder itself, or for one in our layout a folder with DeepSpeed's two files and no tensors in them.
+
+    Lightning's conversion asks them for the stage and for its own state.  The folder goes with the process.
+    """
+    if not (folder / MANIFEST).exists():
+        return folder
+    with ExitStack() as stack:
+        source = open_source(folder, None, stack)
+    out = Path(tempfile.mkdtemp(prefix="deepseek_zero_"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    name = (MODEL_OF_RANK if source.manifest.stage == 3 else MODEL).format(0)
+    save_torch({**(source.plain["client"] or {}), "module": {}}, out / name)
+    stage = {"zero_stage": source.manifest.stage}
+    save_torch({"optimizer_state_dict": stage}, out / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return out
 
 
 def _lazy_state(path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool) -> dict[str, Lazy]:

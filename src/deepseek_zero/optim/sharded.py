@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.device import PerDevice, adopt_step_hooks
+from ..base.device import PerDevice, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
@@ -217,6 +217,7 @@ class ShardedOptimizer(Optimizer):
             hypers = hypers_of(self.inner) if self.delay is not None or self.early is not None else None
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             self.overflow = skip
+            tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
             lifted = self.lifter.after(verdict, skip, self.scaler) if self.lifter is not None else None

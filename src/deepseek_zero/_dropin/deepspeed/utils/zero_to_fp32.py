@@ -9,7 +9,7 @@ __getattr__, __dir__ = stand_in(
     {
         "deepseek_zero.utils.zero_to_fp32": (
             "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
-            "load_state_dict_from_zero_checkpoint main"
+            "get_model_state_file get_optim_files load_state_dict_from_zero_checkpoint main"
         ),
     },
 )

@@ -1,0 +1,149 @@
+"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, fabric) STAGE (-1: without DeepSpeed) FOLDER.
+
+Lightning takes DeepSpeed for CUDA's only: that one gate is lifted here.  Rank 0 prints JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import lightning
+import torch
+from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
+from lightning.pytorch.accelerators import CPUAccelerator
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+ROWS, BATCH, ACCUMULATION, EPOCHS = 32, 4, 2, 2
+WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def loader() -> DataLoader[Any]:
+    """This rank's rows, so that a batch of all ranks is the same rows in every world."""
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    sampler = DistributedSampler(data, WORLD, int(os.environ.get("RANK", "0")), shuffle=False)
+    return DataLoader(data, batch_size=BATCH // WORLD, sampler=sampler)
+
+
+class Regression(lightning.LightningModule):
+    """A regression that remembers the mean loss over the ranks of every micro-batch and of every validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[float] = []
+        self.validated: list[float] = []
+        self.net: nn.Module | None = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            self.net = network()  # under zero.Init at stage 3
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        x, y = batch
+        return (self.net(x) - y).square().mean()
+
+    def training_step(self, batch: Any, index: int) -> torch.Tensor:
+        loss = self.loss(batch)
+        self.seen.append(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean").item())
+        return loss
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        self.log("val", self.loss(batch), sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            self.validated.append(self.trainer.callback_metrics["val"].item())
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    return {"zero_allow_untested_optimizer": True, "zero_optimization": zero}
+
+
+def fit(stage: int, folder: Path, resume: bool) -> dict[str, Any]:
+    strategy: Any = DeepSpeedStrategy(config=deepspeed_config(stage), process_group_backend="gloo") if stage >= 0 else "auto"
+    checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
+        folder / "run", filename="{epoch}", save_top_k=-1, monitor="val"
+    )
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=WORLD, strategy=strategy, max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=0.5, callbacks=[checkpoints], logger=False, enable_progress_bar=False,
+        default_root_dir=folder, use_distributed_sampler=False,
+    )
+    model = Regression()
+    trainer.fit(model, loader(), loader(), ckpt_path=str(folder / "run" / "epoch=0.ckpt") if resume else None)
+    return {"loss": model.seen, "val": model.validated, "kinds": kinds(model), "world": trainer.world_size,
+            "steps": trainer.global_step}
+
+
+def fabric(stage: int, folder: Path) -> dict[str, Any]:
+    strategy: Any = FabricStrategy(config=deepspeed_config(stage) | {"gradient_clipping": 0.5}, process_group_backend="gloo") if stage >= 0 else "auto"
+    fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
+    fabric.launch()
+    with fabric.init_module():
+        model = network()
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    data = fabric.setup_dataloaders(loader(), use_distributed_sampler=False)
+
+    def epoch() -> list[float]:
+        losses = []
+        for x, y in data:
+            loss = (model(x) - y).square().mean()
+            fabric.backward(loss)
+            if stage < 0:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(fabric.all_reduce(loss.detach(), reduce_op="mean").item())
+        return losses
+
+    told: dict[str, Any] = {"first": epoch()}
+    state = {"model": model, "optimizer": optimizer, "epochs": 1}
+    fabric.save(folder / "state", state)
+    told["second"] = epoch()
+    fabric.load(folder / "state", state)
+    told["again"] = epoch()
+    told |= {"kinds": kinds(model), "world": fabric.world_size}
+    return told
+
+
+def kinds(model: nn.Module) -> list[str]:
+    return sorted({type(param).__name__ for param in model.parameters()})
+
+
+def main(kind: str, stage: int, folder: Path) -> None:
+    gates = [
+        mock.patch("lightning.pytorch.strategies.deepspeed.CUDAAccelerator", CPUAccelerator),
+        mock.patch("lightning.fabric.strategies.deepspeed.CUDAAccelerator", FabricCPU),
+        # They compare device numbers with ranks; a CPU has none.
+        mock.patch("lightning.pytorch.strategies.deepspeed._validate_device_index_selection"),
+        mock.patch("lightning.fabric.strategies.deepspeed._validate_device_index_selection"),
+    ]
+    for gate in gates:
+        gate.start()
+    told = fabric(stage, folder) if kind == "fabric" else fit(stage, folder, resume=kind == "resume")
+    if int(os.environ.get("RANK", "0")) == 0:
+        print("TOLD", json.dumps(told))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))

@@ -1,0 +1,97 @@
+"""TRL's trainers on a tiny Llama, unmodified: KIND (sft, dpo) STAGE (-1: without DeepSpeed) FOLDER.
+
+Rank 0 prints JSON.  FOLDER/base holds the pretrained model and its tokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+
+from tests.clients.program_trainer import TINY, deepspeed_config
+
+WORDS = "a river runs under the old stone bridge and children throw small sticks into its brown water".split()
+
+
+def write_base(folder: Path) -> None:
+    """The model that every run starts from, with a tokenizer of whole words; nothing is downloaded."""
+    vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+    fast.save_pretrained(folder / "base")
+    torch.manual_seed(5)
+    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "base")
+
+
+def sentence(start: int, length: int) -> str:
+    return " ".join(WORDS[(start + step) % len(WORDS)] for step in range(length))
+
+
+def settings(kind: type[Any], stage: int, folder: Path, **more: Any) -> Any:
+    return kind(
+        str(folder / "run"),
+        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        gradient_accumulation_steps=2,
+        max_steps=4,
+        learning_rate=1e-2,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        bf16=False,
+        use_cpu=not torch.cuda.is_available(),
+        deepspeed=deepspeed_config(stage) if stage >= 0 else None,
+        **more,
+    )
+
+
+def sft(stage: int, folder: Path) -> Any:
+    rows = [{"prompt": sentence(start, 4), "completion": " " + sentence(start + 4, 4)} for start in range(32)]
+    arguments = settings(SFTConfig, stage, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+    return SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def dpo(stage: int, folder: Path) -> Any:
+    rows = [
+        {"prompt": sentence(at, 4), "chosen": " " + sentence(at + 4, 4), "rejected": " " + sentence(at + 9, 4)}
+        for at in range(32)
+    ]
+    arguments = settings(DPOConfig, stage, folder)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
+    return DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+
+
+def main(kind: str, stage: int, folder: Path) -> None:
+    trainer = {"sft": sft, "dpo": dpo}[kind](stage, folder)
+    trainer.train()
+    trainer.save_model(str(folder / "final"))
+    history = trainer.state.log_history
+    told: dict[str, Any] = {"loss": [row["loss"] for row in history if "loss" in row]}
+    told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
+    told["kinds"] = sorted({type(param).__name__ for param in trainer.model.parameters()})
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        told["reference"] = sorted({type(param).__name__ for param in reference.parameters()})
+    told["world"] = trainer.accelerator.num_processes
+    if trainer.is_world_process_zero():
+        print("TOLD", json.dumps(told))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
