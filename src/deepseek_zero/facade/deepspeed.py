@@ -28,6 +28,7 @@ from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
 from ..engine.start import Request, start
+from . import again
 from .names import ATTRIBUTES, GETTERS, LATER, engine_name_missing, name_parameters
 
 __all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize"]
@@ -299,11 +300,14 @@ def initialize(
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     if dist_init_required is not False:
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
+    if unchanged:
+        again.end_engine_of(model)
     parameters = list(model_parameters) if model_parameters is not None else None
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.config.zero_optimization.stage == 3:
         name_parameters(engine)
+    again.remember(engine)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
