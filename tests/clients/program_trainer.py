@@ -1,6 +1,8 @@
-"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [pretrained] [resume] [peft].
+"""transformers' Trainer on a tiny Llama, unmodified: STAGE (-1: without DeepSpeed) FOLDER [WORD ...].
 
-Rank 0 prints JSON.  FOLDER/base holds the pretrained model, FOLDER/run the checkpoints.
+pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under adapters in fp32.  bf16:
+computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
+alone.  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -42,10 +44,12 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    return dict.fromkeys(auto, "auto") | {"zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    told = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    return dict.fromkeys(auto, "auto") | told
 
 
-def arguments(stage: int, folder: Path) -> TrainingArguments:
+def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
+    again = {"use_reentrant": "reentrant" in words} if {"reentrant", "direct"} & set(words) else None
     return TrainingArguments(
         str(folder / "run"),
         per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
@@ -62,6 +66,9 @@ def arguments(stage: int, folder: Path) -> TrainingArguments:
         disable_tqdm=True,
         dataloader_pin_memory=False,
         use_cpu=not torch.cuda.is_available(),
+        bf16="bf16" in words,
+        gradient_checkpointing=again is not None,
+        gradient_checkpointing_kwargs=again,
         deepspeed=deepspeed_config(stage) if stage >= 0 else None,
     )
 
@@ -70,25 +77,29 @@ def model_for(folder: Path, words: list[str]) -> Any:
     torch.manual_seed(0)
     if "pretrained" not in words:
         return LlamaForCausalLM(LlamaConfig(**TINY))
-    model = LlamaForCausalLM.from_pretrained(folder / "base")
+    model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16 if "mixed" in words else "auto")
     if "peft" in words:
         from peft import LoraConfig, get_peft_model
 
         torch.manual_seed(3)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+        model.enable_input_require_grads()  # for the reentrant kind, whose inputs must want a gradient
     return model
 
 
 def main(stage: int, folder: Path, words: list[str]) -> None:
-    settings = arguments(stage, folder)  # first: from_pretrained asks it whether to build under zero.Init
+    settings = arguments(stage, folder, words)  # first: from_pretrained asks it whether to build under zero.Init
     model = model_for(folder, words)
     trainer = Trainer(model, settings, train_dataset=Rows(32), eval_dataset=Rows(4))
-    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
+    if "untrained" not in words:
+        trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
+    trainer.evaluate()  # of the best model, which training has loaded at its end
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
     told: dict[str, Any] = {key: [row[key] for row in history if key in row] for key in ("loss", "eval_loss")}
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
     told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
+    told["dtypes"] = sorted({str(param.dtype) for param in model.parameters()})
     told["best"] = trainer.state.best_model_checkpoint
     told["world"] = trainer.accelerator.num_processes
     if trainer.is_world_process_zero():

@@ -16,6 +16,7 @@ from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
+from trl.models.utils import unwrap_model_for_generation
 
 from tests.clients.program_trainer import TINY, deepspeed_config
 
@@ -77,12 +78,20 @@ def dpo(stage: int, folder: Path) -> Any:
     return DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
 
 
+def generated(trainer: Any) -> list[int]:
+    """What the trained model says, with the gathering and the surgery on hooks of TRL's online trainers."""
+    with unwrap_model_for_generation(trainer.model_wrapped, trainer.accelerator) as model:
+        prompt = torch.tensor([[3, 4, 5]])
+        return model.generate(prompt, attention_mask=prompt > 0, do_sample=False, max_new_tokens=8)[0].tolist()
+
+
 def main(kind: str, stage: int, folder: Path) -> None:
     trainer = {"sft": sft, "dpo": dpo}[kind](stage, folder)
     trainer.train()
+    told: dict[str, Any] = {"generated": generated(trainer)}
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
-    told: dict[str, Any] = {"loss": [row["loss"] for row in history if "loss" in row]}
+    told["loss"] = [row["loss"] for row in history if "loss" in row]
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
     told["kinds"] = sorted({type(param).__name__ for param in trainer.model.parameters()})
     reference = getattr(trainer, "ref_model", None)

@@ -7,7 +7,7 @@ Read by facade/deepspeed.py.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..base.device import local_rank
@@ -198,6 +198,30 @@ def name_parameters(engine: Engine) -> None:
     for number, param in enumerate(engine.module.parameters()):
         values = {"ds_id": number, "ds_shape": param.shape, "ds_numel": param.numel()}
         vars(param).update(values, ds_status=ZeroParamStatus.AVAILABLE)  # what AtRest answers goes before it
+    if engine.optimizer is not None:
+        vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
+
+
+class ParameterOffload:
+    """What TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
+
+    A forward gathers by itself and leaves alone what is gathered already.  `module` is where it looks for parameters to
+    tidy up.
+    """
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.module = self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing was taken off."""
 
 
 def _partition_numel(param: AtRest) -> int:

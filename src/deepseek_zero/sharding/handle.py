@@ -264,11 +264,13 @@ def _name(param: Tensor) -> str:
 def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     owner = owner_of(param)
     engine = getattr(owner, "runtime", None)  # a parameter of zero.Init has an owner and no engine yet
-    if owner is None or (engine is not None and engine() is None):
+    runtime = engine() if engine is not None else None
+    if owner is None or (engine is not None and (runtime is None or runtime.is_destroyed)):
+        end = "deleted" if runtime is None else "destroyed"
         return AtRestError(
-            f"parameter '{_name(param)}' is sharded and its engine was deleted; '{operation}' cannot use it.",
+            f"parameter '{_name(param)}' is sharded and its engine was {end}; '{operation}' cannot use it.",
             "Each rank holds only its slice, and only the engine can gather them.",
-            "keep the engine as long as the model is used; take state_dict() before deleting it.",
+            "keep the engine as long as the model is used; take state_dict() before its end.",
         )
     return AtRestError(
         f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
