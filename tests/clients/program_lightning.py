@@ -1,6 +1,7 @@
-"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, fabric) STAGE (-1: without DeepSpeed) FOLDER.
+"""Lightning's Trainer or Fabric on a small model: KIND (fit, resume, convert, fabric) STAGE (-1: plain) FOLDER.
 
-Lightning takes DeepSpeed for CUDA's only: that one gate is lifted here.  Rank 0 prints JSON.
+resume: go on from the checkpoint of the first epoch.  convert: make one file of the last one, on one process.
+Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -10,16 +11,16 @@ import os
 import sys
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning
 import torch
-from lightning.fabric.accelerators import CPUAccelerator as FabricCPU
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricStrategy
-from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.deepspeed import convert_zero_checkpoint_to_fp32_state_dict
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from tests.clients.lightning_gate import lift
 
 ROWS, BATCH, ACCUMULATION, EPOCHS = 32, 4, 2, 2
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -80,23 +81,45 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
 
 
 def fit(stage: int, folder: Path, resume: bool) -> dict[str, Any]:
-    strategy: Any = DeepSpeedStrategy(config=deepspeed_config(stage), process_group_backend="gloo") if stage >= 0 else "auto"
+    strategy: Any = DeepSpeedStrategy(config=deepspeed_config(stage)) if stage >= 0 else "auto"
     checkpoints = lightning.pytorch.callbacks.ModelCheckpoint(
         folder / "run", filename="{epoch}", save_top_k=-1, monitor="val"
     )
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=WORLD, strategy=strategy, max_epochs=EPOCHS, accumulate_grad_batches=ACCUMULATION,
-        gradient_clip_val=0.5, callbacks=[checkpoints], logger=False, enable_progress_bar=False,
-        default_root_dir=folder, use_distributed_sampler=False,
+        accelerator="cpu",
+        devices=WORLD,
+        strategy=strategy,
+        max_epochs=EPOCHS,
+        accumulate_grad_batches=ACCUMULATION,
+        gradient_clip_val=0.5,
+        callbacks=[checkpoints],
+        logger=False,
+        enable_progress_bar=False,
+        default_root_dir=folder,
+        use_distributed_sampler=False,
     )
     model = Regression()
     trainer.fit(model, loader(), loader(), ckpt_path=str(folder / "run" / "epoch=0.ckpt") if resume else None)
-    return {"loss": model.seen, "val": model.validated, "kinds": kinds(model), "world": trainer.world_size,
-            "steps": trainer.global_step}
+    told = {"loss": model.seen, "val": [*model.validated], "steps": trainer.global_step, "world": trainer.world_size}
+    trainer.validate(model, loader(), verbose=False)  # a new engine around the same model
+    return told | {"after": model.validated[-1], "kinds": kinds(model)}
+
+
+def convert(folder: Path) -> dict[str, Any]:
+    """The last checkpoint as Lightning's own file, loaded by Lightning."""
+    file = folder / "whole.ckpt"
+    convert_zero_checkpoint_to_fp32_state_dict(folder / "run" / "epoch=1.ckpt", file)
+    model = Regression()
+    model.configure_model()
+    model.load_state_dict(torch.load(file, weights_only=False)["state_dict"])
+    trainer = lightning.Trainer(accelerator="cpu", devices=1, logger=False, enable_progress_bar=False)
+    return {"val": trainer.validate(model, loader(), ckpt_path=file, weights_only=False)[0]["val"]}
 
 
 def fabric(stage: int, folder: Path) -> dict[str, Any]:
-    strategy: Any = FabricStrategy(config=deepspeed_config(stage) | {"gradient_clipping": 0.5}, process_group_backend="gloo") if stage >= 0 else "auto"
+    strategy: Any = (
+        FabricStrategy(config=deepspeed_config(stage) | {"gradient_clipping": 0.5}) if stage >= 0 else "auto"
+    )
     fabric = lightning.Fabric(accelerator="cpu", devices=WORLD, strategy=strategy)
     fabric.launch()
     with fabric.init_module():
@@ -131,16 +154,11 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def main(kind: str, stage: int, folder: Path) -> None:
-    gates = [
-        mock.patch("lightning.pytorch.strategies.deepspeed.CUDAAccelerator", CPUAccelerator),
-        mock.patch("lightning.fabric.strategies.deepspeed.CUDAAccelerator", FabricCPU),
-        # They compare device numbers with ranks; a CPU has none.
-        mock.patch("lightning.pytorch.strategies.deepspeed._validate_device_index_selection"),
-        mock.patch("lightning.fabric.strategies.deepspeed._validate_device_index_selection"),
-    ]
-    for gate in gates:
-        gate.start()
-    told = fabric(stage, folder) if kind == "fabric" else fit(stage, folder, resume=kind == "resume")
+    lift()
+    if kind == "convert":
+        told = convert(folder)
+    else:
+        told = fabric(stage, folder) if kind == "fabric" else fit(stage, folder, resume=kind == "resume")
     if int(os.environ.get("RANK", "0")) == 0:
         print("TOLD", json.dumps(told))  # noqa: T201
 

@@ -26,7 +26,7 @@ def values(model: Any) -> dict[str, list[float]]:
     return {name: value.tolist() for name, value in model.state_dict().items()}
 
 
-def longest(model: Any, ranks: int) -> list[int]:
+def generated(model: Any, ranks: int) -> list[list[int]]:
     """Greedy generation: each rank has prompts of its own, which end at different times."""
     rank = torch.distributed.get_rank() if ranks > 1 else 0
     found = []
@@ -38,7 +38,7 @@ def longest(model: Any, ranks: int) -> list[int]:
         return found
     everything: list[Any] = [None] * ranks
     torch.distributed.all_gather_object(everything, found)
-    return sum(everything, [])
+    return [tokens for each in everything for tokens in each]
 
 
 def main(folder: Path) -> None:
@@ -63,9 +63,9 @@ def main(folder: Path) -> None:
         gathered, ranks = lambda: deepspeed.zero.GatheredParameters(model.parameters()), deepspeed.comm.get_world_size()
         told["kinds"] = sorted({type(param).__name__ for param in model.parameters()})
     told["values"] = values(model)
-    told["generated"] = longest(model, ranks)
+    told["generated"] = generated(model, ranks)
     with gathered():
-        told["gathered"] = longest(model, ranks)
+        told["gathered"] = generated(model, ranks)
     told["world"] = ranks
     if ranks == 1 or torch.distributed.get_rank() == 0:
         print("TOLD", json.dumps(told))  # noqa: T201

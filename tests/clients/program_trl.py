@@ -1,6 +1,7 @@
-"""TRL's trainers on a tiny Llama, unmodified: KIND (sft, dpo) STAGE (-1: without DeepSpeed) FOLDER.
+"""TRL's trainers on a tiny Llama, unmodified: KIND (base, sft, dpo) STAGE (-1: without DeepSpeed) FOLDER [WORD ...].
 
-Rank 0 prints JSON.  FOLDER/base holds the pretrained model and its tokenizer.
+base: writes FOLDER/base, the pretrained model and its tokenizer, that the others read.  peft: trains LoRA's weights.
+resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
@@ -28,9 +30,7 @@ def write_base(folder: Path) -> None:
     vocabulary = {word: number for number, word in enumerate(["<pad>", "<eos>", "<unk>", *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.save_pretrained(folder / "base")
     torch.manual_seed(5)
     LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "base")
@@ -48,7 +48,7 @@ def settings(kind: type[Any], stage: int, folder: Path, **more: Any) -> Any:
         max_steps=4,
         learning_rate=1e-2,
         logging_steps=1,
-        save_strategy="no",
+        save_steps=2,
         report_to=[],
         disable_tqdm=True,
         dataloader_pin_memory=False,
@@ -59,23 +59,26 @@ def settings(kind: type[Any], stage: int, folder: Path, **more: Any) -> Any:
     )
 
 
-def sft(stage: int, folder: Path) -> Any:
-    rows = [{"prompt": sentence(start, 4), "completion": " " + sentence(start + 4, 4)} for start in range(32)]
-    arguments = settings(SFTConfig, stage, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
-    return SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
-
-
-def dpo(stage: int, folder: Path) -> Any:
-    rows = [
-        {"prompt": sentence(at, 4), "chosen": " " + sentence(at + 4, 4), "rejected": " " + sentence(at + 9, 4)}
-        for at in range(32)
-    ]
-    arguments = settings(DPOConfig, stage, folder)
-    model = AutoModelForCausalLM.from_pretrained(folder / "base")
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "base")
-    return DPOTrainer(model, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
+def trainer_of(kind: str, stage: int, folder: Path, words: list[str]) -> Any:
+    makes, arguments = {"sft": (SFTTrainer, SFTConfig), "dpo": (DPOTrainer, DPOConfig)}[kind]
+    row = {
+        "sft": lambda at: {"prompt": sentence(at, 4), "completion": " " + sentence(at + 4, 4)},
+        "dpo": lambda at: {
+            "prompt": sentence(at, 4),
+            "chosen": " " + sentence(at + 4, 4),
+            "rejected": " " + sentence(at + 9, 4),
+        },
+    }[kind]
+    adapters = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM") if "peft" in words else None
+    given = settings(arguments, stage, folder)  # first: from_pretrained asks it whether to build under zero.Init
+    torch.manual_seed(3)
+    return makes(
+        AutoModelForCausalLM.from_pretrained(folder / "base"),
+        args=given,
+        train_dataset=Dataset.from_list([row(at) for at in range(32)]),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(folder / "base"),
+        peft_config=adapters,
+    )
 
 
 def generated(trainer: Any) -> list[int]:
@@ -85,22 +88,22 @@ def generated(trainer: Any) -> list[int]:
         return model.generate(prompt, attention_mask=prompt > 0, do_sample=False, max_new_tokens=8)[0].tolist()
 
 
-def main(kind: str, stage: int, folder: Path) -> None:
-    trainer = {"sft": sft, "dpo": dpo}[kind](stage, folder)
-    trainer.train()
+def main(kind: str, stage: int, folder: Path, words: list[str]) -> None:
+    if kind == "base":
+        return write_base(folder)
+    trainer = trainer_of(kind, stage, folder, words)
+    trainer.train(resume_from_checkpoint=str(folder / "run" / "checkpoint-2") if "resume" in words else None)
     told: dict[str, Any] = {"generated": generated(trainer)}
     trainer.save_model(str(folder / "final"))
     history = trainer.state.log_history
     told["loss"] = [row["loss"] for row in history if "loss" in row]
     told["norm"] = [row["grad_norm"] for row in history if "loss" in row]
-    told["kinds"] = sorted({type(param).__name__ for param in trainer.model.parameters()})
-    reference = getattr(trainer, "ref_model", None)
-    if reference is not None:
-        told["reference"] = sorted({type(param).__name__ for param in reference.parameters()})
+    models = [trainer.model, *([trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else [])]
+    told["kinds"] = [sorted({type(param).__name__ for param in model.parameters()}) for model in models]
     told["world"] = trainer.accelerator.num_processes
     if trainer.is_world_process_zero():
         print("TOLD", json.dumps(told))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

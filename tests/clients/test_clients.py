@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,39 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-import deepseek_zero
-from tests.needs import need
-
-HERE = Path(__file__).parent
-SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
-OURS = [sys.executable, "-m", "deepseek_zero.cli"]
-# CI's minutes: it runs one program of accelerate and one of transformers; this variable adds the others.
-BY_HAND = pytest.mark.skipif(
-    not os.environ.get("DEEPSEEK_ZERO_ALL_CLIENTS"), reason="DEEPSEEK_ZERO_ALL_CLIENTS=1 runs it"
-)
-ONE, TWO = ["exec", sys.executable], ["run", "--as-deepspeed", "--nproc", "2"]
-
-
-def need_client(*names: str) -> None:
-    for name in names:
-        need(importlib.util.find_spec(name) is not None, name)
-
-
-def start(line: list[str], program: str, *words: object) -> subprocess.Popen[str]:
-    """A program in processes of its own, offline, with a core each."""
-    environment = {name: value for name, value in os.environ.items() if name != "DEEPSEEK_ZERO_AS_DEEPSPEED"}
-    environment |= {"PYTHONPATH": SOURCE, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    command = [*line, str(HERE / program), *map(str, words)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-
-
-def told(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """What rank 0 of the program printed."""
-    out, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors[-4000:]
-    line = next(line for line in out.splitlines() if line.startswith("TOLD "))
-    found: dict[str, Any] = json.loads(line.removeprefix("TOLD "))
-    return found
+from tests.clients.running import BY_HAND, HERE, OURS, TWO, need_client, start, told
 
 
 def plain_accelerate_losses() -> tuple[list[float], dict[str, Any]]:
@@ -81,59 +45,6 @@ def test_accelerate_launch_trains_saves_and_goes_on(stage: int, tmp_path: Path) 
     assert seen["again"] == seen["second"]
     for name, value in weights.items():
         torch.testing.assert_close(torch.tensor(seen["weights"][name]), value, rtol=1e-4, atol=1e-6)
-
-
-def with_base(folder: Path) -> Path:
-    """A folder with the tiny model that `pretrained` reads."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    from tests.clients.program_trainer import TINY
-
-    torch.manual_seed(5)
-    LlamaForCausalLM(LlamaConfig(**TINY)).save_pretrained(folder / "base")
-    return folder
-
-
-def assert_same_training(ours: dict[str, Any], plain: dict[str, Any]) -> None:
-    for key in ("loss", "eval_loss", "norm"):
-        assert ours[key] == pytest.approx(plain[key], rel=1e-4), key
-    assert Path(ours["best"]).name == Path(plain["best"]).name
-
-
-def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> None:
-    need_client("transformers", "accelerate")
-    from transformers import LlamaForCausalLM
-
-    plain = start([sys.executable], "program_trainer.py", -1, with_base(tmp_path / "plain"), "pretrained")
-    ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path / "ours"), "pretrained"))
-    assert ours["world"] == 2 and ours["kinds"] == ["AtRest"]
-    assert_same_training(ours, told(plain))
-    saved = [LlamaForCausalLM.from_pretrained(tmp_path / each / "final").state_dict() for each in ("plain", "ours")]
-    for name, value in saved[0].items():
-        torch.testing.assert_close(saved[1][name], value, rtol=1e-3, atol=1e-4)
-
-
-@BY_HAND
-@pytest.mark.parametrize("line", [ONE, TWO], ids=["one rank", "two ranks"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_trainer_at_every_stage_saves_and_goes_on(stage: int, line: list[str], tmp_path: Path) -> None:
-    need_client("transformers", "accelerate")
-    plain = told(start([sys.executable], "program_trainer.py", -1, tmp_path / "plain"))
-    ours = told(start([*OURS, *line], "program_trainer.py", stage, tmp_path / "ours"))
-    assert_same_training(ours, plain)
-    assert ours["world"] == (2 if line is TWO else 1) and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
-    resumed = told(start([*OURS, *line], "program_trainer.py", stage, tmp_path / "ours", "resume"))
-    assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
-
-
-@BY_HAND
-def test_peft_lora_at_stage_3(tmp_path: Path) -> None:
-    need_client("transformers", "accelerate", "peft")
-    plain = start([sys.executable], "program_trainer.py", -1, with_base(tmp_path / "plain"), "pretrained", "peft")
-    ours = told(start([*OURS, *ONE], "program_trainer.py", 3, with_base(tmp_path / "ours"), "pretrained", "peft"))
-    assert_same_training(ours, told(plain))
-    assert ours["kinds"] == ["AtRest"]
-    assert (tmp_path / "ours" / "final" / "adapter_model.safetensors").is_file()
 
 
 SCRIPT = """

@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
-from deepseek_zero.facade import words
+from deepseek_zero.facade import again, words
 from tests.plain import here
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
@@ -119,6 +119,27 @@ def test_model_parameters_alone_are_trained() -> None:
     after = train(engine, 2, plain=False)
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved == {"0.weight", "0.bias"}
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("is_held", [True, False])
+def test_behind_deepspeeds_name_a_second_engine_takes_over_what_the_first_was_about_to_do(
+    is_held: bool, stage: int
+) -> None:
+    model, top = net(), {"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}}
+    first, optimizer, *_ = door(stage, model=model, top=top)
+    for step in range(3):
+        first.backward(first(batch(step)).square().mean())
+        first.step()  # the last one's update waits for a forward that never comes
+    runtime = first.runtime
+    if not is_held:  # Lightning keeps the optimizer alone, whose hooks are still on the model
+        del first
+    again.end_engine_of(model)
+    assert runtime.is_destroyed and optimizer.runtime is runtime
+    second = door(stage, model=model)[0]
+    assert_close(second.module_state_dict(), train(door(stage, top=top)[0], 3, plain=False))
+    assert second(batch(0)).shape == (4, 3)
 
 
 @pytest.mark.ranks(2)

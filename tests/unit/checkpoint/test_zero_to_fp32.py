@@ -30,7 +30,7 @@ def ours(tmp_path: Path) -> Any:
     for step in range(2):
         engine.backward(engine(torch.full((4, 5), float(step))).float().square().mean())
         engine.step()
-    engine.save_checkpoint(tmp_path / "ours")
+    engine.save_checkpoint(tmp_path / "ours", client_state={"epoch": 4})
     told = dict(engine.module.state_dict())
     for name, param in engine.module.named_parameters(remove_duplicate=False):
         master = deepseek_zero.utils.safe_get_full_fp32_param(param)
@@ -121,3 +121,12 @@ def test_the_files_that_lightning_looks_for(tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     with pytest.raises(FileNotFoundError, match="zero_pp_rank_0_mp_rank_00_model_states"):
         words.get_model_state_file(tmp_path / "copy", 3)
+
+
+def test_the_files_that_lightning_looks_for_of_a_folder_of_ours(ours: Any) -> None:
+    folder = next(path.parent for path in ours[0].rglob("manifest.json"))
+    optimizer = torch.load(words.get_optim_files(folder)[0], weights_only=True)
+    assert optimizer["optimizer_state_dict"]["zero_stage"] == 3
+    model = torch.load(words.get_model_state_file(folder, 3), weights_only=True)
+    assert model == {"epoch": 4, "module": {}}
+    assert {path.suffix for path in folder.iterdir()} == {".json", ".safetensors"}  # nothing is left in it

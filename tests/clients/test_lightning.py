@@ -1,0 +1,39 @@
+"""Lightning behind DeepSpeed's name, on two ranks: what it is without it, within rounding."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.clients.running import BY_HAND, ONE, OURS, TWO, need_client, start, told
+
+pytestmark = BY_HAND
+PROGRAM = "program_lightning.py"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_lightning_fits_goes_on_and_converts(stage: int, tmp_path: Path) -> None:
+    need_client("lightning")
+    plain = start([sys.executable], PROGRAM, "fit", -1, tmp_path / "plain")
+    ours, alone = told(start([*OURS, *TWO], PROGRAM, "fit", stage, tmp_path)), told(plain)
+    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    assert ours["steps"] == alone["steps"] == 8
+    for key in ("loss", "val"):
+        assert ours[key] == pytest.approx(alone[key], rel=1e-5), key
+    assert ours["after"] == ours["val"][-1]
+    resumed = told(start([*OURS, *TWO], PROGRAM, "resume", stage, tmp_path))
+    assert resumed["loss"] == ours["loss"][8:] and resumed["val"] == ours["val"][1:]
+    converted = told(start([*OURS, *ONE], PROGRAM, "convert", -1, tmp_path))
+    assert converted["val"] == pytest.approx(ours["val"][-1], rel=1e-5)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_fabric_trains_saves_and_loads(stage: int, tmp_path: Path) -> None:
+    need_client("lightning")
+    plain = start([sys.executable], PROGRAM, "fabric", -1, tmp_path / "plain")
+    ours, alone = told(start([*OURS, *TWO], PROGRAM, "fabric", stage, tmp_path)), told(plain)
+    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    assert ours["first"] + ours["second"] == pytest.approx(alone["first"] + alone["second"], rel=1e-5)
+    assert ours["again"] == ours["second"]
