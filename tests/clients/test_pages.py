@@ -1,4 +1,4 @@
-"""The pages about clients, from their scripts to the resumed run: every named block is written, every command is run."""
+"""The pages about clients, from script to resumed run: every named block is written, every command is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python imports this as it starts with this folder on its path: for the page about Lightning where there is no CUDA."""
+"""Python imports this as it starts with this folder on its path: for the page about Lightning, without CUDA."""
 
 import sys
 
