@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
+    from .comm.start import init_distributed
     from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
-    from .facade.deepspeed import DeepSpeedEngine, add_config_arguments, init_distributed, initialize
+    from .facade.deepspeed import DeepSpeedEngine
+    from .facade.initialize import add_config_arguments, initialize
     from .utils import log_dist
 
 __version__ = "0.1.0"
@@ -45,9 +47,9 @@ _HOMES = {
     "DeepSpeedEngine": "facade.deepspeed",
     "log_dist": "utils",
     "logger": "base.log",
-    "add_config_arguments": "facade.deepspeed",
-    "init_distributed": "facade.deepspeed",
-    "initialize": "facade.deepspeed",
+    "add_config_arguments": "facade.initialize",
+    "init_distributed": "comm.start",
+    "initialize": "facade.initialize",
     "install_as_deepspeed": "base.dropin",
     "is_dropin_active": "base.dropin",
     "uninstall_as_deepspeed": "base.dropin",

@@ -2,7 +2,7 @@
 
 Clients look for a package and its metadata (`importlib.metadata`), so it is a directory with both that nothing finds
 until it is put on the path; it then stands before a genuine DeepSpeed and changes nothing of it.  Imports no torch.
-Called by the command line, by scripts (`deepseek_zero.install_as_deepspeed`) and by facade/deepspeed.py.
+Called by the command line, by scripts (`deepseek_zero.install_as_deepspeed`) and by facade/initialize.py.
 """
 
 from __future__ import annotations

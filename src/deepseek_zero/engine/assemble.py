@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -21,7 +21,6 @@ from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Keep
 from ..comm.agreement import agree, together
 from ..comm.collectives import Comm
-from ..config import Config
 from ..optim.flow import FlowSettings
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
@@ -45,6 +44,9 @@ from .tiers import (
     tiers_of,
     with_places,
 )
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

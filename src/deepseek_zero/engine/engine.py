@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +17,17 @@ from ..activations import recompute
 from ..base.errors import UsageError
 from ..base.log import is_rank_zero, log_once
 from ..base.mesh import Mesh
-from ..config import Config
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of
 from ..report.picture import draw_plan
 from ..sharding.runtime import Runtime
-from .assemble import Parts
 from .memory import memory_report, unit_places
 from .observe import Observer
+
+if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
+    from ..config import Config
+    from .assemble import Parts
 
 
 class Engine(nn.Module):

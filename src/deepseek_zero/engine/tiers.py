@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -18,7 +19,6 @@ from ..base.device import free_device_bytes
 from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
-from ..config import Config
 from ..report.estimate import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
 from ..report.lending import buffer_bytes, lent_buffers
 from ..report.placement import Choices, place, split_by_ratio, told
@@ -27,6 +27,9 @@ from ..tiers.device import NO_LIMIT, Allowance
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory, free_host_bytes
 from ..tiers.tier import Memory, Tier, Tiers
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
 
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.DEVICE}
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest

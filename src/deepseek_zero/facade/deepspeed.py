@@ -1,37 +1,29 @@
-"""DeepSpeed's words for what is here: `initialize`, the engine, `add_config_arguments`.
+"""DeepSpeed's engine: its words for what is here.  initialize.py makes it.
 
 No logic: each word is a line of a table (names.py) or a call of the engine room.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils.data.distributed import DistributedSampler
 
-from ..base.dropin import is_dropin_imported
-from ..base.errors import NotBuiltError, UsageError
+from ..base.errors import NotBuiltError
 from ..base.log import log_once
 from ..checkpoint.export import ExportSettings, consolidated, export_file
 from ..checkpoint.save import SaveSettings
 from ..checkpoint.shards import MAX_SHARD_BYTES
-from ..comm.start import init_distributed, join
-from ..config import choose_source
-from ..config.load import load
 from ..engine import accumulate, exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
-from ..engine.start import Request, start
-from . import again
-from .names import ATTRIBUTES, GETTERS, LATER, engine_name_missing, name_parameters
+from .names import ATTRIBUTES, GETTERS, LATER, engine_name_missing
 
-__all__ = ["DeepSpeedEngine", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = ["DeepSpeedEngine"]
 
 
 class DeepSpeedEngine(Engine):
@@ -262,61 +254,3 @@ def _refuse_load_fn(owner: str, given: Any) -> None:
             "Each rank reads only its own slices, so there is no whole state dict to hand over.",
             "load with load_module_strict=False, or change weights inside zero.GatheredParameters.",
         )
-
-
-def initialize(
-    args: argparse.Namespace | None = None,
-    model: nn.Module | None = None,
-    optimizer: Any = None,
-    model_parameters: Any = None,
-    training_data: Any = None,
-    lr_scheduler: Any = None,
-    distributed_port: int = 29500,
-    mpu: Any = None,
-    dist_init_required: bool | None = None,
-    collate_fn: Any = None,
-    config: Any = None,
-    mesh_param: Any = None,
-    config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, Any, Any]:
-    """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
-
-    config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.
-    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
-    schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
-    or groups to train.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
-    """
-    if model is None:
-        raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotBuiltError(
-                f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
-            )
-    source, origin = choose_source(config, config_params, args)
-    # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
-    # torch.distributed for their rank even where they are alone.
-    unchanged = is_dropin_imported()
-    raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
-    if dist_init_required is not False:
-        (init_distributed if unchanged else join)(distributed_port=distributed_port)
-    if unchanged:
-        again.end_engine_of(model)
-    parameters = list(model_parameters) if model_parameters is not None else None
-    engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
-    assert isinstance(engine, DeepSpeedEngine)
-    if engine.config.zero_optimization.stage == 3:
-        name_parameters(engine)
-    again.remember(engine)
-    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="use the engine (a flag for the script to read)")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
-    group.add_argument("--deepscale", action="store_true", help="deprecated spelling of --deepspeed")
-    group.add_argument("--deepscale_config", type=str, default=None, help="deprecated spelling of --deepspeed_config")
-    return parser

@@ -146,3 +146,10 @@ def test_the_import_adds_little_to_that_of_torch() -> None:
     code = "import time, torch; start = time.process_time(); import deepspeed; print(time.process_time() - start)"
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
     assert float(python(code, PYTHONPATH=path).stdout) < MOST_IMPORT_SECONDS
+
+
+def test_the_engines_class_is_there_without_what_reads_configurations() -> None:
+    # accelerate asks for it in every unwrap_model; pydantic alone costs more than all of ours
+    code = "import sys; from deepspeed import DeepSpeedEngine; sys.exit('pydantic' in sys.modules)"
+    done = python(code, PYTHONPATH=os.pathsep.join([str(dropin.DIRECTORY), SOURCE]))
+    assert done.returncode == 0, done.stderr
