@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         value = import_module(f"{__name__}.{_ROOMS[name]}")
     else:
         missing = (
-            None if name.startswith("_") else import_module(f"{__name__}.facade.package").package_name_missing(name)
+            None if name.startswith("_") else import_module(f"{__name__}.facade.absent").package_name_missing(name)
         )
         raise missing or AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value

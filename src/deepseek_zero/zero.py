@@ -6,6 +6,7 @@ from torch import nn
 
 from .base.errors import UsageError
 from .checkpoint.weights import load_weights
+from .facade.views import show_ds_names
 from .sharding.access import GatheredParameters
 from .sharding.group import FlatGroup
 from .sharding.handle import owner_of
@@ -22,6 +23,8 @@ __all__ = [
     "register_external_parameter",
     "unregister_external_parameter",
 ]
+
+show_ds_names()  # what zero.Init has cut answers to DeepSpeed's names before there is an engine
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
-from deepseek_zero.facade import again, words
+from deepseek_zero.facade import again, views, words
+from deepseek_zero.utils import safe_get_full_fp32_param
 from tests.plain import here
 
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 6}}
@@ -339,16 +340,35 @@ def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> N
 @pytest.mark.ranks(2)
 def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
-    plain = torch.nn.Linear(3, 5)
+    plain = torch.nn.Linear(64, 40)
     engine, *_ = deepseek_zero.initialize(
         model=plain, config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     )
     weight, bias = engine.module.parameters()
     assert (weight.ds_id, bias.ds_id) == (0, 1)
-    assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 15) and bias.ds_numel == bias.numel() == 5
-    assert weight.ds_status is words.ZeroParamStatus.NOT_AVAILABLE and weight.partition_numel() == 8
+    assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 2560) and bias.ds_numel == bias.numel() == 40
+    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE and not weight.ds_persist
+    # two ranks, cut at blocks of 1024: the first two of the weight, its last half and the bias
+    assert (weight.partition_numel(), bias.partition_numel()) == ((2048, 0), (512, 40))[engine.global_rank]
+    mine, whole = weight.ds_tensor.clone(), safe_get_full_fp32_param(weight)
+    assert torch.equal(mine, whole.flatten()[:2048] if engine.global_rank == 0 else whole.flatten()[2048:])
     with deepseek_zero.zero.GatheredParameters(weight):
-        assert weight.ds_status is words.ZeroParamStatus.AVAILABLE
+        assert weight.ds_status is views.ZeroParamStatus.AVAILABLE
+        assert weight.ds_summary()["partition_numel"] == mine.numel()
+        weight.ds_active_sub_modules.clear()
+    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE
+    assert not any(hasattr(torch.nn.Parameter(torch.ones(1)), name) for name in views.VIEWS)
+    with words.unwrap_model_for_generation(engine) as whole_model:
+        assert torch.equal(whole_model(torch.zeros(1, 64))[0], bias)
     # A client's configuration reading of the engine, as the Trainer's when it saves.
     assert engine.config.get("zero_optimization", {}).get("stage", None) == 3
     assert engine.config.get("no_such_section", {}) == {}
+
+
+@pytest.mark.ranks(2)
+def test_parameters_under_zero_init_answer_to_the_same_names() -> None:
+    with deepseek_zero.zero.Init():
+        model = torch.nn.Sequential(torch.nn.Linear(3, 5))
+    weight, bias = model.parameters()
+    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE and weight.ds_numel == 15 and bias.ds_shape == (5,)
+    assert weight.ds_tensor.numel() == weight.partition_numel() == 8 and weight.ds_id < bias.ds_id

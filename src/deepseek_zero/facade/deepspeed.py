@@ -21,7 +21,8 @@ from ..engine import accumulate, exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader
 from ..engine.engine import Engine
-from .names import ATTRIBUTES, GETTERS, LATER, engine_name_missing
+from .absent import ENGINE, absent_names, engine_name_missing
+from .names import ATTRIBUTES, GETTERS, METHODS
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -242,8 +243,8 @@ class DeepSpeedEngine(Engine):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name in LATER:
-                raise engine_name_missing(name) from None
+            if name in absent_names(ENGINE):
+                raise engine_name_missing(name, [*METHODS, *GETTERS, *ATTRIBUTES]) from None
             raise
 
 

@@ -19,7 +19,7 @@ from ..config.load import load
 from ..engine.start import Request, start
 from . import again
 from .deepspeed import DeepSpeedEngine
-from .names import name_parameters
+from .views import ParameterOffload, show_ds_names
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -66,7 +66,9 @@ def initialize(
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.config.zero_optimization.stage == 3:
-        name_parameters(engine)
+        show_ds_names()
+        if engine.optimizer is not None:
+            vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     again.remember(engine)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -17,12 +17,25 @@ from ..base.device import allocated_bytes, default_device
 from ..base.log import logger
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+_SAID: set[str] = set()
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; None or a list with -1 means every rank."""
     if not ranks or -1 in ranks or int(os.environ.get("RANK", "0")) in ranks:
         logger.log(level, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, and a message that was logged already is not said again."""
+    if message not in _SAID:
+        _SAID.add(message)
+        log_dist(message, ranks, level)
+
+
+def warning_once(message: str) -> None:
+    """Warn of something once."""
+    log_dist_once(message, level=logging.WARNING)
 
 
 def set_log_level_from_string(level: str) -> None:

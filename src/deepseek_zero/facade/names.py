@@ -1,22 +1,16 @@
-"""DeepSpeed's names for what an engine knows, and DeepSpeed's names for what is not here: two kinds of table, no logic.
+"""DeepSpeed's names for what an engine knows: tables, no logic.
 
-GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; LATER says of every other public name why it is missing.
+GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; absent.py says of every other name why it is missing.
 Read by facade/deepspeed.py.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ..base.device import local_rank
-from ..base.errors import UnknownNameError
 from ..engine.engine import Engine
-from ..sharding.handle import AtRest, owner_of
-from ..sharding.init import InitShard
-from .package import PIPELINE
-from .words import ZeroParamStatus
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:
@@ -154,98 +148,8 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "warn_unscaled_loss": lambda e: False,
 }
 
-TIERS = "moving states between memories comes with the memory tiers"
-DATA = "curricula and data efficiency are not planned"
-LATER: dict[str, str] = {
-    "offload_states": TIERS,
-    "reload_states": TIERS,
-    "train_batch": PIPELINE,
-    "eval_batch": PIPELINE,
-    "set_dataiterator": PIPELINE,
-    "set_dataloader": PIPELINE,
-    "is_first_stage": PIPELINE,
-    "is_last_stage": PIPELINE,
-    "is_pipe_partitioned": PIPELINE,
-    "set_data_post_process_func": DATA,
-    "set_custom_curriculum_learning_schedule": DATA,
-    "curriculum_params_legacy": DATA,
-    "curriculum_learning_config": DATA,
-    "data_efficiency_config": DATA,
-    "random_ltd_config": DATA,
-    "pld_params": DATA,
-    "pld_theta": DATA,
-    "coalesce_grad_reduction": "gradients of a unit travel together already; a public switch is not built",
-    "register_compile_pass": "DeepCompile's passes are not planned; compile() compiles unit by unit",
-    "quantize_training": "quantised training is not planned",
-    "eigenvalue_params": "the eigenvalue schedule of quantised training is not planned",
-    "flops_profiler_profile_step": "the flops profiler is a later part",
-    "start_profile": "the flops profiler is a later part",
-    "elasticity_config": "elastic batch sizes are a later part",
-    "checkpoint_engine": "checkpoints have one writer; see save_checkpoint",
-    "tput_timer": "samples per second stand in observer.record",
-    "optimizer_state_dict": "use save_checkpoint, which works at any number of ranks",
-    "get_sequence_parallel_group": "sequence parallelism is a later part",
-    "_consolidated_16bit_state_dict": "it gathers tensor-parallel weights, a later part; see module_state_dict",
-    "zero_hpz_partition_size": "secondary shards (hpZ) are a later part",
-    "mics_shard_size": "MiCS is a later part",
-    "superoffload": "SuperOffload is not planned",
-    "zenflow": "ZenFlow is not planned",
-}
-
-
-def name_parameters(engine: Engine) -> None:
-    """What clients read of a stage 3 parameter, partitioned or not; its shape here is the whole one in any case."""
-    for number, param in enumerate(engine.module.parameters()):
-        values = {"ds_id": number, "ds_shape": param.shape, "ds_numel": param.numel()}
-        vars(param).update(values, ds_status=ZeroParamStatus.AVAILABLE)  # what AtRest answers goes before it
-    if engine.optimizer is not None:
-        vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
-
-
-class ParameterOffload:
-    """What TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
-
-    A forward gathers by itself and leaves alone what is gathered already.  `module` is where it looks for parameters to
-    tidy up.
-    """
-
-    def __init__(self) -> None:
-        self.forward_hooks: list[Any] = []
-        self.backward_hooks: list[Any] = []
-        self.module = self
-
-    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-    def ds_external_parameters(self) -> Iterator[tuple[str, Any]]:
-        return iter(())
-
-    def _register_deepspeed_module(self, module: Any) -> None:
-        """Nothing was taken off."""
-
-
-def _partition_numel(param: AtRest) -> int:
-    owner: Any = owner_of(param)
-    comm = owner.session.comm if isinstance(owner, InitShard) else owner.route.comm
-    return -(-param.numel() // comm.size)
-
-
-# What differs while a parameter is sharded.
-AtRest.ds_status = property(lambda param: ZeroParamStatus.NOT_AVAILABLE)  # type: ignore[attr-defined]
-AtRest.partition_numel = _partition_numel  # type: ignore[attr-defined]
-
-
 METHODS = (
     "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
     "memory_report destroy"
 ).split()
-
-
-def engine_name_missing(name: str) -> UnknownNameError:
-    """The error for a name of LATER."""
-    near = difflib.get_close_matches(name, [*METHODS, *GETTERS, *ATTRIBUTES], n=4, cutoff=0.5)
-    return UnknownNameError(
-        f"engine.{name} is DeepSpeed's and is not built: {LATER[name]}.",
-        fix=f"what is there: {', '.join(near or METHODS)} (facade/names.py lists every name).",
-    )

@@ -9,11 +9,13 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from ..base.errors import UnknownNameError
-from .package import LATER
+from .absent import missing
 
 # DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata says the same.
 VERSION = "0.19.8+dz1"
+
+# Each module of the drop-in that was imported, by name: its names and where they live; "" for its own submodules.
+TABLES: dict[str, dict[str, str]] = {}
 
 
 def stand_in(
@@ -26,6 +28,7 @@ def stand_in(
     where = {name: home for home, names in (homes or {}).items() for name in names.split()}
     inside = rooms.split()
     public = sorted({*where, *inside})
+    TABLES[module] = dict.fromkeys(inside, "") | where
 
     def get(name: str) -> Any:
         if name in inside:
@@ -39,13 +42,3 @@ def stand_in(
         raise missing(module, name, public)
 
     return get, lambda: public
-
-
-def missing(module: str, name: str, public: list[str]) -> UnknownNameError:
-    """The error for a name of DeepSpeed's that this library does not answer to."""
-    reason = LATER.get(name, "") if module == "deepspeed" else ""
-    return UnknownNameError(
-        f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
-        f"{reason[:1].upper()}{reason[1:]}." if reason else "",
-        f"what {module} has: {', '.join(public)}.",
-    )

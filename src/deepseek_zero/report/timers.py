@@ -59,7 +59,7 @@ class Timers:
     """The timers of one engine, in the order of NAMES, then of first use."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._wait = _waiter(device or torch.device("cpu"))
+        self._wait = waiter(device or torch.device("cpu"))
         self._timers = {name: Timer(name, self._wait) for name in NAMES}
 
     def __getitem__(self, name: str) -> Timer:
@@ -91,7 +91,8 @@ class Timers:
             timer.reset()
 
 
-def _waiter(device: torch.device) -> Callable[[], None]:
+def waiter(device: torch.device) -> Callable[[], None]:
+    """Waits for what is queued on a device; on the CPU there is nothing to wait for."""
     if device.type == "cuda":
         return lambda: torch.cuda.synchronize(device)
     return lambda: None

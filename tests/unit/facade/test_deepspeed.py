@@ -18,8 +18,8 @@ from deepseek_zero import checkpointing, comm, utils
 from deepseek_zero.activations import recompute
 from deepseek_zero.activations.recompute import RecomputeSettings
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UnknownNameError, UsageError
-from deepseek_zero.facade import package
-from deepseek_zero.facade.names import ATTRIBUTES, GETTERS, LATER, METHODS
+from deepseek_zero.facade.absent import ENGINE, IN_THE_DROPIN, absent_names
+from deepseek_zero.facade.names import ATTRIBUTES, GETTERS, METHODS
 from deepseek_zero.tiers.disk import DiskSettings
 from deepseek_zero.tiers.tier import Tier
 from tests.unit.config.test_seeds import SEED_001, SEED_002
@@ -95,7 +95,7 @@ def test_unknown_attributes_fall_through_to_the_model() -> None:
         _ = engine.nowhere
 
 
-@pytest.mark.parametrize("name", sorted(LATER))
+@pytest.mark.parametrize("name", sorted(absent_names(ENGINE)))
 def test_what_deepspeed_has_and_we_have_not_is_an_error_that_hasattr_understands(name: str) -> None:
     engine = engine_with()
     assert not hasattr(engine, name)
@@ -107,7 +107,7 @@ def test_what_deepspeed_has_and_we_have_not_is_an_error_that_hasattr_understands
 
 def test_no_name_is_both_there_and_not() -> None:
     there = {*GETTERS, *ATTRIBUTES, *METHODS}
-    assert not there & LATER.keys()
+    assert not there & absent_names(ENGINE).keys()
     assert not GETTERS.keys() & ATTRIBUTES.keys()
 
 
@@ -195,7 +195,7 @@ def test_init_distributed_refuses_other_arguments() -> None:
 
 
 def test_deepspeeds_names_that_are_not_here_say_so_and_answer_hasattr() -> None:
-    for name in package.LATER:
+    for name in {*absent_names("deepspeed"), *IN_THE_DROPIN}:
         assert not hasattr(deepseek_zero, name)
     with pytest.raises(NotBuiltError, match=r"PipelineModule is DeepSpeed's and is not built"):
         _ = deepseek_zero.PipelineModule

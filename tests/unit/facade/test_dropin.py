@@ -21,7 +21,7 @@ from deepseek_zero.facade.standin import VERSION
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
 PACKAGE = dropin.DIRECTORY / "deepspeed"
-MOST_IMPORT_SECONDS = 0.3
+MOST_IMPORT_SECONDS = 0.4  # of CPU; 0.2 where nothing else runs
 
 
 @pytest.fixture
@@ -85,9 +85,9 @@ def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
         _ = deepspeed.init_inference
     assert isinstance(caught.value, AttributeError) and isinstance(caught.value, NotImplementedError)
     assert "initialize" in str(caught.value)
-    with pytest.raises(NotBuiltError, match=r"deepspeed\.zero\.MiCS_Init .*\n.*GatheredParameters"):
+    with pytest.raises(NotBuiltError, match=r"deepspeed\.zero\.MiCS_Init .*\n.*later part.\n.*GatheredParameters"):
         _ = deepspeed.zero.MiCS_Init
-    assert not hasattr(deepspeed, "init_inference") and not hasattr(deepspeed.utils, "groups")
+    assert not hasattr(deepspeed, "init_inference") and not hasattr(deepspeed.utils, "debug")
 
 
 def test_metadata_and_module_agree_on_the_version(as_deepspeed: None) -> None:
@@ -143,13 +143,11 @@ def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
 
 
 def test_the_import_adds_little_to_that_of_torch() -> None:
-    code = "import time, torch; start = time.process_time(); import deepspeed; print(time.process_time() - start)"
+    # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than all of ours
+    code = (
+        "import sys, time, torch; start = time.process_time(); from deepspeed import DeepSpeedEngine; "
+        "print(time.process_time() - start, *{'pydantic', 'rich', 'torch._dynamo'} & sys.modules.keys())"
+    )
     path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
-    assert float(python(code, PYTHONPATH=path).stdout) < MOST_IMPORT_SECONDS
-
-
-def test_the_engines_class_is_there_without_what_reads_configurations() -> None:
-    # accelerate asks for it in every unwrap_model; pydantic alone costs more than all of ours
-    code = "import sys; from deepspeed import DeepSpeedEngine; sys.exit('pydantic' in sys.modules)"
-    done = python(code, PYTHONPATH=os.pathsep.join([str(dropin.DIRECTORY), SOURCE]))
-    assert done.returncode == 0, done.stderr
+    seconds, *others = python(code, PYTHONPATH=path).stdout.split()
+    assert float(seconds) < MOST_IMPORT_SECONDS and not others

@@ -15,11 +15,18 @@ __getattr__, __dir__ = stand_in(
     __name__,
     {
         "deepseek_zero": (
-            "DeepSpeedConfigError DeepSpeedEngine add_config_arguments dist init_distributed initialize log_dist logger"
+            "add_config_arguments DeepSpeedConfigError DeepSpeedEngine dist init_distributed initialize log_dist logger"
         ),
         "deepseek_zero.facade.accelerator": "get_accelerator",
-        "deepseek_zero.facade.words": "DeepSpeedOptimizer ZeROOptimizer",
+        "deepseek_zero.facade.on_device": "OnDevice",
+        "deepseek_zero.facade.words": (
+            "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DeepSpeedOptimizer HAS_TRITON LAMB_OPTIMIZER "
+            "LION_OPTIMIZER MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT ZeROOptimizer"
+        ),
         "deepseek_zero.optim.lr_schedules": "add_tuning_arguments",
     },
-    rooms="accelerator checkpoint checkpointing comm launcher ops runtime utils zero",
+    rooms=(
+        "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops profiling "
+        "runtime utils zero"
+    ),
 )

@@ -10,5 +10,7 @@ __getattr__, __dir__ = stand_in(
         "deepseek_zero.zero": (
             "GatheredParameters Init register_external_parameter TiledLinear unregister_external_parameter"
         ),
+        "deepseek_zero.facade.views": "ZeroParamStatus ZeroParamType",
+        "deepseek_zero.facade.words": "unwrap_model_for_generation",
     },
 )

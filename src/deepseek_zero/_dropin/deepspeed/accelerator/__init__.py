@@ -7,7 +7,9 @@ from deepseek_zero.facade.standin import stand_in
 __getattr__, __dir__ = stand_in(
     __name__,
     {
-        "deepseek_zero.facade.accelerator": "get_accelerator",
+        "deepseek_zero.facade.accelerator": (
+            "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
+        ),
     },
-    rooms="real_accelerator",
+    rooms="abstract_accelerator real_accelerator",
 )

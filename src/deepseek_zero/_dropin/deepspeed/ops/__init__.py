@@ -6,5 +6,8 @@ from deepseek_zero.facade.standin import stand_in
 
 __getattr__, __dir__ = stand_in(
     __name__,
-    rooms="adagrad adam lamb lion",
+    {
+        "deepseek_zero.facade.builders": "__compatible_ops__",
+    },
+    rooms="adagrad adam aio lamb lion op_builder",
 )

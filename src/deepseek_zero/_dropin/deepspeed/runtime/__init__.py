@@ -6,5 +6,8 @@ from deepseek_zero.facade.standin import stand_in
 
 __getattr__, __dir__ = stand_in(
     __name__,
-    rooms="activation_checkpointing base_optimizer engine lr_schedules utils zero",
+    rooms=(
+        "activation_checkpointing base_optimizer config dataloader engine fp16 lr_schedules sequence_parallel "
+        "utils zero"
+    ),
 )

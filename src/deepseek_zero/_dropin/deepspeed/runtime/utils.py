@@ -8,5 +8,8 @@ __getattr__, __dir__ = stand_in(
     __name__,
     {
         "deepseek_zero.facade.looking": "see_memory_usage",
+        "deepseek_zero.facade.words": (
+            "clone_tensors_for_torch_save ensure_directory_exists move_to_device noop_decorator set_random_seed"
+        ),
     },
 )

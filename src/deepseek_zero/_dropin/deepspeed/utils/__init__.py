@@ -16,6 +16,9 @@ __getattr__, __dir__ = stand_in(
             "set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
             "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter"
         ),
+        "deepseek_zero.facade.looking": "log_dist_once",
+        "deepseek_zero.facade.on_device": "OnDevice",
+        "deepseek_zero.facade.words": "instrument_w_nvtx recursive_getattr recursive_setattr",
     },
-    rooms="logging tensor_fragment zero_to_fp32",
+    rooms=("groups init_on_device logging module_utils numa nvtx tensor_fragment timer torch zero_to_fp32"),
 )

@@ -8,5 +8,6 @@ __getattr__, __dir__ = stand_in(
     __name__,
     {
         "deepseek_zero.utils.logging": "log_dist logger set_log_level_from_string",
+        "deepseek_zero.facade.looking": "log_dist_once warning_once",
     },
 )

@@ -9,4 +9,5 @@ __getattr__, __dir__ = stand_in(
     {
         "deepseek_zero.facade.ops": "DeepSpeedCPUAdam FusedAdam",
     },
+    rooms="cpu_adam fused_adam",
 )

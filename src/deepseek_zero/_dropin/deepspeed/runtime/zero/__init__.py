@@ -10,6 +10,8 @@ __getattr__, __dir__ = stand_in(
         "deepseek_zero.zero": (
             "GatheredParameters Init register_external_parameter TiledLinear unregister_external_parameter"
         ),
+        "deepseek_zero.facade.views": "ZeroParamStatus ZeroParamType",
+        "deepseek_zero.facade.words": "unwrap_model_for_generation",
     },
-    rooms="config partition_parameters",
+    rooms="config offload_config partition_parameters stage3 stage_1_and_2 tiling",
 )

@@ -7,9 +7,8 @@ from deepseek_zero.facade.standin import stand_in
 __getattr__, __dir__ = stand_in(
     __name__,
     {
-        "deepseek_zero.zero": (
-            "GatheredParameters Init register_external_parameter TiledLinear unregister_external_parameter"
-        ),
-        "deepseek_zero.facade.words": "ZeroParamStatus zero_wrapper_for_fp_tensor_constructor",
+        "deepseek_zero.zero": "GatheredParameters Init register_external_parameter unregister_external_parameter",
+        "deepseek_zero.facade.views": "ZeroParamStatus ZeroParamType",
+        "deepseek_zero.facade.words": "zero_wrapper_for_fp_tensor_constructor",
     },
 )

@@ -1,0 +1,147 @@
+"""DeepSpeed's attributes of a stage 3 parameter (`ds_status`, `ds_tensor`, ...), as views: each read asks the engine.
+
+They stand on `torch.nn.Parameter`, because that is what a gathered parameter is; one that no stage 3 engine and no
+zero.Init has sharded does not have them.  Nothing of ours reads them.  Switched on by initialize.py and zero.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..base.errors import UnknownNameError
+from ..sharding.group import FlatGroup
+from ..sharding.handle import AtRest, owner_of
+from ..sharding.init import InitShard
+from ..sharding.layout import Slot
+from ..tiers.tier import Tier
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Which parameters are sharded; DeepSpeed's word."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+Owner = FlatGroup | InitShard
+
+
+def _slot(owner: FlatGroup, param: nn.Parameter) -> Slot:
+    return owner.members[owner.index[id(param)]].slot
+
+
+def _number(owner: Owner, param: nn.Parameter) -> int:
+    """Its place in the model's parameters(), which every rank has alike."""
+    if isinstance(owner, InitShard):
+        return owner.number
+    return next(number for number, each in enumerate(owner.runtime().units[0].module.parameters()) if each is param)
+
+
+def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
+    """The elements of the weight that this rank keeps, flat: the very bytes."""
+    if isinstance(owner, InitShard):
+        return owner.slice
+    if owner.plan.weight.tier is not Tier.DEVICE:
+        raise UnknownNameError(
+            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on {owner.plan.weight.tier.value}.",
+            fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
+        )
+    return owner.weight.held(_slot(owner, param), owner.route.comm.rank)[2]
+
+
+def _numel_here(owner: Owner, param: nn.Parameter) -> int:
+    if isinstance(owner, InitShard):
+        return owner.slice.numel()
+    start, stop = owner.layout.owned(_slot(owner, param), owner.route.comm.rank)
+    return max(0, stop - start) if owner.is_sharded else param.numel()
+
+
+def _status(owner: Owner, param: nn.Parameter) -> ZeroParamStatus:
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(param, AtRest) else ZeroParamStatus.AVAILABLE
+
+
+def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
+    return {
+        "id": _number(owner, param),
+        "status": _status(owner, param).name,
+        "numel": param.numel(),
+        "shape": tuple(param.shape),
+        "requires_grad": param.requires_grad,
+        "partition_numel": _numel_here(owner, param),
+        "persist": VIEWS["ds_persist"](owner, param),
+    }
+
+
+VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "ds_id": _number,
+    "ds_shape": lambda owner, param: param.shape,
+    "ds_numel": lambda owner, param: param.numel(),
+    "ds_status": _status,
+    "ds_tensor": _slice,
+    "ds_persist": lambda owner, param: isinstance(owner, FlatGroup) and not owner.is_sharded,
+    "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
+    "ds_active_sub_modules": lambda owner, param: set(),  # who uses it now is the schedule's business
+    "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
+    "ds_summary": lambda owner, param: lambda: _summary(owner, param),
+}
+
+
+class _View:
+    """A name that is computed from the parameter's owner; an attribute of that name which somebody set comes first."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.read = name, VIEWS[name]
+
+    def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
+        owner = owner_of(param) if param is not None else None
+        sharded = isinstance(owner, InitShard) or (isinstance(owner, FlatGroup) and _stage(owner) == 3)
+        if param is None or not sharded:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        return self.read(owner, param)
+
+
+def _stage(owner: FlatGroup) -> int | None:
+    runtime = owner.runtime()
+    return runtime.settings.stage if runtime is not None else None
+
+
+def show_ds_names() -> None:
+    """Let parameters answer to DeepSpeed's names; doing it twice is harmless."""
+    for name in VIEWS:
+        setattr(nn.Parameter, name, _View(name))
+
+
+class ParameterOffload:
+    """What TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
+
+    A forward gathers by itself and leaves alone what is gathered already.  `module` is where it looks for parameters to
+    tidy up.
+    """
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.module = self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing was taken off."""

@@ -1,0 +1,82 @@
+"""What a forward of a model computes: multiplications and additions by module, from the operators that really ran.
+
+Counts by torch's flop counter, which knows matrix products, convolutions and attention; what is element by element
+counts nothing.  A module's count has that of the modules in it.  Called by facade/flops.py.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass
+class ModuleCost:
+    """One module: floating-point operations and seconds of its forwards, and its parameters."""
+
+    name: str
+    kind: str
+    params: int
+    flops: int = 0
+    seconds: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".") + 1 if self.name else 0
+
+
+@dataclass
+class ForwardCost:
+    """Watches forwards of a model between `watch` and `stop`; several add up.  Backward is not counted.
+
+    rows: by name, "" for the model itself, in the order of named_modules().
+    """
+
+    model: nn.Module
+    rows: dict[str, ModuleCost] = field(default_factory=dict)
+    _hooks: list[Any] = field(default_factory=list)
+    _open: dict[str, tuple[int, float]] = field(default_factory=dict)  # operations and time at entry
+    _counter: FlopCounterMode | None = None
+
+    def watch(self) -> None:
+        """Begin; a second call goes on counting."""
+        if self._hooks:
+            return
+        for name, module in self.model.named_modules():
+            params = sum(param.numel() for param in module.parameters())
+            self.rows.setdefault(name, ModuleCost(name, type(module).__name__, params))
+            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
+            self._hooks.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+
+    def stop(self) -> None:
+        """Take the hooks off; what was counted stays."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        for row in self.rows.values():
+            row.flops, row.seconds = 0, 0.0
+
+    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+        if not name:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+        if self._counter is not None:  # a module called on its own, outside the model's forward, is not counted
+            self._open[name] = self._counter.get_total_flops(), time.perf_counter()
+
+    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        if self._counter is None or name not in self._open:
+            return
+        flops, began = self._open.pop(name)
+        self.rows[name].seconds += time.perf_counter() - began
+        self.rows[name].flops += self._counter.get_total_flops() - flops
+        if not name:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
