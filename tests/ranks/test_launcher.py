@@ -455,10 +455,10 @@ def test_a_failure_is_told_once_with_its_code_and_without_noise(tmp_path: Path) 
 def test_gpus_that_are_not_there_are_replaced_with_one_line(tmp_path: Path) -> None:
     script = write(tmp_path, "import os\nprint(os.environ['WORLD_SIZE'], os.environ['OMP_NUM_THREADS'])\n")
     code, out, err = run_command("--num_gpus", "800", str(script), CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="5")
-    nproc = max(1, len(os.sched_getaffinity(0)) // 2)
+    nproc = max(2, len(os.sched_getaffinity(0)))
     assert (code, out) == (0, f"{nproc} 5\n" * nproc)
     assert err.count("INFO") == err.count("\n") == 1
-    assert "800 GPUs" in err
+    assert "800 GPUs" in err and f"running {nproc} CPU ranks" in err
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

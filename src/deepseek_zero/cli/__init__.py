@@ -87,6 +87,9 @@ def dropin_path_command() -> None:
 @app.command("doctor")
 def doctor_command(
     json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON instead of a table.")] = False,
+    hide: Annotated[  # of ds_report: there are no compiled operators to hide
+        bool, typer.Option("--hide_operator_status", "--hide_errors_and_warnings", hidden=True)
+    ] = False,
 ) -> None:
     """Say what this machine has, and what that means for training here."""
     importlib.import_module("deepseek_zero.cli.doctor").show(as_json=json)  # late: it imports torch

@@ -189,9 +189,10 @@ def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
 
 
 def _instead_of_gpus(option: str, wanted: int, machine: Machine) -> Share:
-    nproc = min(wanted, machine.default_nproc)
-    running = f"running {_count(nproc, 'CPU process', 'es')} instead on {_count(machine.cores, 'core')}"
+    """As many ranks as asked for, so that batch and sharding are those meant; more than two have a core each."""
+    nproc = min(wanted, max(2, machine.cores))
     asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
+    running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
     return Share(nproc, note=f"{asks}: {running} (--nproc N sets another number)")
 
 

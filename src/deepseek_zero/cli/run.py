@@ -25,6 +25,7 @@ from deepseek_zero.base.dropin import child_environment
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.failure import Outcome
+from deepseek_zero.cli.foreign import ForeignOptions, pid_file, refuse, refuse_launcher, speak
 from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
 from deepseek_zero.cli.machine import Machine, allowed_cores
 from deepseek_zero.cli.nodes import START_EACH, Asked, NodePlan, plan_node
@@ -47,7 +48,7 @@ def _option(*names: str, text: str, panel: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RunOptions:
+class RunOptions(ForeignOptions):
     """The command line of `run`; each field is one option, and cli/__init__.py builds the command from them."""
 
     nproc: Annotated[
@@ -100,7 +101,12 @@ class RunOptions:
     ] = False
     log_dir: Annotated[
         Path | None,
-        _option("--log-dir", text="Ranks other than the first write DIR/rank_N.log, not the terminal.", panel=WHAT),
+        _option(
+            "--log-dir",
+            "--enable-each-rank-log",
+            text="Ranks other than the first write DIR/rank_N.log, not the terminal.",
+            panel=WHAT,
+        ),
     ] = None
     command: Annotated[
         list[str] | None, typer.Argument(metavar="SCRIPT [ARGS]...", help="The script and its own arguments.")
@@ -112,10 +118,13 @@ def run(options: RunOptions) -> int:
 
     0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that ended the launcher.
     """
+    refuse(options)
+    speak(options)
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     plan = plan_node(_asked(options), machine, own_names())
+    refuse_launcher(options, plan)
     if plan.num_nodes > 1 and options.max_restarts:
         raise UsageError(
             "--max-restarts works on a single machine only.",
@@ -125,7 +134,8 @@ def run(options: RunOptions) -> int:
     if plan.share.note:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
-    return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
+    with pid_file(options):
+        return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
 
 
 def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:

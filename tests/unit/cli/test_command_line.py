@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ from typer.testing import CliRunner
 
 import deepseek_zero.cli as cli
 from deepseek_zero.base.dropin import DIRECTORY, PROGRAMS
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.cli import run as run_module
 from deepseek_zero.cli.dropin import exec_command
+from deepseek_zero.cli.foreign import REFUSED, pid_file, refuse_launcher
 from deepseek_zero.cli.machine import Machine
 from deepseek_zero.cli.nodes import NodePlan, Share
 from deepseek_zero.cli.ranks import Target
@@ -33,6 +35,38 @@ def parse(*line: str) -> RunOptions:
     result = CliRunner().invoke(app, list(line))
     assert result.exit_code == 0, result.output
     return PARSED.pop()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_what_of_deepspeeds_options_is_not_here_is_refused_by_name(name: str) -> None:
+    with pytest.raises(NotBuiltError, match=rf"--{name} of the deepspeed command is not here"):
+        run(RunOptions(command=[__file__], **{name: 1}))
+
+
+def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
+    options = parse(
+        *"--no_ssh --no_ssh_check --launcher pdsh --enable_each_rank_log logs --save_pid -q x.py -q".split()
+    )
+    assert (options.log_dir, options.command, options.quiet) == (Path("logs"), ["x.py", "-q"], True)
+    refuse_launcher(options, NodePlan(Share(2)))
+    with pytest.raises(NotBuiltError, match="--launcher pdsh cannot start 2 machines"):
+        refuse_launcher(options, NodePlan(Share(2), num_nodes=2))
+    with pytest.raises(NotBuiltError, match="--log_level loud"):
+        run(RunOptions(command=[__file__], log_level="loud"))
+    kept = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"
+    with pid_file(options):
+        assert kept.read_text() == str(os.getpid())
+    assert not kept.exists()
+
+
+def test_every_option_of_deepspeeds_command_is_known() -> None:
+    theirs = (
+        "hostfile include exclude num_nodes num_gpus num_accelerators master_port master_addr node_rank launcher "
+        "launcher_args module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log "
+        "autotuning bind_cores_to_rank bind_core_list ssh_port venv_script log_level quiet"
+    )
+    shown = CliRunner().invoke(cli.app, ["run", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
+    assert [name for name in theirs.split() if f"--{name.replace('_', '-')}" not in shown] == []
 
 
 SCRIPT_WORDS = ["--run", "x", "--nproc", "9", "-m", "--help", "--", "--master_port=1", "-", ""]

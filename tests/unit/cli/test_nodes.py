@@ -54,15 +54,17 @@ def test_a_single_machine_meets_itself_at_any_free_port() -> None:
 
 
 @pytest.mark.parametrize("asked", [Asked(num_gpus=8), Asked(include="localhost:0,1,2,3,4,5,6,7")])
-def test_gpus_asked_for_on_a_machine_without_any_become_the_default_cpu_processes(asked: Asked) -> None:
-    share = share_of(asked, CPU)
-    assert (share.nproc, share.devices) == (2, None)
-    assert "8 GPUs" in share.note
-    assert "2 CPU processes instead" in share.note
+@pytest.mark.parametrize(("cores", "nproc"), [(1, 2), (2, 2), (6, 6), (64, 8)])
+def test_gpus_asked_for_on_a_machine_without_any_become_cpu_ranks_up_to_one_per_core(
+    asked: Asked, cores: int, nproc: int
+) -> None:
+    share = share_of(asked, Machine(cores))
+    assert (share.nproc, share.devices) == (nproc, None)
+    assert "8 GPUs" in share.note and f"running {nproc} CPU ranks instead" in share.note
 
 
-def test_fewer_gpus_asked_for_than_the_default_processes_stay_that_few_on_the_cpu() -> None:
-    assert share_of(Asked(num_gpus=3), Machine(cores=64)).nproc == 3
+def test_two_gpus_asked_for_are_two_cpu_ranks_on_any_machine() -> None:
+    assert share_of(Asked(num_gpus=2), Machine(cores=1)).nproc == 2
 
 
 def test_more_gpus_asked_for_than_there_are_says_how_many_run() -> None:

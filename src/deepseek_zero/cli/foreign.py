@@ -1,0 +1,121 @@
+"""The options of the `deepspeed` command that are not `run`'s own: each works, changes nothing, or is refused by name.
+
+    works             --save_pid, --log_level, --quiet
+    changes nothing   --no_ssh, --no_ssh_check (nothing is started over ssh); --launcher, --launcher_args on one machine
+    refused           the rest: REFUSED says why and what to do
+
+Called by cli/run.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.log import logger
+from deepseek_zero.cli.nodes import START_EACH, NodePlan
+
+PANEL = "DeepSpeed's other options"
+NOT_HERE = "Refused."
+BIND = "Ranks share the cores by threads (OMP_NUM_THREADS); start the command under taskset to bind all of it."
+ELASTIC = (
+    "A world of changing size is not built.",
+    "Use --max_restarts, and load the last checkpoint at any world size.",
+)
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+
+# option: (why, what to do)
+REFUSED: dict[str, tuple[str, str]] = {
+    "force_multi": ("There is no launcher for a remote machine.", START_EACH),
+    "ssh_port": ("Nothing is started over ssh.", START_EACH),
+    "venv_script": ("Ranks run in the Python that runs this command.", "Activate the environment first."),
+    "autotuning": ("Autotuning is not planned.", 'Set a key to "auto": docs/reference/config.md says what it becomes.'),
+    "elastic_training": ELASTIC,
+    "min_elastic_nodes": ELASTIC,
+    "max_elastic_nodes": ELASTIC,
+    "bind_cores_to_rank": ("Ranks are not bound to cores.", BIND),
+    "bind_core_list": ("Ranks are not bound to cores.", BIND),
+}
+
+
+def _option(*names: str, text: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=PANEL, show_default=False)
+
+
+@dataclass(frozen=True)
+class ForeignOptions:
+    """The options; `run`'s own stand beside them in RunOptions."""
+
+    launcher: Annotated[
+        str | None, _option("--launcher", text="Without effect on one machine; refused for several.")
+    ] = None
+    launcher_args: Annotated[str, _option("--launcher-args", text="Likewise.")] = ""
+    no_ssh: Annotated[bool, _option("--no-ssh", text="Without effect: nothing is started over ssh.")] = False
+    no_ssh_check: Annotated[bool, _option("--no-ssh-check", text="Likewise.")] = False
+    save_pid: Annotated[
+        bool, _option("--save-pid", text="Keep the launcher's process id in TMP/PID.deepspeed while it runs.")
+    ] = False
+    log_level: Annotated[str | None, _option("--log-level", text=f"What the launcher says: {', '.join(LEVELS)}.")] = (
+        None
+    )
+    quiet: Annotated[bool, _option("--quiet", "-q", text="The launcher says only what goes wrong.")] = False
+    force_multi: Annotated[bool, _option("--force-multi", text=NOT_HERE)] = False
+    ssh_port: Annotated[int | None, _option("--ssh-port", text=NOT_HERE)] = None
+    venv_script: Annotated[str | None, _option("--venv-script", text=NOT_HERE)] = None
+    autotuning: Annotated[str | None, _option("--autotuning", text=NOT_HERE)] = None
+    elastic_training: Annotated[bool, _option("--elastic-training", text=NOT_HERE)] = False
+    min_elastic_nodes: Annotated[int | None, _option("--min-elastic-nodes", text=NOT_HERE)] = None
+    max_elastic_nodes: Annotated[int | None, _option("--max-elastic-nodes", text=NOT_HERE)] = None
+    bind_cores_to_rank: Annotated[bool, _option("--bind-cores-to-rank", text=NOT_HERE)] = False
+    bind_core_list: Annotated[str | None, _option("--bind-core-list", text=NOT_HERE)] = None
+
+
+def refuse(options: ForeignOptions) -> None:
+    """An error for the first option that asks for what is not here."""
+    for name, (why, fix) in REFUSED.items():
+        if getattr(options, name):
+            raise NotBuiltError(f"--{name} of the deepspeed command is not here.", why, fix)
+    if options.log_level is not None and options.log_level not in LEVELS:
+        raise NotBuiltError(f"--log_level {options.log_level} is not known.", "", f"use {', '.join(LEVELS)}.")
+
+
+def refuse_launcher(options: ForeignOptions, plan: NodePlan) -> None:
+    """Several machines: DeepSpeed's starters reach the others over ssh, MPI or Slurm, and ours does not."""
+    given = [name for name in ("launcher", "launcher_args") if getattr(options, name)]
+    if given and plan.num_nodes == 1:
+        logger.info("--%s is without effect on one machine: its ranks are started from here", given[0])
+    elif given:
+        raise NotBuiltError(
+            f"--{given[0]} {getattr(options, given[0])} cannot start {plan.num_nodes} machines.",
+            "This command starts the ranks of the machine it runs on.",
+            START_EACH,
+        )
+
+
+def speak(options: ForeignOptions) -> None:
+    """Set how much the launcher says."""
+    level = "error" if options.quiet else options.log_level
+    if level is not None:
+        logger.setLevel(LEVELS[level])
+
+
+@contextmanager
+def pid_file(options: ForeignOptions) -> Iterator[None]:
+    """With --save_pid a file that programs which started this one find the launcher by."""
+    path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed" if options.save_pid else None
+    if path is not None:
+        path.write_text(str(os.getpid()), encoding="utf-8")
+    try:
+        yield
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
