@@ -163,7 +163,7 @@ ABSENT: dict[str, Rows] = {
     "deepspeed.runtime.zero.stage_1_and_2": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer"),),
     "deepspeed.utils": (
         (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params"),
-        (N, LOW_LEVEL, "get_hp_fragment_mapping fragment_address map_to_flat_opt_states"),
+        (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),
         (N, "DeepSpeed's debugging prints are not planned", "debug print_rank print_rank0"),
         (N, "ranks are bound to cores by their affinity", "get_numactl_cmd"),
         (N, "engine.explain() and the records say what was sent", "comms_logging get_caller_func"),
@@ -174,7 +174,7 @@ ABSENT: dict[str, Rows] = {
         (N, MOE, "_get_expert_parallel_rank _get_expert_data_parallel_rank _get_expert_data_parallel_world_size"),
     ),
     "deepspeed.utils.tensor_fragment": (
-        (N, LOW_LEVEL, "fragment_address get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad"),
+        (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad"),
     ),
     ENGINE: (
         (N, TIERS, "offload_states reload_states"),

@@ -9,6 +9,7 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import reduce
 from importlib import import_module
@@ -47,6 +48,15 @@ class OffloadDeviceEnum(StrEnum):
     nvme = "nvme"
 
 
+@dataclass
+class FragmentAddress:
+    """Where a piece of a parameter lies in DeepSpeed's flat buffers; pickles of its checkpoints name this class."""
+
+    numel: int
+    start: int
+
+
+fragment_address = FragmentAddress
 ADAGRAD_OPTIMIZER, ADAM_OPTIMIZER, ADAMW_OPTIMIZER = "adagrad", "adam", "adamw"
 LAMB_OPTIMIZER, LION_OPTIMIZER, MUON_OPTIMIZER = "lamb", "lion", "muon"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500

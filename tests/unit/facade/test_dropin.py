@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import deepseek_zero
 from deepseek_zero.base import dropin
@@ -88,6 +89,14 @@ def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
     with pytest.raises(NotBuiltError, match=r"deepspeed\.zero\.MiCS_Init .*\n.*later part.\n.*GatheredParameters"):
         _ = deepspeed.zero.MiCS_Init
     assert not hasattr(deepspeed, "init_inference") and not hasattr(deepspeed.utils, "debug")
+
+
+def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -> None:
+    folder = Path(__file__).parents[2] / "data" / "deepspeed" / "stage3_fp16" / "global_step2"
+    read = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    assert type(read["loss_scaler"]).__module__ == "deepseek_zero.facade.loss_scaler"
+    read["loss_scaler"].update_scale(False)  # it goes on where it was
+    assert read["loss_scaler"].loss_scale >= 1 and read["zero_stage"] == 3
 
 
 def test_metadata_and_module_agree_on_the_version(as_deepspeed: None) -> None:

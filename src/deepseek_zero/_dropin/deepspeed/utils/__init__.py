@@ -18,7 +18,7 @@ __getattr__, __dir__ = stand_in(
         ),
         "deepseek_zero.facade.looking": "log_dist_once",
         "deepseek_zero.facade.on_device": "OnDevice",
-        "deepseek_zero.facade.words": "instrument_w_nvtx recursive_getattr recursive_setattr",
+        "deepseek_zero.facade.words": "fragment_address instrument_w_nvtx recursive_getattr recursive_setattr",
     },
     rooms=("groups init_on_device logging module_utils numa nvtx tensor_fragment timer torch zero_to_fp32"),
 )

@@ -13,5 +13,6 @@ __getattr__, __dir__ = stand_in(
             "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
             "safe_set_local_optimizer_state safe_update_full_grad_vectorized"
         ),
+        "deepseek_zero.facade.words": "fragment_address",
     },
 )
