@@ -202,7 +202,11 @@ ABSENT: dict[str, Rows] = {
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
     ),
 }
-SAME = {"deepspeed.zero": "deepspeed.runtime.zero"}  # two paths to one module
+SAME = {  # two paths to one module
+    "deepspeed.zero": "deepspeed.runtime.zero",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
+    "deepspeed.elasticity.elasticity": "deepspeed.elasticity",
+}
 
 
 def absent_names(module: str) -> dict[str, Absent]:
