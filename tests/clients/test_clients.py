@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from tests.clients.running import BY_HAND, HERE, OURS, TWO, need_client, start, told
+from tests.clients.running import BY_HAND, HERE, OURS, need_client, start, told
 
 
 def plain_accelerate_losses() -> tuple[list[float], dict[str, Any]]:

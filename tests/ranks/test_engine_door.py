@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.data import TensorDataset
 import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.base.quantities import format_count
 from deepseek_zero.facade import again, views, words
 from deepseek_zero.utils import safe_get_full_fp32_param
 from tests.plain import here
@@ -335,6 +337,20 @@ def test_compiled_units_share_one_graph_and_train_the_same_bits(stage: int) -> N
     assert "forward" not in compiled.module[1][0].__dict__
     with pytest.raises(NotBuiltError, match="DeepCompile"):
         plain.compile(schedule=[])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_flops_of_one_forward_are_counted_and_change_nothing(stage: int, tmp_path: Path) -> None:
+    file = tmp_path / f"flops_of_{stage}.txt"
+    counted = {"flops_profiler": {"enabled": True, "output_file": str(file), "module_depth": 1}, "optimizer": SGD}
+    plain, profiled = door(stage, top={"optimizer": SGD})[0], door(stage, top=counted)[0]
+    assert_close(train(plain, 3, plain=False), train(profiled, 3, plain=False))
+    assert profiled.flops_profiler_enabled() and not plain.flops_profiler_enabled()
+    if profiled.global_rank == 0:
+        lines = file.read_text().splitlines()
+        assert f"forward {format_count(2 * 4 * (6 * 20 + 2 * 20 * 20 + 20 * 3))}FLOPS" in lines[1]
+        assert [line.split(":")[0].strip() for line in lines[2:]] == ["(model)", "0", "1", "2", "3"]
 
 
 @pytest.mark.ranks(2)

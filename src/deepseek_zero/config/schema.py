@@ -152,7 +152,7 @@ class Config(Section):
     wandb: train.Wandb = section(train.Wandb, "Weights & Biases.")
     comet: train.Comet = section(train.Comet, "Comet.")
     comms_logger: behind.CommsLogger = section(behind.CommsLogger, "A log of collectives.")
-    flops_profiler: behind.FlopsProfiler = section(behind.FlopsProfiler, "A profile of operations.")
+    flops_profiler: train.FlopsProfiler = section(train.FlopsProfiler, "A profile of operations.")
     # Checkpoints
     checkpoint: train.Checkpoint = section(train.Checkpoint, "Saving and loading.")
     nebula: behind.Nebula = section(behind.Nebula, "Azure Nebula.")

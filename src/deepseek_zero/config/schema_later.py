@@ -124,18 +124,6 @@ class CommsLogger(Section):
     prof_ops: tuple[str, ...] = later((), "Kinds to profile.", example=["all_gather"])
 
 
-class FlopsProfiler(Section):
-    gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.CLIENTS
-    enabled: bool = later(False, "Count operations per module.", example=True)
-    recompute_fwd_factor: float = later(0.0, "Share of the forward that is recomputed.", example=1.0, ge=0)
-    profile_step: int = later(1, "Step that is profiled.", unit="steps", example=3, ge=0)
-    module_depth: int = later(-1, "Depth of the table; -1 is the deepest.", example=2)
-    top_modules: int = later(1, "Modules listed per level.", example=3, ge=1)
-    detailed: bool = later(True, "Print every module.", example=False)
-    output_file: str | None = later(None, "File for the table.", example="flops.txt")
-
-
 class Autotuning(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Part | None] = Part.UNPLANNED

@@ -293,6 +293,23 @@ class Timers(Section):
     throughput: Throughput = section(Throughput, "The samples-per-second timer.")
 
 
+_FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
+
+
+class FlopsProfiler(Section):
+    enabled: bool = effective(False, "Count a forward's operations by module, once, on rank 0.", example=True)
+    profile_step: int = effective(
+        1, "Steps taken before the forward that is counted.", unit="steps", example=3, ge=0, **_FLOPS
+    )
+    recompute_fwd_factor: float = effective(
+        0.0, "Share of the forward that backward repeats, for the printed step.", example=1.0, ge=0, **_FLOPS
+    )
+    module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2, **_FLOPS)
+    top_modules: int = accepted(1, "Modules listed per level.", "every module is listed", ge=1)
+    detailed: bool = effective(True, "Print every module.", example=False, **_FLOPS)
+    output_file: str | None = effective(None, "File for the table; null logs it.", example="flops.txt", **_FLOPS)
+
+
 class Records(Section):
     path: str | None = effective(
         None, "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.", example="runs/demo"

@@ -26,6 +26,7 @@ from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
+from ..report.flops import FlopsSettings
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
 from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
@@ -220,6 +221,17 @@ def observer_settings_of(config: Config) -> ObserverSettings:
             WandbSettings(**config.wandb.model_dump()),
             CometSettings(**config.comet.model_dump()),
         ),
+        flops=flops_settings_of(config),
+    )
+
+
+def flops_settings_of(config: Config) -> FlopsSettings | None:
+    """Which forward's operations are counted; None for none."""
+    chosen = config.flops_profiler
+    if not chosen.enabled:
+        return None
+    return FlopsSettings(
+        chosen.profile_step, chosen.recompute_fwd_factor, chosen.module_depth, chosen.detailed, chosen.output_file
     )
 
 

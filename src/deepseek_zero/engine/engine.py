@@ -67,7 +67,7 @@ class Engine(nn.Module):
         """The model's forward on this rank's micro-batch."""
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
-        with self.observer.timed("forward"):
+        with self.observer.timed("forward"), self.observer.profiled(self):
             return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:

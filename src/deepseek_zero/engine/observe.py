@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from ..base.device import allocated_bytes
 from ..base.log import is_rank_zero, log_once, logger
 from ..base.quantities import format_bytes, format_count, format_seconds
+from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.monitor import MonitorMaster, MonitorSettings
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
@@ -37,6 +39,7 @@ class ObserverSettings:
     records_path: str | None = None
     records_every: int = 1
     monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    flops: FlopsSettings | None = None
 
 
 def summary(record: StepRecord) -> str:
@@ -60,6 +63,7 @@ class Observer:
         self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
         self.record: StepRecord | None = None
         self._losses: list[Tensor] = []
+        self._profiled = False
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         if settings.log_level is not None:
@@ -73,6 +77,26 @@ class Observer:
     def timed(self, name: str) -> AbstractContextManager[Any]:
         """Time a part of the step when wall_clock_breakdown asks for it."""
         return self.timers.timed(name) if self.timers is not None else nullcontext()
+
+    def profiled(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Count the operations of one forward on rank 0: the first one after as many steps as flops_profiler says."""
+        wanted = self.settings.flops
+        due = wanted is not None and not self._profiled and engine.global_steps >= wanted.step and is_rank_zero()
+        return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
+
+    @contextmanager
+    def _profile(self, engine: Engine, wanted: FlopsSettings) -> Iterator[None]:
+        self._profiled, cost = True, ForwardCost(engine.module)
+        cost.watch()
+        try:
+            yield
+        finally:
+            cost.stop()
+        table = flops_table(cost, wanted)
+        if wanted.output_file is None:
+            logger.info(table)
+        else:
+            Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
 
     def saw(self, args: tuple[Any, ...]) -> None:
         """Count the tokens of a micro-batch: the elements of the first integer tensor the model is given."""

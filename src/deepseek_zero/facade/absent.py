@@ -185,11 +185,7 @@ ABSENT: dict[str, Rows] = {
         (N, "gradients of a unit travel together already", "coalesce_grad_reduction"),
         (N, "DeepCompile's passes are not planned; compile() compiles unit by unit", "register_compile_pass"),
         (N, "quantised training is not planned", "quantize_training eigenvalue_params"),
-        (
-            L,
-            "the configuration's flops_profiler is a later part; deepspeed.profiling's FlopsProfiler is there",
-            "flops_profiler_profile_step start_profile",
-        ),
+        (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),
         (N, "compute_elastic_config does the arithmetic", "elasticity_config"),
         (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
         (N, "samples per second stand in observer.record", "tput_timer"),

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..base.errors import UsageError
 from ..base.quantities import format_count, format_seconds
-from ..report.flops import ForwardCost, ModuleCost
+from ..report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
 
 
 class FlopsProfiler:
@@ -80,25 +80,10 @@ class FlopsProfiler:
 
         top_modules: accepted; every module is listed, in the model's order.
         """
-        total = self._total
-        step = total.flops * (3 + self.recompute_fwd_factor)
-        lines = [
-            f"Flops profile at step {profile_step}: matrix products, convolutions and attention, as they ran",
-            f"  parameters {format_count(total.params)}, forward {flops_to_string(total.flops)} in "
-            f"{format_seconds(total.seconds)}, forward and backward about {flops_to_string(step)}",
-        ]
-        rows = [row for row in self._cost.rows.values() if module_depth < 0 or row.depth <= module_depth]
-        lines += [_line(row, total) for row in rows] if detailed else []
-        text = "\n".join(lines) + "\n"
+        _ = self._total  # or the error that nothing was watched
+        settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
+        text = flops_table(self._cost, settings) + "\n"
         Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(text)
-
-
-def _line(row: ModuleCost, total: ModuleCost) -> str:
-    share = f"{row.flops / total.flops:.1%}" if total.flops else "-"
-    return (
-        f"  {'  ' * row.depth}{row.name or '(model)'}: {row.kind}, {format_count(row.params)} parameters, "
-        f"{flops_to_string(row.flops)} ({share}), {format_seconds(row.seconds)}"
-    )
 
 
 def get_model_profile(

@@ -1,7 +1,7 @@
 """What a forward of a model computes: multiplications and additions by module, from the operators that really ran.
 
 Counts by torch's flop counter, which knows matrix products, convolutions and attention; what is element by element
-counts nothing.  A module's count has that of the modules in it.  Called by facade/flops.py.
+counts nothing.  A module's count has that of the modules in it.  Called by the engine's observer and facade/flops.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,22 @@ from typing import Any
 
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from ..base.quantities import format_count, format_seconds
+
+
+@dataclass(frozen=True)
+class FlopsSettings:
+    """Which forward is counted (after `step` steps) and how it is shown.  depth: -1 for all; output_file: None logs it.
+
+    recompute: share of the forward that backward repeats.
+    """
+
+    step: int = 1
+    recompute: float = 0.0
+    depth: int = -1
+    detailed: bool = True
+    output_file: str | None = None
 
 
 @dataclass
@@ -80,3 +96,24 @@ class ForwardCost:
         if not name:
             self._counter.__exit__(None, None, None)
             self._counter = None
+
+
+def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
+    """What was counted, in lines: the model, and each module below it if `detailed`."""
+    total = cost.rows[""]
+    step = total.flops * (3 + settings.recompute)  # backward: once for the inputs, once for the weights
+    lines = [
+        f"Flops profile after step {settings.step}: matrix products, convolutions and attention, as they ran",
+        f"  parameters {format_count(total.params)}, forward {format_count(total.flops)}FLOPS in "
+        f"{format_seconds(total.seconds)}, forward and backward about {format_count(step)}FLOPS",
+    ]
+    rows = [row for row in cost.rows.values() if settings.depth < 0 or row.depth <= settings.depth]
+    return "\n".join(lines + ([_line(row, total) for row in rows] if settings.detailed else []))
+
+
+def _line(row: ModuleCost, total: ModuleCost) -> str:
+    share = f"{row.flops / total.flops:.1%}" if total.flops else "-"
+    return (
+        f"  {'  ' * row.depth}{row.name or '(model)'}: {row.kind}, {format_count(row.params)} parameters, "
+        f"{format_count(row.flops)}FLOPS ({share}), {format_seconds(row.seconds)}"
+    )
