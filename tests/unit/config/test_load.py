@@ -288,7 +288,7 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
         ({"pipeline": {"stages": 2}}, "pipeline.stages"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
-        ({"flops_profiler": {"enabled": True, "profile_step": 3}}, "flops_profiler.enabled"),
+        ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
         ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, "compression_training"),
@@ -303,7 +303,7 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
 @pytest.mark.parametrize(
     "given",
     [
-        {"flops_profiler": {"enabled": False, "profile_step": 3, "module_depth": 2}},
+        {"autotuning": {"enabled": False, "fast": False}},
         {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
         {"pipeline": {"stages": "auto", "partition": "uniform"}},
         {"compression_training": {"x": {"shared_parameters": {"enabled": False, "bits": 4}}}},
