@@ -22,7 +22,7 @@ from deepseek_zero.facade.standin import VERSION
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
 PACKAGE = dropin.DIRECTORY / "deepspeed"
-MOST_IMPORT_SECONDS = 0.4  # of CPU; 0.2 where nothing else runs
+MOST_IMPORT_SECONDS = 0.3  # of CPU; 0.2 was measured
 
 
 @pytest.fixture
