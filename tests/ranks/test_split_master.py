@@ -247,7 +247,7 @@ def test_a_lifted_unit_has_the_masters_values_and_trains_on(stage: int) -> None:
     engine, _ = trained(run, steps=2)
     before = everything(engine)
     for unit in engine.runtime.units:
-        unit.lift()
+        engine.runtime.lift(unit)
     after = everything(engine)
     assert (after["master"], after["moment"]) == (before["master"], before["moment"])
     assert after["weight"] == before["master"]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -143,5 +144,10 @@ def allocated_bytes(device: torch.device) -> int:
     """Bytes torch has allocated on a CUDA device; on the CPU the resident set of this process."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm") as statm:
-        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(os.pread(_statm(os.getpid()), 256, 0).split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@lru_cache(maxsize=1)
+def _statm(process: int) -> int:
+    """Open for good: opening it takes ten times as long as reading it.  process: a child has another."""
+    return os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)

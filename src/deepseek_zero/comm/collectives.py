@@ -138,7 +138,7 @@ class Comm:
 
     def settle(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more, so that it may be written."""
-        if self._links is not None and self._last is not None:
+        if self._links is not None and self._last is not None and self._transport.is_read(tensor):
             self._wait(self._links, lambda: self._transport.settle(tensor), replace(self._last, arrived=[]))
 
     def progress(self) -> None:

@@ -70,8 +70,9 @@ class Neighbours:
         """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.  Never blocks."""
         header = _HEADER.pack(message.kind, message.tag, message.segment, message.start, message.nbytes)
         descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
-        self._unsent.append((rank, header + message.payload, descriptors))
-        self._flush()
+        if self._unsent or descriptors or rank in self.gone or not self._sent(rank, header + message.payload, ()):
+            self._unsent.append((rank, header + message.payload, descriptors))
+            self._flush()
 
     @property
     def has_unsent(self) -> bool:

@@ -23,6 +23,7 @@ from . import transports
 from .neighbours import INLINE_BYTES, Kind, Message, Neighbours
 from .transports import Mark, Use, Wait, engine_of
 
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
 SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
 
 
@@ -147,7 +148,7 @@ class SameHost:
 
     def meet(self, mark: Mark) -> Wait:
         """Wait until every rank has come here."""
-        return self.all_gather(torch.empty(0, dtype=torch.uint8), mark)
+        return self._start(dict.fromkeys(self.peers, NO_BYTES), dict.fromkeys(self.peers), NO_BYTES, mark, _ignore)
 
     def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         slices = list(full.chunk(self.size))
@@ -203,9 +204,17 @@ class SameHost:
         self.neighbours.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
 
     def progress(self) -> None:
-        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
-        with self._lock:
-            self._receive()
+        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed.
+
+        Where nothing is under way nobody waits for this: who starts or awaits something hears what has come meanwhile.
+        """
+        if self._flights or self.neighbours.has_unsent:
+            with self._lock:
+                self._receive()
+
+    def is_read(self, tensor: Tensor) -> bool:
+        ours = self._ours.get(_address(tensor))
+        return ours is not None and self._still_read(ours)
 
     def settle(self, tensor: Tensor) -> None:
         """Return when nobody reads this buffer any more; TimeoutError after a while, to be called again."""

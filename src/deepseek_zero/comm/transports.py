@@ -63,6 +63,10 @@ class Transport(Protocol):
         """
         ...
 
+    def is_read(self, tensor: Tensor) -> bool:
+        """Whether another rank may still read this buffer, as far as this one has heard."""
+        ...
+
     def settle(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
         ...
@@ -84,6 +88,9 @@ class Plain:
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(numel, dtype=dtype, device=self.device)
+
+    def is_read(self, tensor: Tensor) -> bool:
+        return False
 
     def settle(self, tensor: Tensor) -> None:
         pass
@@ -256,6 +263,9 @@ class Together(Plain):
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.near.empty(numel, dtype)
+
+    def is_read(self, tensor: Tensor) -> bool:
+        return self.near.is_read(tensor)
 
     def settle(self, tensor: Tensor) -> None:
         self.near.settle(tensor)

@@ -21,11 +21,13 @@ from ..sharding.group import FlatGroup
 class Verdict:
     """What all ranks agree on.  norm: of the gradient as it is held (still multiplied by the loss scale).
 
-    words: each rank's own, empty where ranks have none.
+    any_late: whether a rank holds gradients that came after their sum.  words: each rank's own, empty where ranks have
+    none.
     """
 
     norm: float
     by_group: tuple[float, ...]
+    any_late: bool = False
     words: tuple[float, ...] = ()
 
     @property
@@ -40,21 +42,22 @@ class Verdict:
         return ""
 
 
-def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = None) -> Verdict:
-    """The global norm of the reduced gradients.  Collective.  word: travels along; on every rank, or on none."""
-    mine = torch.tensor([group.gradient.squares() for group in groups], dtype=torch.float64).reshape(
-        len(groups), comm.size
-    )
-    words = [] if word is None else [word]
-    if comm.size > 1:
-        table = comm.rows(torch.cat([mine.reshape(-1), mine.new_tensor(words)]), "gradient norm")
-        rows = table[:, : mine.numel()].reshape(comm.size, len(groups), comm.size)
-        # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
-        mine = torch.stack([rows[rank, :, rank] for rank in range(comm.size)], dim=1)
-        words = table[:, rows[0].numel() :].flatten().tolist()
-    sums = [float(sum(row.tolist())) for row in mine]
+def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = None, *, late: bool = False) -> Verdict:
+    """The global norm of the reduced gradients.  Collective.
+
+    late: whether this rank holds gradients that came after their sum.  word: travels along; on every rank, or on none.
+    """
+    row = [float(late), *(square for group in groups for square in group.gradient.squares())]
+    row += [] if word is None else [word]
+    rows = comm.rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist() if comm.size > 1 else [row]
+    # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
+    sums = [
+        sum(rows[rank][1 + number * comm.size + rank] for rank in range(comm.size)) for number in range(len(groups))
+    ]
     total = sum(sums)
-    return Verdict(math.sqrt(total) if total >= 0 else math.nan, tuple(sums), tuple(words))
+    words = [each for row in rows for each in row[1 + len(groups) * comm.size :]]
+    norm = math.sqrt(total) if total >= 0 else math.nan
+    return Verdict(norm, tuple(sums), any(row[0] for row in rows), tuple(words))
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -49,7 +49,7 @@ class Lifter:
         at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
         if self._count < PATIENCE and not at_minimum:
             return None
-        unit.lift()
+        self.runtime.lift(unit)
         self.changed = True
         self._suspect, self._count = None, 0
         log_once(
@@ -68,7 +68,7 @@ class Lifter:
         """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_lifted:
-                unit.lift()
+                self.runtime.lift(unit)
 
     def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""

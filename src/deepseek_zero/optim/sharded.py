@@ -210,7 +210,10 @@ class ShardedOptimizer(Optimizer):
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
-            verdict = agree_on_norm(groups, runtime.comm, word)
+            verdict = agree_on_norm(groups, runtime.comm, word, late=bool(runtime.reducer.late))
+            if verdict.any_late:
+                runtime.reducer.settle()
+                verdict = agree_on_norm(groups, runtime.comm, word)
             scale = self.loss_scale
             skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale

@@ -26,7 +26,7 @@ from .estimate import GroupFacts, UnitFacts
 class StepVolume:
     """Bytes that one rank sends in one optimizer step, by what they are for.
 
-    rows: control messages that carry no state: the table of norms and the mask of late gradients; first_step_rows:
+    rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
     once, the order of units.
     """
 
@@ -53,7 +53,7 @@ def step_volume(units: Sequence[UnitFacts], schedule: Schedule, settings: PlanSe
         gathers=once * settings.accumulation,
         reduces=sum(_reduce_bytes(group, settings) for group in trained),
         refresh=sum(_refresh_bytes(group) for group in trained),
-        rows=(8 * ranks * len(trained) + len(units)) * (ranks - 1),
+        rows=8 * (1 + ranks * len(trained)) * (ranks - 1),
         first_step_rows=8 * len(units) * (ranks - 1),
     )
 

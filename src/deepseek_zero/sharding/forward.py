@@ -21,7 +21,7 @@ from ..precision.policy import cast_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
 from .saved import weight_hooks
-from .structure import check_structure
+from .structure import Structure
 from .unit import Unit, UnitState
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ class Forward:
         self._runtime = weakref.ref(runtime)
         self.active: list[Active] = []
         self.count = 0
+        self._structure = Structure(runtime.model, runtime.groups)
         self._alone: nn.Module | None = None  # a part of the root that runs outside any forward
 
     @property
@@ -80,10 +81,10 @@ class Forward:
         self.active.append(Active(unit))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if unit is self.runtime.root and begins_a_step:
-            check_structure(self.runtime.model, self.runtime.groups)
+            self._structure.check()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
         self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
-        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
+        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.runtime.any_lifted:
             dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
         if self.runtime.watcher is not None:
@@ -92,11 +93,6 @@ class Forward:
             context.__enter__()
             self.active[-1].contexts.append(context)
         return args, kwargs
-
-    @property
-    def any_lifted(self) -> bool:
-        """Whether units differ in compute dtype, so that what passes between them must be cast."""
-        return any(unit.is_lifted for unit in self.runtime.units)
 
     def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
         return torch.float32 if unit.is_lifted else self.runtime.settings.policy.compute
@@ -122,7 +118,7 @@ class Forward:
             if not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
-        if self.any_lifted and unit is not self.runtime.root:
+        if self.runtime.any_lifted and unit is not self.runtime.root:
             output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
         if self.runtime.watcher is not None:
             self.runtime.watcher.see("output", unit.number, output)

@@ -33,6 +33,7 @@ class Gatherer:
         self._walk: Pass | None = None
         self._cursor = 0
         self._resident_before: frozenset[int] = frozenset()
+        self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in units for group in unit.sharded]
         self._rests_in_common = any(group.weight.common is not None for group in sharded)
 
@@ -113,9 +114,9 @@ class Gatherer:
     def release_frozen_before(self, unit: Unit) -> None:
         """Frozen weights give no sign when backward is done with them; the next unit's turn is the sign."""
         backward = self.schedule.backward
-        for other in self.units[1:]:
+        for other in self._frozen:
             behind = backward.done[other.number] < backward.position[unit.number]
-            if other.has_frozen_shards and behind and (other.is_complete or not other.trained):
+            if behind and (other.is_complete or not other.trained):
                 other.release()
 
     def agree_on_order(self) -> None:

@@ -94,7 +94,7 @@ class Gradient:
             state.partial = buffer
         else:
             dtype = self.reduce_dtype or group.plan.weight.dtype
-            spec = replace(group.plan.grad, placement=P, dtype=dtype)
+            spec = Spec(P, dtype, group.plan.grad.tier)
             storage = group.route.pool.take(group.layout.padded_numel, dtype)
             state.partial = FlatBuffer(group.layout, spec, storage)
         return state.partial
@@ -285,13 +285,19 @@ def sum_of_squares(values: Tensor, home: torch.device) -> float:
         values = values.to(home)
     wide = torch.float64 if values.dtype == torch.float64 else torch.float32
     tiles = values.split(NORM_TILE_NUMEL.on(home)) if values.numel() else ()
+    if len(tiles) == 1 and values.dtype == wide:
+        return _finite_or_wide(float(torch.dot(values, values)), values)
     scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=home)
     dots = torch.empty(len(tiles), dtype=wide, device=home)
     for tile, dot in zip(tiles, dots, strict=True):
         # A cast that stays in cache and a dot product: 7 times faster than a norm that casts on its way.
         same = tile if tile.dtype == wide else scratch[: len(tile)].copy_(tile)
         torch.dot(same, same, out=dot)
-    total = float(dots.double().sum())
+    return _finite_or_wide(float(dots.double().sum()), values)
+
+
+def _finite_or_wide(total: float, values: Tensor) -> float:
+    """fp32 squares overflow from 1e19 on: a sum that did is taken again in float64."""
     if total == total and total != float("inf"):
         return total
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2  # fp32 squares overflow from 1e19 on
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2

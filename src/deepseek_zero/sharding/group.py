@@ -185,7 +185,7 @@ class FlatGroup:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
         if not self.is_sharded or self.full is not None or self.is_held:
             return DONE
-        spec = replace(self.plan.weight, placement=R, tier=Tier.DEVICE)
+        spec = Spec(R, self.plan.weight.dtype)
         if self.weight.extent is not None:
             return self._gather_from(self.weight.extent, spec, what)
         if self.route.comm.size == 1:

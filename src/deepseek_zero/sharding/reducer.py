@@ -98,9 +98,7 @@ class Reducer:
         self._tell(self._land())
 
     def settle(self) -> None:
-        """Before a step: reduce what any rank collected too late.  Collective."""
-        if self.comm.size == 1 and not self.late:
-            return
+        """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
         agreed = self.comm.rows(mask, "late gradients").amax(dim=0)

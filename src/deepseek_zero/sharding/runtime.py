@@ -39,6 +39,7 @@ class Runtime:
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
+        self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
         self.gatherer = Gatherer(units, settings, self.comm, route.turns)
         self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
@@ -90,6 +91,11 @@ class Runtime:
     def was_interrupted(self) -> bool:
         """A backward that an exception ended: its phase never closed, and no backward runs now."""
         return self.phase is Phase.BACKWARD and backward_id() == -1
+
+    def lift(self, unit: Unit) -> None:
+        """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
+        unit.lift()
+        self.any_lifted = True
 
     # -- backward
 
@@ -177,11 +183,13 @@ class Runtime:
     # -- steps
 
     def before_step(self) -> None:
-        """Everything that must hold before an optimizer reads the gradients.  Collective."""
+        """Take part in what this rank has skipped; what came too late (`reducer.late`) is still to be reduced.
+
+        Collective.
+        """
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
             self.catch_up()
-        self.reducer.settle()
 
     def after_step(self, *, drop: bool = True) -> None:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""

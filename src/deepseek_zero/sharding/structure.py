@@ -1,4 +1,4 @@
-"""Whether a wrapped model is still the one that was wrapped.  Local; called once per step by forward.py.
+"""Whether a wrapped model is still the one that was wrapped.  Local; asked once per step by forward.py.
 
 A parameter that joined later would train unsynchronised, one whose memory was replaced (a cast, a move, `.data = ...`)
 would no longer be the one that steps: both are wrong gradients that nothing else would show.
@@ -14,8 +14,30 @@ from ..base.errors import UsageError
 from .group import FlatGroup
 
 
-def check_structure(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
-    """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
+class Structure:
+    """The modules of one wrapped model, and what each held when somebody looked closely."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+        self.model, self.groups = model, list(groups)
+        self._seen: list[tuple[nn.Module, list[int]]] = []
+
+    def check(self) -> None:
+        """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
+        if not self._seen or any(_holds(module) != held for module, held in self._seen):
+            _refuse_strangers(self.model, self.groups)
+            self._seen = [(module, _holds(module)) for module in self.model.modules()]
+        _refuse_moved(self.groups)
+
+
+def _holds(module: nn.Module) -> list[int]:
+    """Its own parameters and submodules, as numbers: a tenth of the time of naming them.
+
+    Those that were seen are kept alive, so that no other object gets their number.
+    """
+    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
+
+
+def _refuse_strangers(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
     known = {id(member.param) for group in groups for member in group.members}
     if any(id(param) not in known for param in model.parameters()):
         new = next(name for name, param in model.named_parameters() if id(param) not in known)
@@ -24,6 +46,9 @@ def check_structure(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
             "Its gradient would not be reduced, nor its values kept equal on all ranks.",
             "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
         )
+
+
+def _refuse_moved(groups: Sequence[FlatGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_held:
             continue  # at rest a parameter guards itself (handle.py)
