@@ -78,12 +78,12 @@ class Gradient:
 
     def _open(self) -> FlatBuffer:
         """The partial gradient under way, made ready for a first summand where there is none."""
-        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
-            self.buffer.extent.catch_up()
         state, group = self.arrivals, self.group
-        assert group.plan.grad is not None
         if state.partial is not None:
             return state.partial
+        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
+            self.buffer.extent.catch_up()
+        assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.room()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected

@@ -128,23 +128,28 @@ class Runtime:
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
-        group = next(group for group in unit.trained if id(param) in group.index)
         if self.phase is not Phase.BACKWARD:
             raise UsageError(
-                f"parameter '{group.name_of(param)}' got a gradient from outside the wrapped model's forward.",
+                f"parameter '{unit.group_of[id(param)].name_of(param)}' got a gradient from outside the wrapped model's forward.",
                 "Loss scale, averaging and reduction start at the outputs of the model that was wrapped.",
                 "compute the loss from the wrapped model's outputs, or put the term into the model's forward.",
             )
-        with torch.no_grad():
-            self.comm.progress()
-            group.gradient.collect(param)
-            unit.collected.add(id(param))
-            if unit.reduced_in_backward:
-                self.reducer.late.add(unit.number)
-            elif self._reduces_now:
-                for done in self.reducer.advance():
-                    if done is not self.root and not done.has_frozen_shards:
-                        done.release()
+        if torch.is_grad_enabled():  # under create_graph
+            with torch.no_grad():
+                self._collect(unit, param)
+        else:
+            self._collect(unit, param)
+
+    def _collect(self, unit: Unit, param: nn.Parameter) -> None:
+        self.comm.progress()
+        unit.group_of[id(param)].gradient.collect(param)
+        unit.collected.add(id(param))
+        if unit.reduced_in_backward:
+            self.reducer.late.add(unit.number)
+        elif self._reduces_now and unit.is_complete:
+            for done in self.reducer.advance():
+                if done is not self.root and not done.has_frozen_shards:
+                    done.release()
 
     @property
     def _reduces_now(self) -> bool:

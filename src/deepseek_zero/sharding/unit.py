@@ -45,7 +45,8 @@ class Unit:
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
         self.collected: set[int] = set()  # id(param) of gradients that arrived in the backward under way
-        self.expected: set[int] = {id(member.param) for group in self.trained for member in group.members}
+        self.group_of = {id(member.param): group for group in self.trained for member in group.members}
+        self.expected: set[int] = set(self.group_of)
         self.reduced_in_backward = False
         self.is_lifted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
@@ -122,7 +123,7 @@ class Unit:
     @property
     def is_complete(self) -> bool:
         """Whether every gradient that is expected in this backward has arrived."""
-        return bool(self.trained) and self.expected <= self.collected
+        return bool(self.trained) and len(self.expected) <= len(self.collected) and self.expected <= self.collected
 
     def start_reduce(self) -> None:
         """Start adding up the ranks' gradients.  Collective within the reduce lane."""
