@@ -26,7 +26,7 @@ from .board import raised_in
 from .links import Lane, Links
 from .meter import Event, Meter
 from .same_host import Common, SameHost
-from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, nothing
+from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, lane_of, nothing
 
 # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
 TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
@@ -268,7 +268,7 @@ class Comm:
                 raise
             except RuntimeError as caught:
                 raise self._lost(links, place.what, caught) from caught
-        ended, lane = time.perf_counter(), place.lane.name.rpartition("/")[2]
+        ended, lane = time.perf_counter(), lane_of(place.lane.name)
         self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and place.arrived:
             self.meter.events.append(Event(lane, place.what, place.issued, place.arrived[0], (began, ended)))
@@ -313,7 +313,8 @@ def _between_devices(links: Links, device: torch.device) -> Transport:
     """NCCL where each rank has a GPU of its own, else through the host."""
     if device.type != "cuda" or shares_gpu():
         return Staged(links.gloo, links.rank, links.size, device)
-    return Nccl(links.rank, links.size, dist.new_group(backend="nccl", timeout=PATIENCE), device)
+    groups = {lane: dist.new_group(backend="nccl", timeout=PATIENCE) for lane in ("gather", "reduce")}
+    return Nccl(links.rank, links.size, groups, device)
 
 
 def _leave(received: Sequence[Tensor]) -> None:

@@ -36,6 +36,11 @@ def engine_of(lane: str) -> str:
     return lane.partition("/")[0]
 
 
+def lane_of(lane: str) -> str:
+    """The last part of a lane's full name: "gather", "reduce" or "rows"."""
+    return lane.rpartition("/")[2]
+
+
 class Transport(Protocol):
     """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice).
 
@@ -210,19 +215,29 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
 
 
 class Nccl(Plain):
-    """Native collectives of a CUDA group; `wait` orders streams and does not block the host."""
+    """Native collectives between CUDA ranks; `wait` orders streams and does not block the host.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self.rank, self.size, self.group, self.device = rank, size, group, device
+    groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued in, which is
+    promised within a lane only; and a group has one stream, in which a gather would stand behind a reduction.
+    What is issued starts when the caller's stream has come there, so a lent buffer is never written too early; nothing
+    that travels is freed before its wait.
+    """
+
+    def __init__(
+        self, rank: int, size: int, groups: Mapping[str, dist.ProcessGroup | None], device: torch.device
+    ) -> None:
+        self.rank, self.size, self.groups, self.device = rank, size, groups, device
 
     def all_gather(self, full: Tensor, mark: Mark) -> Wait:
-        work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=self.group, async_op=True)
+        group = self.groups[lane_of(mark.lane)]
+        work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
         return lambda: _nccl_wait(work)
 
     def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
-        received = filled(inbox, torch.empty_like(pieces[self.rank]), self.rank)
-        work = dist.all_to_all(received, list(pieces), group=self.group, async_op=True)
-        received[self.rank] = pieces[self.rank]
+        received = filled(inbox, pieces[self.rank], self.rank)
+        outgoing, incoming = list(pieces), list(received)
+        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]  # nothing travels to ourselves
+        work = dist.all_to_all(incoming, outgoing, group=self.groups[lane_of(mark.lane)], async_op=True)
         return once(lambda: _nccl_wait(work), lambda: use(received))
 
 

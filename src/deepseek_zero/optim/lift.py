@@ -24,6 +24,12 @@ PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale tha
 NOBODY = 1 << 30
 
 
+def lift(runtime: Runtime, unit: Unit) -> None:
+    """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
+    unit.lift()
+    runtime.forward.any_lifted = True
+
+
 class Lifter:
     """Counts what skipped steps point at; lifts units at step boundaries."""
 
@@ -49,7 +55,7 @@ class Lifter:
         at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
         if self._count < PATIENCE and not at_minimum:
             return None
-        self.runtime.lift(unit)
+        lift(self.runtime, unit)
         self.changed = True
         self._suspect, self._count = None, 0
         log_once(
@@ -68,7 +74,7 @@ class Lifter:
         """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_lifted:
-                self.runtime.lift(unit)
+                lift(self.runtime, unit)
 
     def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""

@@ -57,6 +57,7 @@ class Forward:
         self._runtime = weakref.ref(runtime)
         self.active: list[Active] = []
         self.count = 0
+        self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
         self._structure = Structure(runtime.model, runtime.groups)
         self._alone: nn.Module | None = None  # a part of the root that runs outside any forward
 
@@ -84,7 +85,7 @@ class Forward:
             self._structure.check()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
         self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
-        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.runtime.any_lifted:
+        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
             dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
         if self.runtime.watcher is not None:
@@ -118,7 +119,7 @@ class Forward:
             if not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
-        if self.runtime.any_lifted and unit is not self.runtime.root:
+        if self.any_lifted and unit is not self.runtime.root:
             output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
         if self.runtime.watcher is not None:
             self.runtime.watcher.see("output", unit.number, output)

@@ -119,7 +119,11 @@ def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
 
 def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:
     assert isinstance(param, nn.Parameter)
-    runtime.on_grad(runtime.units[number], param)
+    if torch.is_grad_enabled():  # under create_graph
+        with torch.no_grad():
+            runtime.on_grad(runtime.units[number], param)
+    else:
+        runtime.on_grad(runtime.units[number], param)
 
 
 def _scale(runtime: Runtime, grad: Tensor) -> Tensor:

@@ -39,7 +39,6 @@ class Runtime:
         self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
-        self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
         self.gatherer = Gatherer(units, settings, self.comm, route.turns)
         self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
@@ -92,11 +91,6 @@ class Runtime:
         """A backward that an exception ended: its phase never closed, and no backward runs now."""
         return self.phase is Phase.BACKWARD and backward_id() == -1
 
-    def lift(self, unit: Unit) -> None:
-        """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
-        unit.lift()
-        self.any_lifted = True
-
     # -- backward
 
     def on_output_grad(self, unit: Unit, grad: Tensor) -> None:
@@ -127,20 +121,14 @@ class Runtime:
         self.gatherer.begin(self.gatherer.schedule.backward)
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
-        """A parameter's gradient of this backward is complete."""
+        """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
         if self.phase is not Phase.BACKWARD:
             raise UsageError(
-                f"parameter '{unit.group_of[id(param)].name_of(param)}' got a gradient from outside the wrapped model's forward.",
+                f"parameter '{unit.group_of[id(param)].name_of(param)}' got a gradient from outside the wrapped "
+                "model's forward.",
                 "Loss scale, averaging and reduction start at the outputs of the model that was wrapped.",
                 "compute the loss from the wrapped model's outputs, or put the term into the model's forward.",
             )
-        if torch.is_grad_enabled():  # under create_graph
-            with torch.no_grad():
-                self._collect(unit, param)
-        else:
-            self._collect(unit, param)
-
-    def _collect(self, unit: Unit, param: nn.Parameter) -> None:
         self.comm.progress()
         unit.group_of[id(param)].gradient.collect(param)
         unit.collected.add(id(param))

@@ -40,7 +40,6 @@ class Unit:
         self.name, self.module, self.groups, self.number = name, module, list(groups), number
         self.sharded = [group for group in self.groups if group.is_sharded]
         self.trained = [group for group in self.groups if group.trainable]
-        self.has_frozen_shards = any(not group.trainable for group in self.sharded)
         self._state = UnitState.AT_REST
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
@@ -50,6 +49,10 @@ class Unit:
         self.reduced_in_backward = False
         self.is_lifted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
+
+    @property
+    def has_frozen_shards(self) -> bool:
+        return any(not group.trainable for group in self.sharded)
 
     @property
     def state(self) -> UnitState:
