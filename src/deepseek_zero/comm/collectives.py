@@ -142,8 +142,9 @@ class Comm:
             self._wait(self._links, lambda: self._transport.settle(tensor), replace(self._last, arrived=[]))
 
     def progress(self) -> None:
-        """Take in what other ranks have sent, without waiting."""
-        self._transport.progress()
+        """Take in what other ranks have sent, without waiting; called often, so only while something is expected."""
+        if self._transport.expects:
+            self._transport.progress()
 
     # -- movements
 

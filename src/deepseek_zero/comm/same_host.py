@@ -203,14 +203,14 @@ class SameHost:
         start = piece.data_ptr() - ours.address
         self.neighbours.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
 
-    def progress(self) -> None:
-        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed.
+    @property
+    def expects(self) -> bool:
+        return bool(self._flights) or self.neighbours.has_unsent
 
-        Where nothing is under way nobody waits for this: who starts or awaits something hears what has come meanwhile.
-        """
-        if self._flights or self.neighbours.has_unsent:
-            with self._lock:
-                self._receive()
+    def progress(self) -> None:
+        """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
+        with self._lock:
+            self._receive()
 
     def is_read(self, tensor: Tensor) -> bool:
         ours = self._ours.get(_address(tensor))

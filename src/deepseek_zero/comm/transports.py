@@ -76,6 +76,11 @@ class Transport(Protocol):
         """Return when no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
         ...
 
+    @property
+    def expects(self) -> bool:
+        """Whether something is under way here that `progress` may bring on."""
+        ...
+
     def progress(self) -> None:
         """Do what can be done without waiting."""
         ...
@@ -95,6 +100,10 @@ class Plain:
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def is_read(self, tensor: Tensor) -> bool:
+        return False
+
+    @property
+    def expects(self) -> bool:
         return False
 
     def settle(self, tensor: Tensor) -> None:
@@ -284,6 +293,10 @@ class Together(Plain):
 
     def settle(self, tensor: Tensor) -> None:
         self.near.settle(tensor)
+
+    @property
+    def expects(self) -> bool:
+        return self.near.expects
 
     def progress(self) -> None:
         self.near.progress()

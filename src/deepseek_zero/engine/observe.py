@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,13 +61,22 @@ class Observer:
         self.monitor = MonitorMaster(settings.monitor)
         path = settings.records_path
         self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
-        self.record: StepRecord | None = None
+        self._record: StepRecord | None = None
+        self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
         self._losses: list[Tensor] = []
         self._profiled = False
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
+
+    @property
+    def record(self) -> StepRecord | None:
+        """Of the last step.  Its loss is read when somebody asks: until then no GPU has been waited for."""
+        if self._record is not None and self._unread:
+            loss = float(torch.stack([each.float().reshape(()) for each in self._unread]).mean())
+            self._record, self._unread = replace(self._record, loss=loss), []
+        return self._record
 
     def planned(self, plan: str) -> None:
         """Keep the plan in words beside the records; a lifted unit's is written again."""
@@ -106,7 +115,7 @@ class Observer:
                 return
 
     def loss(self, loss: Tensor) -> None:
-        """Remember a micro-batch's loss; read at the step, not before, so that a GPU is not made to wait."""
+        """Remember a micro-batch's loss; see `record`."""
         if loss.numel() == 1:
             self._losses.append(loss.detach())
 
@@ -118,16 +127,11 @@ class Observer:
         seconds, self._began = now - self._began, now
         total = engine.runtime.comm.meter.total_bytes()
         sent, self._sent = total - self._sent, total
-        loss = (
-            float(torch.stack([each.float().reshape(()) for each in self._losses]).mean())
-            if self._losses
-            else float("nan")
-        )
-        self._losses.clear()
+        self._unread, self._losses = self._losses, []
         tokens, self._tokens = self._tokens, 0
-        self.record = StepRecord(
+        self._record = StepRecord(
             step=engine.global_steps,
-            loss=loss,
+            loss=float("nan"),
             lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
             grad_norm=optimizer.last.norm,
             tokens_per_second=tokens * engine.mesh.size / seconds,
@@ -137,12 +141,19 @@ class Observer:
             loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
         )
-        self._tell(engine, self.record)
+        self._tell(engine)
         if optimizer.lifter is not None and optimizer.lifter.changed:
             self.planned(engine.plan())
 
-    def _tell(self, engine: Engine, record: StepRecord) -> None:
-        if self.writer is not None and record.step % self.settings.records_every == 0:
+    def _tell(self, engine: Engine) -> None:
+        step, every = engine.global_steps, self.settings.steps_per_print
+        writes = self.writer is not None and step % self.settings.records_every == 0
+        prints = bool(every) and step % (every or 1) == 0
+        if not (writes or prints or self.monitor.enabled):
+            return
+        record = self.record
+        assert record is not None
+        if writes and self.writer is not None:
             self.writer.write(record)
         if self.monitor.enabled:
             samples = engine.global_samples
@@ -150,8 +161,7 @@ class Observer:
             if engine.parts.scaler is not None:
                 events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
             self.monitor.write_events(events)
-        every = self.settings.steps_per_print
-        if every and record.step % every == 0:
+        if prints:
             log_once(summary(record))
             if self.timers is not None:
                 log_once(self.timers.report())

@@ -1,0 +1,47 @@
+"""What a step costs us in Python: the same for each unit, however many there are."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from types import FrameType
+from typing import Any
+
+import pytest
+
+import deepseek_zero
+from tests.models import Gpt, seeded
+from tests.training import Run, start_engine, train_step
+
+HOME = deepseek_zero.__path__[0]
+ROOMS = ("sharding", "optim", "engine")  # comm's loops wait for other ranks, so they are not the same twice
+
+
+def lines_of_a_step(blocks: int) -> int:
+    """Lines of ours that one step runs, so that a loop counts as often as it goes round."""
+    run, lines = Run(3, window=0), Counter[str]()
+    engine = start_engine(run, seeded(Gpt, blocks=blocks))
+    for step in range(3):  # the order is agreed on after the first
+        train_step(engine, run, step)
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        room = frame.f_code.co_filename.removeprefix(f"{HOME}/").partition("/")[0]
+        if room not in ROOMS:
+            return None
+        lines[room] += event == "line"
+        return trace
+
+    sys.settrace(trace)
+    try:
+        train_step(engine, run, 3)
+    finally:
+        sys.settrace(None)
+    engine.destroy()
+    return lines.total()
+
+
+@pytest.mark.ranks(2)
+def test_a_unit_costs_the_same_among_many() -> None:
+    few, more, many = map(lines_of_a_step, (3, 9, 15))
+    assert few > 500
+    assert abs((many - more) - (more - few)) <= 0.005 * (more - few), (few, more, many)
