@@ -169,6 +169,7 @@ def main() -> None:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "zero_optimization": zero,
     }
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.manual_seed(0)
     engine, *_ = dz.initialize(model=Tower().cuda(), config=config)
     x = torch.randn(TOKENS, WIDTH, device="cuda", dtype=torch.bfloat16)
