@@ -7,6 +7,7 @@ import json
 import os
 import random
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -327,6 +328,31 @@ def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(tmp_path: P
     dist.barrier()  # rank 0 has tidied up
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest"]
     train(engine, 3, 4)
+
+
+@pytest.mark.ranks(2)
+def test_training_does_not_wait_for_the_removal_of_what_was_replaced(tmp_path: Path) -> None:
+    engine, may_go, remove = build(3, checkpoint={"keep_last": 1}), threading.Event(), files.remove_folder
+
+    def late(path: Path) -> None:
+        assert may_go.wait(60)
+        remove(path)
+
+    engine.save_checkpoint(tmp_path, tag="older")
+    engine.save_checkpoint(tmp_path, tag="one")
+    train(engine, 0, 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "remove_folder", late)
+        engine.save_checkpoint(tmp_path, tag="one", wait=False)
+        steps_until_it_is_over(engine)
+        dist.barrier()  # rank 0 has begun
+        names = sorted(path.name for path in tmp_path.iterdir())
+        assert names == [".one.replaced", "latest", "one"]
+        dist.barrier()
+        may_go.set()
+        engine.finish_saving()
+    dist.barrier()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
 
 
 @pytest.mark.ranks(2)

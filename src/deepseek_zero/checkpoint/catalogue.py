@@ -130,8 +130,13 @@ def entry_of(directory: Path, tag: str, *, glancing: bool = True) -> Entry:
 def folder_of(directory: Path, tag: str) -> Path:
     """Where a tag lies."""
     folder = directory / tag
-    replaced = directory / f".{tag}.replaced"
+    replaced = replaced_by(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
+
+
+def replaced_by(folder: Path) -> Path:
+    """Where the one before under the same tag lies."""
+    return folder.with_name(f".{folder.name}.replaced")
 
 
 def leftovers(directory: Path) -> list[Leftover]:
@@ -287,14 +292,20 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
     return [path for path, _ in nameless] + [one.path for one in left]
 
 
-def retain(directory: Path, keep: Keep) -> None:
-    """What rank 0 does after a save.  A directory that refuses costs a warning, never the training."""
-    if keep.last is None:
-        return
+def remove_replaced(folder: Path) -> None:
+    """What had the name of a checkpoint before it, which is there; nothing where nobody had."""
+    if replaced_by(folder).exists():
+        files.remove_folder(replaced_by(folder))
+
+
+def retain(folder: Path, keep: Keep) -> None:
+    """What rank 0 removes after a save into `folder`.  A directory that refuses costs a warning, never the training."""
     try:
-        prune(directory, keep)
+        remove_replaced(folder)
+        if keep.last is not None:
+            prune(folder.parent, keep)
     except (OSError, CheckpointError) as error:
-        log_once(f"older checkpoints in {directory} could not be removed: {error}", logging.WARNING)
+        log_once(f"older checkpoints in {folder.parent} could not be removed: {error}", logging.WARNING)
 
 
 def _remove(folder: Path, tag: str) -> None:

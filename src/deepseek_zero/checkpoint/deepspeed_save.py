@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..precision.loss_scale import LossScaleSettings
 from . import files
+from .catalogue import remove_replaced
 from .deepspeed_write import SCRIPT, Layout, write_rank
 from .manifest import together
 from .save import SaveSettings, publish, save
@@ -53,5 +54,6 @@ def _finish(final: Path, slices: Path, settings: SaveSettings) -> str:
         files.sync_folder(hidden)
         files.replace_text(final.parent / "zero_to_fp32.py", SCRIPT)
         publish(hidden, final, latest=settings.latest)
+        remove_replaced(final)
         files.remove_folder(slices)
     return ""

@@ -25,7 +25,7 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..base.memory import no_collection
 from . import files, rng
-from .catalogue import WRITING
+from .catalogue import WRITING, remove_replaced, replaced_by
 from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
 from .plain import encode
 from .state import (
@@ -195,16 +195,14 @@ class Saving:
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
-    """Give a finished folder its name, which another may have; `latest` then names it."""
-    replaced = final.with_name(f".{final.name}.replaced")
-    if replaced.exists() and final.exists():
-        files.remove_folder(replaced)
+    """Give a finished folder its name, and `latest` that name.  What had it before stays hidden until somebody
+    has time to `remove_replaced`: gigabytes take a while.
+    """
     if final.exists():
-        files.rename(final, replaced)
+        remove_replaced(final)
+        files.rename(final, replaced_by(final))
     files.rename(hidden, final)
     files.sync_folder(final.parent)
-    if replaced.exists():
-        files.remove_folder(replaced)
     if latest:
         files.replace_text(final.parent / LATEST, final.name)
 

@@ -6,6 +6,7 @@ doors and engine.py.
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,12 +43,17 @@ class Restore:
 
 
 class Saver:
-    """The checkpoint an engine is writing, if there is one.  keep: which older ones stay after it."""
+    """The checkpoint an engine is writing, if there is one, and what goes after it.  keep: which older ones stay.
+
+    Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next save begins, and
+    the interpreter waits for it; what a crash leaves has a hidden name, which the next removal takes too.
+    """
 
     def __init__(self, keep: Keep | None = None) -> None:
         self.keep = keep or Keep()
         self.current: Saving | None = None
         self.commit_seconds = 0.0  # of the last one
+        self._removal: threading.Thread | None = None
 
     def look(self) -> None:
         """Between two steps: once every rank has written its file, make the checkpoint visible.
@@ -58,17 +64,26 @@ class Saver:
             return
         comm = self.current.contents.runtime.comm
         if bool(comm.rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
-            self.finish()
+            self._commit()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, and make it visible.  Collective where there is one."""
+        """Wait for the checkpoint under way, make it visible, and have removed what goes.  Collective where there is
+        one under way.
+        """
+        self._commit()
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
+
+    def _commit(self) -> None:
         saving, self.current = self.current, None
         if saving is None:
             return
         began = time.perf_counter()
         saving.commit()
         if saving.contents.runtime.comm.rank == 0:
-            retain(saving.final.parent, self.keep)
+            self._removal = threading.Thread(target=retain, args=(saving.final, self.keep), name="deepseek_zero removal")
+            self._removal.start()
         self.commit_seconds = time.perf_counter() - began
 
 
