@@ -34,18 +34,15 @@ from .manifest import (
     VALUE,
     WEIGHT,
     WHOLE,
-    Chunk,
     Manifest,
     checked_tag,
-    lacking,
     together,
 )
 from .plain import decode
+from .reading import Reader, Wanted
 from .state import Contents, persistent_buffers
-from .tensor_file import TensorReader
 from .verify import Share, verify
 
-READ_NUMEL = 1 << 22  # elements that are read at once
 # What a group says about how to compute, not about what was learnt: the running program decides.
 KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
 
@@ -149,7 +146,7 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
 
 def _refuse_damaged(folder: Path, comm: Comm) -> str:
     """Read this rank's share of the files."""
-    faults = verify(folder, Share(comm.rank, comm.size))
+    faults = verify(folder, Share(comm.rank, comm.size), again=True)
     if faults:
         raise CheckpointError(
             f"{folder} is damaged: {_some([str(fault) for fault in faults])}.",
@@ -214,66 +211,14 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-# -- reading
-
-
-class Reader:
-    """Finds and reads flat ranges over the files of all ranks; files open on first use."""
-
-    def __init__(self, folder: Path, chunks: list[Chunk], stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
-        self._chunks: dict[tuple[str, str, str], list[Chunk]] = {}
-        self._keys: dict[tuple[str, str], dict[str, None]] = {}
-        self._files: dict[str, TensorReader] = {}
-        for chunk in sorted(chunks, key=lambda each: each.start):
-            self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
-            self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
-
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        return (kind, name, key) in self._chunks
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        """The optimizer's names of the states of one parameter."""
-        return list(self._keys.get((kind, name), ()))
-
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) in parts, each with its place; a CheckpointError if some are missing."""
-        reached = start
-        for chunk in self._chunks.get((kind, name, key), []):
-            low, high = max(chunk.start, reached), min(chunk.stop, stop)
-            if low != reached or low >= high:
-                continue
-            for at in range(low, high, READ_NUMEL):
-                end = min(at + READ_NUMEL, high)
-                yield at, self._file(chunk).read(chunk.entry, at - chunk.start, end - chunk.start)
-            reached = high
-        if reached < stop:
-            raise lacking(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
-
-    def whole(self, name: str, key: str) -> Tensor:
-        """A state with a shape of its own."""
-        return self.value(WHOLE, name, key)
-
-    def value(self, kind: str, name: str, key: str = "") -> Tensor:
-        """What was never cut, in its own shape."""
-        chunk = self._chunks[kind, name, key][0]
-        return self._file(chunk).whole(chunk.entry)
-
-    def of_rank(self, name: str, rank: int) -> Tensor:
-        """A rank's buffer, flat; rank 0's where that rank wrote none."""
-        chunks = self._chunks[BUFFER, name, ""]
-        chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
-        return self._file(chunk).whole(chunk.entry)
-
-    def _file(self, chunk: Chunk) -> TensorReader:
-        if chunk.file not in self._files:
-            self._files[chunk.file] = self._stack.enter_context(TensorReader(self.folder / chunk.file))
-        return self._files[chunk.file]
+# -- filling
 
 
 def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Contents, settings: LoadSettings) -> str:
     with ExitStack() as stack:
-        reader = Reader(folder, manifest.chunks, stack)
+        reader, optimizer = Reader(folder, manifest.chunks, stack), contents.optimizer
+        moments = _wanted_moments(reader, optimizer) if settings.moments and optimizer is not None else []
+        reader.expect([*_wanted_weights(reader, contents), *moments])
         _fill_weights(reader, contents)
         _fill_buffers(reader, manifest, contents)
         if settings.moments and contents.optimizer is not None:
@@ -282,6 +227,38 @@ def _fill(folder: Path, manifest: Manifest, plain: dict[str, Any], contents: Con
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
     return ""
+
+
+def _wanted_weights(reader: Reader, contents: Contents) -> Iterator[Wanted]:
+    for group in contents.runtime.groups:
+        for member in group.members:
+            if reader.has(WEIGHT, member.name):
+                yield WEIGHT, member.name, "", *_held(group, member)[:2]
+
+
+def _wanted_moments(reader: Reader, optimizer: ShardedOptimizer) -> Iterator[Wanted]:
+    for _, piece in _by_group(optimizer):
+        covers = list(piece.covers())
+        for key in _keys(reader, covers):
+            for cover in covers:
+                yield MOMENT, cover.slot.name, key, cover.start, cover.stop
+
+
+def _held(group: FlatGroup, member: Member) -> tuple[int, int, Any]:
+    """Elements [start, stop) of a parameter that this rank holds, and where."""
+    if group.master is not None:
+        return group.master.held(member.slot)
+    return group.weight.held(member.slot, group.route.comm.rank)
+
+
+def _by_group(optimizer: ShardedOptimizer) -> list[tuple[int, Piece]]:
+    """Pieces with their numbers, those of one group together: in the order of the files."""
+    order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
+    return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
+
+
+def _keys(reader: Reader, covers: list[Cover]) -> list[str]:
+    return list(dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)))
 
 
 def _fill_weights(reader: Reader, contents: Contents) -> None:
@@ -295,12 +272,12 @@ def _fill_weights(reader: Reader, contents: Contents) -> None:
 def _fill_weight(reader: Reader, group: FlatGroup, member: Member) -> None:
     device = group.route.pool.device
     if group.master is not None:
-        start, stop, place = group.master.held(member.slot)
+        start, stop, place = _held(group, member)
         for low, part in reader.read(WEIGHT, member.name, "", start, stop):
             at = place + low - start
             group.master.write(at, at + part.numel(), part.to(device))
         return
-    start, stop, view = group.weight.held(member.slot, group.route.comm.rank)
+    start, stop, view = _held(group, member)
     for low, part in reader.read(WEIGHT, member.name, "", start, stop):
         cast_master(part.to(device), view[low - start : low - start + part.numel()])
 
@@ -327,8 +304,7 @@ def _fill_optimizer(
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
     forget_states(optimizer)
-    numbered = sorted(enumerate(optimizer.pieces()), key=lambda item: id(item[1].group))
-    for _, pieces in groupby(numbered, key=lambda item: id(item[1].group)):
+    for _, pieces in groupby(_by_group(optimizer), key=lambda item: id(item[1].group)):
         found = {number: _piece_state(reader, manifest, piece) for number, piece in pieces}
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
@@ -348,7 +324,7 @@ def _fill_owed(reader: Reader, optimizer: ShardedOptimizer) -> None:
 def _piece_state(reader: Reader, manifest: Manifest, piece: Piece) -> dict[str, Any]:
     covers = list(piece.covers())
     state: dict[str, Any] = {}
-    for key in dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)):
+    for key in _keys(reader, covers):
         state[key] = _moment(reader, piece, covers, key)
     for cover in covers:
         state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
@@ -360,10 +336,9 @@ def _moment(reader: Reader, piece: Piece, covers: list[Cover], key: str) -> Tens
     value: Tensor | None = None
     for cover in covers:
         for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
-            if part.numel() == piece.numel:  # nothing to put together
-                return part.view(piece.param.shape)
             if value is None:
-                value = torch.zeros(piece.numel, dtype=part.dtype)
+                whole = sum(each.stop - each.start for each in covers) == piece.numel
+                value = (torch.empty if whole else torch.zeros)(piece.numel, dtype=part.dtype)
             at = cover.offset + low - cover.start
             value[at : at + part.numel()].copy_(part)
     assert value is not None

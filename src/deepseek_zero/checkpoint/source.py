@@ -19,8 +19,9 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from .catalogue import latest_tag
 from .deepspeed_read import is_deepspeed, read_deepspeed
-from .load import Reader, plain_values
+from .load import plain_values
 from .manifest import BUFFER, MANIFEST, WEIGHT, Manifest, checked_tag
+from .reading import Reader
 from .tensor_file import Entry, cast
 
 STRETCH = 1 << 24  # elements that are read at once

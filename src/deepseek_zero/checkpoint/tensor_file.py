@@ -112,20 +112,20 @@ def read_header(path: Path) -> Header:
             size = int.from_bytes(file.read(8), "little")
             begin = 8 + size
             if length < 8 or begin > length or size > MOST_HEADER_BYTES:
-                raise _broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
+                raise broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
             document = json.loads(file.read(size))
         metadata = dict(document.pop("__metadata__", None) or {})
         places = {name: _place(begin, facts) for name, facts in document.items()}
     except FileNotFoundError:
-        raise _broken(path, "is missing") from None
+        raise broken(path, "is missing") from None
     except OSError as error:
-        raise _broken(path, f"cannot be read: {error.strerror or error}") from None
+        raise broken(path, f"cannot be read: {error.strerror or error}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise _broken(path, "has a header that cannot be understood: it was overwritten") from None
+        raise broken(path, "has a header that cannot be understood: it was overwritten") from None
     end = max((place.stop for place in places.values()), default=begin)
     if end != length:
         how = "it was cut short" if length < end else "something was added to it"
-        raise _broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
+        raise broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
     return Header(places, metadata)
 
 
@@ -135,7 +135,7 @@ def _place(begin: int, facts: dict[str, Any]) -> Place:
     return Place(begin + int(start), begin + int(stop), NAMED[facts["dtype"]], shape)
 
 
-def _broken(path: Path, problem: str) -> CheckpointError:
+def broken(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
 
 
@@ -158,8 +158,8 @@ class TensorReader:
 
     def __init__(self, path: Path) -> None:
         self.path, self.header = path, read_header(path)
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._ahead = Ahead(self._descriptor)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._ahead = Ahead(self.descriptor)
 
     def read(self, name: str, low: int, high: int) -> Tensor:
         """Elements [low, high) of a tensor, flat."""
@@ -169,11 +169,11 @@ class TensorReader:
         while len(left):
             self._ahead.reach(offset)
             try:
-                count = os.preadv(self._descriptor, [left], offset)
+                count = os.preadv(self.descriptor, [left], offset)
             except OSError as error:
-                raise _broken(self.path, f"cannot be read: {error.strerror or error}") from None
+                raise broken(self.path, f"cannot be read: {error.strerror or error}") from None
             if not count:
-                raise _broken(self.path, "was cut short while it was read")
+                raise broken(self.path, "was cut short while it was read")
             offset, left = offset + count, left[count:]
         return values
 
@@ -186,7 +186,7 @@ class TensorReader:
         return self
 
     def __exit__(self, *error: object) -> None:
-        os.close(self._descriptor)
+        os.close(self.descriptor)
 
 
 class TensorFile:

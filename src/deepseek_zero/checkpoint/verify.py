@@ -10,14 +10,12 @@ import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 
 from ..base.errors import CheckpointError
+from .ahead import Piece, Span, pieces
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
-from .tensor_file import Ahead, Header, Place, read_header
-
-PIECE_BYTES = 8 << 20
+from .tensor_file import Header, read_header
 
 Seen = Callable[[int], None]
 
@@ -67,8 +65,10 @@ def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Faul
     return manifest, faults
 
 
-def verify(folder: Path, share: Share = ALL, seen: Seen | None = None) -> list[Fault]:
-    """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read."""
+def verify(folder: Path, share: Share = ALL, seen: Seen | None = None, *, again: bool = False) -> list[Fault]:
+    """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
+    will be read once more soon.
+    """
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
@@ -77,7 +77,7 @@ def verify(folder: Path, share: Share = ALL, seen: Seen | None = None) -> list[F
         header, found = _glance_at(folder / file, chunks, manifest)
         faults += found
         if header is not None:
-            faults += _read_all(folder / file, header, chunks, seen or _nobody)
+            faults += _read_all(folder / file, header, chunks, seen or _nobody, again=again)
     return faults
 
 
@@ -147,35 +147,31 @@ def _called(chunk: Chunk) -> str:
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
-def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen) -> Iterator[Fault]:
+def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen, *, again: bool) -> Iterator[Fault]:
     """Read a file from front to back and compare what has a checksum."""
     known = {chunk.entry: chunk for chunk in chunks}
-    buffer = memoryview(bytearray(PIECE_BYTES))
+    entries = sorted(header.places.items(), key=lambda item: item[1].start)
+    sums: dict[str, int | OSError] = dict.fromkeys(header.places, 0)
     with open(path, "rb", buffering=0) as file:
-        ahead = Ahead(file.fileno())
-        for entry, place in sorted(header.places.items(), key=lambda item: item[1].start):
-            chunk = known.get(entry)
+        names = {Span(file.fileno(), place.start, place.stop, again): entry for entry, place in entries}
+        for piece in pieces(names):
+            sums[names[piece.span]] = _checksum(piece, sums[names[piece.span]])
+            seen(piece.stop - piece.start)
+    for entry, _ in entries:
+        chunk, found = known.get(entry), sums[entry]
+        if isinstance(found, OSError):
             name = chunk.name if chunk is not None else entry
-            try:
-                found = _checksum(file, place, buffer, ahead, seen)
-            except OSError as error:
-                yield Fault(path.name, f"cannot be read: {error.strerror or error}", name)
-                continue
-            saved = getattr(chunk, "crc", None)
-            if chunk is not None and saved is not None and found != saved:
-                told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {saved:08x})"
-                yield Fault(path.name, told, name)
+            yield Fault(path.name, f"cannot be read: {found.strerror or found}", name)
+        elif chunk is not None and chunk.crc is not None and found != chunk.crc:
+            told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
+            yield Fault(path.name, told, chunk.name)
 
 
-def _checksum(file: FileIO, place: Place, buffer: memoryview, ahead: Ahead, seen: Seen) -> int:
-    checksum, left = 0, place.num_bytes
-    file.seek(place.start)
-    while left:
-        ahead.reach(place.stop - left)
-        count = file.readinto(buffer[: min(left, PIECE_BYTES)])
-        if not count:
-            raise OSError("the file ended early")
-        checksum = zlib.crc32(buffer[:count], checksum)
-        left -= count
-        seen(count)
-    return checksum
+def _checksum(piece: Piece, before: int | OSError) -> int | OSError:
+    """Of a tensor as far as this piece; or why there is none."""
+    if isinstance(before, OSError):
+        return before
+    try:
+        return zlib.crc32(piece.data.numpy().data, before)
+    except OSError as error:
+        return error

@@ -82,7 +82,9 @@ class Saver:
         began = time.perf_counter()
         saving.commit()
         if saving.contents.runtime.comm.rank == 0:
-            self._removal = threading.Thread(target=retain, args=(saving.final, self.keep), name="deepseek_zero removal")
+            self._removal = threading.Thread(
+                target=retain, args=(saving.final, self.keep), name="deepseek_zero removal"
+            )
             self._removal.start()
         self.commit_seconds = time.perf_counter() - began
 

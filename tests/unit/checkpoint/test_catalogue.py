@@ -11,7 +11,6 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint import catalogue, manifest, verify
+from deepseek_zero.checkpoint import ahead, catalogue, manifest, verify
 from deepseek_zero.checkpoint.catalogue import Entry, Keep
 from deepseek_zero.checkpoint.manifest import Manifest
 from deepseek_zero.checkpoint.tensor_file import read_header
@@ -186,7 +185,7 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
 def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = directory / "global_step3"
     with_facts_of(monkeypatch, folder)
-    monkeypatch.setattr(verify, "PIECE_BYTES", 7)
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 8)
     assert verify.verify(folder) == []
     chunk = next(each for each in verify.read_manifest(folder).chunks if (each.kind, each.key) == ("moment", "exp_avg"))
     flip(folder / RANK_0, read_header(folder / RANK_0).places[chunk.entry].start + 9)
@@ -208,15 +207,18 @@ def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pyt
 
 def test_a_read_error_names_file_and_tensor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = directory / "global_step3"
-    honest = verify._checksum
+    places = sorted(read_header(folder / RANK_0).places.values(), key=lambda place: place.start)
+    honest, lost = os.preadv, places[1].start
 
-    def fails_once(file: FileIO, place: verify.Place, *rest: Any) -> int:
-        path = Path(str(file.name))
-        if path.name == RANK_0 and place.start == min(each.start for each in read_header(path).places.values()):
+    def fails_there(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
+        if (
+            offset <= lost < offset + len(buffers[0])
+            and Path(os.readlink(f"/proc/self/fd/{descriptor}")).name == RANK_0
+        ):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return honest(file, place, *rest)
+        return honest(descriptor, buffers, offset, *flags)
 
-    monkeypatch.setattr(verify, "_checksum", fails_once)
+    monkeypatch.setattr(os, "preadv", fails_there)
     (fault,) = verify.verify(folder)
     assert fault.file == RANK_0 and fault.tensor
     assert fault.problem == "cannot be read: Input/output error"

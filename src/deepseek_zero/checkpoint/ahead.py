@@ -1,0 +1,170 @@
+"""Reads ranges of files in the order they are wanted, a few blocks ahead of whoever looks at them.
+
+    in the page cache already     copied from there
+    wanted once, or a fast disk   past the page cache: finding and filling its pages costs more than such a disk
+    wanted again, a slow disk     through it, so that the second look costs no disk
+
+Values are looked at in the block that they were read into: another copy of them would cost as much as the page cache
+does.  Called by verify.py and reading.py.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from ..base.memory import PAGE, private_pages
+from .shard import BLOCK_BYTES, BLOCKS, THREADS
+
+FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
+_O_DIRECT, _NOWAIT = getattr(os, "O_DIRECT", 0), getattr(os, "RWF_NOWAIT", 0)  # Linux has both
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes [start, stop) of an open file.  again: they will be read once more soon."""
+
+    descriptor: int
+    start: int
+    stop: int
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a span that came in one read, which other pieces may share."""
+
+    span: Span
+    start: int
+    stop: int
+    read: Read
+
+    @property
+    def data(self) -> Tensor:
+        """Its bytes, until the next piece is asked for; OSError where they cannot be had."""
+        return self.read.bytes_of(self)
+
+
+class Read:
+    """One request: what it reads into, and how far it is."""
+
+    def __init__(self, way: Way) -> None:
+        self.pieces = list[Piece]()
+        self._way, self._block, self._job = way, torch.empty(0), Future[None]()
+
+    def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
+        self._block = block
+        first, last = self.pieces[0], self.pieces[-1]
+        self._job = pool.submit(self._way.fill, block, first.span, first.start, last.stop)
+
+    def end(self) -> Tensor:
+        """The block, once nobody writes to it."""
+        self._job.exception()
+        return self._block
+
+    def bytes_of(self, piece: Piece) -> Tensor:
+        first = self.pieces[0].start
+        if self._job.exception() is not None:
+            if len(self.pieces) == 1:
+                self._job.result()
+            first = piece.start  # perhaps another piece of the read is the one that is lost
+            self._way.fill(self._block, piece.span, piece.start, piece.stop)
+        low = first % PAGE + piece.start - first
+        return self._block[low : low + piece.stop - piece.start]
+
+
+class Way:
+    """How a block is filled: see the table above."""
+
+    def __init__(self) -> None:
+        self._num_bytes, self._seconds = 0, 0.0  # that direct reads took, `THREADS` of them at once
+
+    def fill(self, block: Tensor, span: Span, start: int, stop: int) -> None:
+        """Read [start, stop) so that `start` has its place in its page."""
+        low = start - start % PAGE
+        target = block.numpy().data[: stop - low]
+        if _from_cache(span.descriptor, target, low):
+            return
+        is_slow = self._num_bytes * THREADS < FAST * self._seconds
+        if not (span.again and is_slow) and self._directly(span.descriptor, block.numpy().data, low, stop):
+            return
+        with suppress(OSError):
+            os.posix_fadvise(span.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)  # at once, not 128 KiB a time
+        while len(target):
+            count = os.preadv(span.descriptor, [target], low)
+            if not count:
+                raise OSError("the file ended early")
+            low, target = low + count, target[count:]
+
+    def _directly(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
+        """Past the page cache; False where the file system knows no such way, or the file no such bytes."""
+        began = time.perf_counter()
+        try:
+            direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
+        except OSError:
+            return False
+        try:
+            count = os.preadv(direct, [block[: -(-(stop - low) // PAGE) * PAGE]], low)
+        except OSError:
+            return False  # read through the cache, it says what is wrong
+        finally:
+            os.close(direct)
+        self._num_bytes, self._seconds = self._num_bytes + count, self._seconds + time.perf_counter() - began
+        return count >= stop - low
+
+
+def _from_cache(descriptor: int, target: memoryview, offset: int) -> bool:
+    """Whether all of it was there without a disk."""
+    with suppress(OSError):
+        return bool(_NOWAIT) and os.preadv(descriptor, [target], offset, _NOWAIT) == len(target)
+    return False
+
+
+def pieces(spans: Iterable[Span]) -> Generator[Piece, None, None]:
+    """The bytes of spans, in order and in pieces; each is good until the next is asked for."""
+    coming, under_way = _reads(spans), deque[Read]()
+    blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
+    with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:
+        for read, block in zip(islice(coming, BLOCKS), blocks, strict=False):
+            read.begin(pool, block)
+            under_way.append(read)
+        while under_way:
+            read = under_way.popleft()
+            yield from read.pieces
+            following, block = next(coming, None), read.end()
+            if following is not None:
+                following.begin(pool, block)
+                under_way.append(following)
+
+
+def _reads(spans: Iterable[Span]) -> Iterator[Read]:
+    """Requests of at most a block; spans that follow each other share one."""
+    way = Way()
+    read = Read(way)
+    for span in spans:
+        at = span.start
+        while at < span.stop:
+            if read.pieces and not _continues(read.pieces, span, at):
+                yield read
+                read = Read(way)
+            begin = read.pieces[0].start if read.pieces else at
+            end = min(span.stop, begin + BLOCK_BYTES)
+            read.pieces.append(Piece(span, at, end, read))
+            at = end
+    if read.pieces:
+        yield read
+
+
+def _continues(before: list[Piece], span: Span, at: int) -> bool:
+    first, last = before[0], before[-1]
+    is_next = (last.span.descriptor, last.span.again, last.stop) == (span.descriptor, span.again, at)
+    return is_next and at - first.start < BLOCK_BYTES

@@ -1,0 +1,66 @@
+"""Spans of files arrive in order and whole, by whichever way a disk is read."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from deepseek_zero.checkpoint import ahead
+from deepseek_zero.checkpoint.ahead import Span, pieces
+
+NUM_BYTES = 3 * 4096 + 77
+
+
+@pytest.fixture(params=["direct", "cached", "slow", "refused", "nowhere"])
+def file(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[int, bytes]]:
+    """A descriptor and what is in its file."""
+    data = random.Random(1).randbytes(NUM_BYTES)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    descriptor = os.open(path, os.O_RDONLY)
+    monkeypatch.setattr(ahead, "BLOCK_BYTES", 4096)
+    if request.param != "cached":
+        monkeypatch.setattr(ahead, "_NOWAIT", 0)
+    if request.param == "slow":
+        monkeypatch.setattr(ahead, "FAST", float("inf"))
+    if request.param == "refused":
+        monkeypatch.setattr(ahead, "_O_DIRECT", os.O_DIRECTORY)
+    if request.param == "nowhere":
+        honest = os.preadv
+        monkeypatch.setattr(os, "preadv", lambda file, *rest: honest(file, *rest) if file == descriptor else _refuse())
+    yield descriptor, data
+    os.close(descriptor)
+
+
+def _refuse() -> int:
+    raise OSError(22, "Invalid argument")
+
+
+def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
+    descriptor, data = file
+    ends = [0, 8, 8, 100, 4095, 4096, 9000, NUM_BYTES]
+    spans = [Span(descriptor, low, high, again=True) for low, high in pairwise(ends)]
+    spans += [Span(descriptor, 5000, 12000), Span(descriptor, 16, 24), Span(descriptor, 24, 24)]
+    found = dict.fromkeys(spans, b"")
+    order = []
+    for piece in pieces(spans):
+        assert piece.start == piece.span.start + len(found[piece.span])
+        found[piece.span] += piece.data.numpy().tobytes()
+        order.append(spans.index(piece.span))
+    assert order == sorted(order)
+    assert all(values == data[span.start : span.stop] for span, values in found.items())
+
+
+def test_a_file_that_ends_early_is_an_error_of_what_lies_behind_its_end(file: tuple[int, bytes]) -> None:
+    descriptor, data = file
+    inside, outside = pieces([Span(descriptor, NUM_BYTES - 9, NUM_BYTES), Span(descriptor, NUM_BYTES, NUM_BYTES + 8)])
+    assert inside.data.numpy().tobytes() == data[-9:]
+    with pytest.raises(OSError, match="the file ended early"):
+        _ = outside.data
