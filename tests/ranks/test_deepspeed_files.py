@@ -17,6 +17,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.deepspeed_read import open_file
+from deepseek_zero.engine import saving
 from tests.data.deepspeed.make import CASES, config, small, train
 from tests.plain import here
 from tests.tower import differences, moments, whole
@@ -177,6 +178,51 @@ def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
     torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
     with pytest.raises(CheckpointError, match="is not laid out as expected: KeyError"):
         engine.load_checkpoint(tmp_path.parent, tag=tmp_path.name)
+
+
+@pytest.mark.ranks(2)
+def test_a_save_that_fails_leaves_nothing_of_it_and_the_one_before(tmp_path: Path) -> None:
+    engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})
+    engine.save_checkpoint(tmp_path, tag="good")
+    for what in ("deepspeed_save.write_rank", "shard.files.write", "deepspeed_save.publish"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(f"deepseek_zero.checkpoint.{what}", _full_disk)
+            with pytest.raises(CheckpointError, match="No space left on device"):
+                engine.save_checkpoint(tmp_path, tag="bad")
+        dist.barrier()  # rank 0 has tidied up
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest", "zero_to_fp32.py"]
+        dist.barrier()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "good")
+
+
+def _full_disk(*_: Any, **__: Any) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.ranks(2)
+def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> None:
+    """Unless something is asked for, or is saved, that only slices have."""
+
+    def saved(name: str, *, client: Any = None, wait: bool = True, **words: Any) -> set[str]:
+        engine = start(2, "fp32", **words)
+        train(engine, 0, 1, here())
+        engine.save_checkpoint(tmp_path / name, tag="it", client_state=client, wait=wait)
+        engine.finish_saving()
+        dist.barrier()
+        engine.load_checkpoint(tmp_path / name)
+        return {path.suffix for path in (tmp_path / name / "it").iterdir()}
+
+    slices = {".json", ".safetensors"}
+    assert saved("ours") == slices
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(saving, "is_dropin_imported", lambda: True)
+        assert saved("theirs") == {".pt"}
+        assert saved("told", checkpoint={"layout": "slices"}) == slices
+        assert saved("kept", checkpoint={"keep_last": 2}) == slices
+        assert saved("behind", wait=False) == slices
+        assert saved("taken", client={"module": 1}) == slices
+        factors = {"type": "Adafactor", "params": {"lr": 1e-3}}
+        assert saved("factors", optimizer=factors) == slices
 
 
 class Evil:

@@ -6,26 +6,79 @@ checkpoint has its name.  Called by engine/saving.py.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
+from ..base.errors import CheckpointError
 from ..precision.loss_scale import LossScaleSettings
 from . import files
 from .catalogue import remove_replaced
+from .deepspeed_read import KNOWN
 from .deepspeed_write import SCRIPT, Layout, write_rank
 from .manifest import together
 from .save import SaveSettings, publish, save
 from .shards import hidden_beside, open_hidden
 from .source import open_source
-from .state import Contents
+from .state import Contents, is_number
+
+
+def misfit(contents: Contents) -> str:
+    """What of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
+    taken = sorted(KNOWN & dict(contents.client or {}).keys())
+    if taken:
+        return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
+    if contents.trainer.get("owed") is not None:
+        return "an update is owed (delayed_update_after), which DeepSpeed's layout has no place for"
+    optimizer = contents.optimizer
+    states = optimizer.inner.state if optimizer is not None else {}
+    for piece in optimizer.pieces() if optimizer is not None else ():
+        for key, value in states.get(piece.param, {}).items():
+            if isinstance(value, Tensor) and not is_number(value, piece.param) and value.shape != piece.param.shape:
+                return f"the optimizer's state '{key}' of '{piece.names[0]}' has a shape of its own"
+    return ""
 
 
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints."""
     comm, slices = contents.runtime.comm, directory / ".slices.saving"
-    folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
-    final = directory / folder.name
+    together(comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(misfit(contents)))
+    made: list[Path] = []
+    try:
+        folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
+        final = directory / folder.name
+        made += [folder, hidden_beside(final)]
+        _rewrite(folder, final, contents)
+        together(comm, "saving: the name", lambda: _finish(final, slices, settings) if comm.rank == 0 else "")
+    except CheckpointError:
+        if comm.rank == 0:
+            _abandon(made, slices)
+        raise
+    return final
+
+
+def _abandon(made: list[Path], slices: Path) -> None:
+    """What was written takes room and is good for nothing."""
+    for folder in made:
+        with suppress(OSError):
+            files.remove_folder(folder)
+    with suppress(OSError):  # another job's may be there
+        slices.rmdir()
+
+
+def _refuse(problem: str) -> str:
+    if problem:
+        raise CheckpointError(
+            f"{problem}.", "It would be lost.", 'give the key another name, or set checkpoint.layout to "slices".'
+        )
+    return ""
+
+
+def _rewrite(folder: Path, final: Path, contents: Contents) -> None:
+    """Make DeepSpeed's files of the slices in `folder`, beside `final`."""
+    comm = contents.runtime.comm
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
@@ -34,13 +87,12 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
             source = open_source(folder, None, stack)
             layout = replace(Layout.of(source), scaling=scaling)
             if comm.rank in layout.files:
-                write_rank(source, hidden_beside(final), layout, comm.rank)
+                with files.saying(f"writing '{hidden_beside(final)}'"):
+                    write_rank(source, hidden_beside(final), layout, comm.rank)
         return ""
 
     together(comm, "saving: DeepSpeed's folder", lambda: _open(final) if comm.rank == 0 else "")
     together(comm, "saving: DeepSpeed's files", write)
-    together(comm, "saving: the name", lambda: _finish(final, slices, settings) if comm.rank == 0 else "")
-    return final
 
 
 def _open(final: Path) -> str:

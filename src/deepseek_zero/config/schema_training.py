@@ -244,9 +244,11 @@ class Checkpoint(Section):
     tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
         "Warn", "What to do when ranks save under different tags.", example="Fail"
     )
-    layout: Literal["slices", "deepspeed"] = effective(
-        "slices",
-        "Ours. The files of save_checkpoint: our own, which any number of ranks loads, or DeepSpeed's.",
+    layout: Literal["auto", "slices", "deepspeed"] = effective(
+        "auto",
+        "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or DeepSpeed's. auto: "
+        "DeepSpeed's in a program that imports deepspeed and gets this library, where they hold what is saved and "
+        "neither wait=False, keep_last nor save_on_signal asks for slices; else slices.",
         example="deepspeed",
     )
     snapshot_bytes: int = effective(

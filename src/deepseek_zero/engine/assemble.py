@@ -64,7 +64,8 @@ class DataSettings:
 class SavingSettings:
     """What saving is told.
 
-    gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay.  layout: of the files.
+    gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay.  layout: of the files;
+    "auto" asks which name the library goes by.
     """
 
     tag_validation: str = "Warn"
@@ -72,7 +73,7 @@ class SavingSettings:
     gather_16bit: bool = False
     keep: Keep = field(default_factory=Keep)
     on_signal: PreemptionSettings | None = None
-    layout: str = "slices"
+    layout: str = "auto"
 
 
 @dataclass

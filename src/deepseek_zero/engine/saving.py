@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..base.dropin import is_dropin_imported
 from ..base.log import log_once
 from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all, retain
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
-from ..checkpoint.deepspeed_save import save_deepspeed
+from ..checkpoint.deepspeed_save import misfit, save_deepspeed
 from ..checkpoint.load import KEPT_OPTIONS, Loaded, LoadSettings, load
 from ..checkpoint.manifest import checked_tag, together
 from ..checkpoint.save import SaveSettings, Saving
@@ -106,12 +107,28 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-    if engine.parts.saving_settings.layout == "deepspeed":
+    if _is_deepspeeds(engine, contents, settings):
         return save_deepspeed(Path(directory), name, contents, settings)
     saving = engine.parts.saver.current = Saving(Path(directory), name, contents, settings)
     if settings.wait:
         engine.parts.saver.finish()
     return saving.final
+
+
+def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
+    """Whether the files are DeepSpeed's.  Where nobody says: behind DeepSpeed's name, whose clients may look for them,
+    unless something is asked for that only slices have.  Collective.
+    """
+    told = engine.parts.saving_settings
+    if told.layout != "auto":
+        return told.layout == "deepspeed"
+    wants_slices = not settings.wait or told.keep.last is not None or told.on_signal is not None
+    if wants_slices or not is_dropin_imported():
+        return False
+    problem = next(filter(None, together(engine.runtime.comm, "saving: the layout", lambda: misfit(contents))), "")
+    if problem:
+        log_once(f"saved as slices, not in DeepSpeed's layout: {problem}.")
+    return not problem
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
