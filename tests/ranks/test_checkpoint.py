@@ -438,6 +438,39 @@ def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: P
     assert len(set(expected)) == 9
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("saved_after", [1, 5])
+def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch(
+    tmp_path: Path, saved_after: int
+) -> None:
+    """Also where it began in the epoch before: one has four micro-batches here, a step three."""
+
+    def start() -> tuple[Any, Iterator[Any]]:
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 1))
+        words = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "steps_per_print": None}
+        data = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+        words["optimizer"] = {"type": "AdamW"}
+        engine, _, loader, _ = deepseek_zero.initialize(model=model, config=words, training_data=data)
+        return engine, iter(deepseek_zero.utils.RepeatingLoader(loader))
+
+    def take(engine: Any, batches: Iterator[Any], count: int) -> None:
+        for _ in range(count):
+            engine.backward(engine(next(batches)).square().mean())
+            engine.step()
+
+    engine, batches = start()
+    take(engine, batches, saved_after)
+    engine.save_checkpoint(tmp_path)
+    take(engine, batches, 9 - saved_after)
+    resumed, _ = start()
+    resumed.load_checkpoint(tmp_path)
+    assert resumed.global_samples == resumed.global_steps * 12
+    take(resumed, iter(deepseek_zero.utils.RepeatingLoader(resumed.training_dataloader)), 9 - saved_after // 3 * 3)
+    assert (resumed.global_steps, resumed.global_samples) == (engine.global_steps, engine.global_samples) == (3, 36)
+    assert_same(engine.module_state_dict(), resumed.module_state_dict())
+
+
 @pytest.mark.ranks(4, fresh=True, timeout=120)
 def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None:
     rank, walk = (

@@ -74,9 +74,15 @@ class ShardedLoader:
         )
         self.batch_size = batch_size
 
-    def state_dict(self) -> dict[str, int]:
-        """The epoch, and how many samples of it all ranks together have been given."""
-        return {"epoch": self.epoch, "samples": self.position * self.batch_size * self.ranks}
+    def state_dict(self, again: int = 0) -> dict[str, int]:
+        """The epoch, and how many samples of it all ranks together have been given.
+
+        again: so many batches, the last ones, count as not given: the step they were for is not over.
+        """
+        epoch, position = self.epoch, self.position - again
+        if position < 0 and epoch > 0 and self._indices is not None:  # the step began in the epoch before
+            epoch, position = epoch - 1, position + len(self.loader)
+        return {"epoch": epoch, "samples": max(position, 0) * self.batch_size * self.ranks}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on there, at any number of ranks; a batch that this number of ranks would cut is given again."""

@@ -24,6 +24,7 @@ from ..checkpoint.load import KEPT_OPTIONS, Loaded, LoadSettings, load
 from ..checkpoint.manifest import checked_tag, together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
+from .data import ShardedLoader
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -94,16 +95,21 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
     it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.
     """
-    if engine.micro_steps % engine.config.gradient_accumulation_steps:
-        log_once("saved between two micro-batches of one step: the gradients summed so far are not in the checkpoint.")
+    begun = engine.micro_steps % engine.config.gradient_accumulation_steps
+    if begun:
+        log_once(
+            f"saved between two micro-batches of one step: the gradients of {begun} of them are not in the checkpoint, "
+            "and a run that goes on from it takes that step from its first micro-batch again."
+        )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
+    trainer["global_samples"] -= begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delay if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
-    trainer["data"] = loader.state_dict() if hasattr(loader, "state_dict") else None
+    trainer["data"] = _position(loader, begun)
     engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
@@ -113,6 +119,13 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     if settings.wait:
         engine.parts.saver.finish()
     return saving.final
+
+
+def _position(loader: Any, begun: int) -> Any:
+    """How far the data are at the beginning of this step.  Only our own loader can tell that in the midst of one."""
+    if isinstance(loader, ShardedLoader):
+        return loader.state_dict(again=begun)
+    return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
 def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
