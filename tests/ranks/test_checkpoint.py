@@ -549,7 +549,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
     assert_same(expected, engine.module_state_dict())
     assert_same(moments, moments_of(engine))
     assert torch.equal(torch.get_rng_state(), random_state)
-    engine.load_checkpoint(tmp_path, tag="older")
+    assert engine.load_checkpoint(tmp_path, tag="newest")[0] == str(tmp_path / "older")
 
 
 @pytest.mark.ranks(2)

@@ -1,0 +1,132 @@
+"""Checkpoints on real file systems that fail: full, read-only, blocks missing underneath.  Only root can make them.
+
+Every rank is told the same, no bit of the run changes, and the checkpoint before is still the newest good one.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepseek_zero.base.errors import CheckpointError
+from tests.needs import need
+from tests.plain import here
+from tests.tower import BF16, differences, moments, start, train, whole
+
+MIB = 1 << 20
+
+
+def run(*words: str | Path) -> None:
+    """One rank does it for all."""
+    if here() == 0:
+        subprocess.run([str(word) for word in words], check=True, capture_output=True)
+    dist.barrier()
+
+
+@contextmanager
+def mounted(place: Path, *how: str | Path) -> Iterator[Path]:
+    need(os.geteuid() == 0, "root, to mount a file system")
+    if here() == 0:
+        place.mkdir()
+    run("mount", *how, place)
+    try:
+        yield place
+    finally:
+        run("umount", "-l", place)
+
+
+@contextmanager
+def unchanged(engine: Any) -> Iterator[None]:
+    """Weights, masters, moments and counters are the same bits behind the block.  Collective."""
+    before = whole(engine), moments(engine), engine.global_steps
+    yield
+    assert not differences(whole(engine), before[0]) and not differences(moments(engine), before[1])
+    assert engine.global_steps == before[2]
+
+
+def save_in_vain(engine: Any, place: Path, said: str, *, wait: bool = True) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        engine.save_checkpoint(place, tag="bad", wait=wait)
+        engine.finish_saving()
+    dist.barrier()  # rank 0 has tidied up
+    assert sorted(path.name for path in place.iterdir() if path.name != "filler") == ["good", "latest"]
+    assert (place / "latest").read_text() == "good"
+
+
+def fill(place: Path, but: int) -> None:
+    """Leave so many bytes."""
+    if here() == 0:
+        (place / "filler").unlink(missing_ok=True)
+        free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
+        (place / "filler").write_bytes(bytes(free - but))
+    dist.barrier()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("wait", [True, False])
+def test_a_full_disk(tmp_path: Path, wait: bool) -> None:
+    engine = start(3, **BF16)
+    train(engine, 0, 1)
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as place:
+        engine.save_checkpoint(place, tag="good")
+        train(engine, 1, 2)
+        for but in (0, 3 * 4096):  # not even the first page; something of the files
+            fill(place, but)
+            with unchanged(engine):
+                save_in_vain(engine, place, r"No space left on device.(.|\n)*free some space there", wait=wait)
+            dist.barrier()
+        assert engine.load_checkpoint(place, tag="newest")[0] == str(place / "good")
+        train(engine, 1, 2)
+        run("rm", place / "filler")
+        engine.save_checkpoint(place, tag="better", wait=wait)
+        engine.finish_saving()
+        with unchanged(engine):
+            assert engine.load_checkpoint(place, tag="newest")[0] == str(place / "better")
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
+    engine = start(3)
+    train(engine, 0, 1)
+    with mounted(tmp_path / "small", "-t", "tmpfs", "-o", "size=1m", "none") as place:
+        engine.save_checkpoint(place, tag="good")
+        run("mount", "-o", "remount,ro", place)
+        with unchanged(engine):
+            save_in_vain(engine, place, r"Read-only file system.(.|\n)*mount it for writing")
+            assert engine.load_checkpoint(place, tag="newest")[0] == str(place / "good")
+        run("mount", "-o", "remount,rw", place)
+        engine.save_checkpoint(place, tag="better")
+
+
+@pytest.mark.ranks(2)
+def test_blocks_that_are_gone(tmp_path: Path) -> None:
+    """The file behind a loop device ends early: the device answers EIO for what lies behind its end."""
+    need(all(map(shutil.which, ("mkfs.ext4", "filefrag"))), "mkfs.ext4 and filefrag")
+    backing = tmp_path / "backing"
+    if here() == 0:
+        with backing.open("wb") as file:
+            file.truncate(16 * MIB)
+    run("mkfs.ext4", "-q", "-O", "^has_journal", backing)
+    engine = start(3)
+    train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path / "good", tag="good")
+    with mounted(tmp_path / "loop", "-o", "loop", backing) as place:
+        engine.save_checkpoint(place, tag="lost")
+        file = place / "lost" / "rank_00001.safetensors"
+        extents = subprocess.run(["filefrag", "-v", "-b512", file], check=True, capture_output=True, text=True).stdout
+        begin = next(line for line in extents.splitlines() if line.strip().startswith("0:")).split()[3]
+        run("sync")
+        if here() == 0:
+            os.truncate(backing, (int(begin.rstrip(".:")) + 16) * 512)  # its header is left
+        dist.barrier()
+        with unchanged(engine), pytest.raises(CheckpointError, match=r"rank_00001.*cannot be read"):
+            engine.load_checkpoint(place, tag="lost")
+        engine.load_checkpoint(tmp_path / "good")
