@@ -203,8 +203,8 @@ def _full_disk(*_: Any, **__: Any) -> None:
 def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> None:
     """Unless something is asked for, or is saved, that only slices have."""
 
-    def saved(name: str, *, client: Any = None, wait: bool = True, **words: Any) -> set[str]:
-        engine = start(2, "fp32", **words)
+    def saved(name: str, *, stage: int = 2, client: Any = None, wait: bool = True, **words: Any) -> set[str]:
+        engine = start(stage, "fp32", **words)
         train(engine, 0, 1, here())
         engine.save_checkpoint(tmp_path / name, tag="it", client_state=client, wait=wait)
         engine.finish_saving()
@@ -220,6 +220,7 @@ def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> Non
         assert saved("told", checkpoint={"layout": "slices"}) == slices
         assert saved("kept", checkpoint={"keep_last": 2}) == slices
         assert saved("behind", wait=False) == slices
+        assert saved("stage 0", stage=0) == slices
         assert saved("taken", client={"module": 1}) == slices
         factors = {"type": "Adafactor", "params": {"lr": 1e-3}}
         assert saved("factors", optimizer=factors) == slices

@@ -247,8 +247,8 @@ class Checkpoint(Section):
     layout: Literal["auto", "slices", "deepspeed"] = effective(
         "auto",
         "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or DeepSpeed's. auto: "
-        "DeepSpeed's in a program that imports deepspeed and gets this library, where they hold what is saved and "
-        "neither wait=False, keep_last nor save_on_signal asks for slices; else slices.",
+        "DeepSpeed's in a program that imports deepspeed and gets this library, above stage 0, where they hold what is "
+        "saved and neither wait=False, keep_last nor save_on_signal asks for slices; else slices.",
         example="deepspeed",
     )
     snapshot_bytes: int = effective(

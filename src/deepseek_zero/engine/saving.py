@@ -130,13 +130,14 @@ def _position(loader: Any, begun: int) -> Any:
 
 def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
     """Whether the files are DeepSpeed's.  Where nobody says: behind DeepSpeed's name, whose clients may look for them,
-    unless something is asked for that only slices have.  Collective.
+    unless something is asked for that only slices have.  Stage 0's files name no parameter of the optimizer: those of
+    several groups could not be read back.  Collective.
     """
     told = engine.parts.saving_settings
     if told.layout != "auto":
         return told.layout == "deepspeed"
     wants_slices = not settings.wait or told.keep.last is not None or told.on_signal is not None
-    if wants_slices or not is_dropin_imported():
+    if wants_slices or engine.runtime.settings.stage == 0 or not is_dropin_imported():
         return False
     problem = next(filter(None, together(engine.runtime.comm, "saving: the layout", lambda: misfit(contents))), "")
     if problem:
