@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.memory import give_back_holes
 from ..comm.collectives import Comm
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
@@ -267,6 +268,9 @@ def _fill_weights(reader: Reader, contents: Contents) -> None:
         for member in group.members:
             if reader.has(WEIGHT, member.name):
                 _fill_weight(reader, group, member)
+        extents = group.master.extents() if group.master is not None else [group.weight.extent]
+        for left in [each.store(0, each.memory.numel()) for each in extents if each is not None]:
+            left.wait()  # what rests elsewhere is here one group at a time
 
 
 def _fill_weight(reader: Reader, group: FlatGroup, member: Member) -> None:
@@ -304,10 +308,13 @@ def _fill_optimizer(
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
     forget_states(optimizer)
-    for _, pieces in groupby(_by_group(optimizer), key=lambda item: id(item[1].group)):
+    for group, pieces in groupby(_by_group(optimizer), key=lambda item: item[1].group):
         found = {number: _piece_state(reader, manifest, piece) for number, piece in pieces}
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
+        if group.plan.moments_rest:
+            found = state = {}
+            give_back_holes()
 
 
 def _fill_owed(reader: Reader, optimizer: ShardedOptimizer) -> None:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..base.log import log_once
+from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from . import files, rng
 from .catalogue import WRITING, remove_replaced, replaced_by
@@ -82,6 +82,10 @@ class Saving:
             with no_collection():
                 ways = together(self._comm, "saving: this rank's states", lambda: self._open(json.loads(digests[0])))
             if AT_ONCE in ways:
+                if not settings.wait:
+                    log_first(
+                        "wait=False: states that rest on a disk belong to the thread that trains; all is written now."
+                    )
                 together(self._comm, "saving: this rank's slices", self._write)
             else:
                 self.shard.start()

@@ -134,8 +134,9 @@ class Moments:
     def put_away(self, piece: Piece, chance: Chance) -> None:
         """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
         self.hide(piece, chance, keep=True)
-        for stretch in self.stretches(piece):
-            stretch.leave()
+        for left in [stretch.leave() for stretch in self.stretches(piece)]:
+            if left is not None:
+                left.wait()  # or, on a disk that is slower than what is loaded from, all of them would be here
 
     def _powers(self, moment: Moment, piece: Piece) -> Tensor | None:
         if moment.kept is None or not moment.kept.has_powers:
