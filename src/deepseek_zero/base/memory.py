@@ -100,6 +100,36 @@ def _madvise() -> Callable[[int, int, int], int]:
     return madvise
 
 
+def is_cached(descriptor: int, start: int, stop: int) -> bool:
+    """Whether the page cache has bytes [start, stop) of a file, `start` at a page; False where nobody can tell.
+
+    Nothing is read for it.  A read that must not wait (RWF_NOWAIT) would have the kernel begin to read all of it.
+    """
+    length = stop - start
+    try:
+        libc = _mincore()
+        address = libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, start)
+    except (OSError, AttributeError):  # another system's C library
+        return False
+    if address in (None, ctypes.c_void_p(-1).value):
+        return False
+    try:
+        there = (ctypes.c_ubyte * -(-length // PAGE))()
+        return libc.mincore(address, length, there) == 0 and all(each & 1 for each in bytes(there))
+    finally:
+        libc.munmap(address, length)
+
+
+@lru_cache(maxsize=1)
+def _mincore() -> ctypes.CDLL:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *([ctypes.c_int] * 3), ctypes.c_longlong]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
 def give_back_holes() -> None:
     """Return what is free inside the C library's heap to the system; KEPT_BYTES on top of it stay.
 

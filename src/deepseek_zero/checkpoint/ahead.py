@@ -22,11 +22,11 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from ..base.memory import PAGE, private_pages
+from ..base.memory import PAGE, is_cached, private_pages
 from .shard import BLOCK_BYTES, BLOCKS, THREADS
 
 FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
-_O_DIRECT, _NOWAIT = getattr(os, "O_DIRECT", 0), getattr(os, "RWF_NOWAIT", 0)  # Linux has both
+_O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,9 @@ class Way:
         """Read [start, stop) so that `start` has its place in its page."""
         low = start - start % PAGE
         target = block.numpy().data[: stop - low]
-        if _from_cache(span.descriptor, target, low):
-            return
-        is_slow = self._num_bytes * THREADS < FAST * self._seconds
-        if not (span.again and is_slow) and self._directly(span.descriptor, block.numpy().data, low, stop):
+        is_slow = span.again and self._num_bytes * THREADS < FAST * self._seconds
+        is_for_cache = is_slow or is_cached(span.descriptor, low, stop)
+        if not is_for_cache and self._directly(span.descriptor, block.numpy().data, low, stop):
             return
         with suppress(OSError):
             os.posix_fadvise(span.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)  # at once, not 128 KiB a time
@@ -120,13 +119,6 @@ class Way:
             os.close(direct)
         self._num_bytes, self._seconds = self._num_bytes + count, self._seconds + time.perf_counter() - began
         return count >= stop - low
-
-
-def _from_cache(descriptor: int, target: memoryview, offset: int) -> bool:
-    """Whether all of it was there without a disk."""
-    with suppress(OSError):
-        return bool(_NOWAIT) and os.preadv(descriptor, [target], offset, _NOWAIT) == len(target)
-    return False
 
 
 def pieces(spans: Iterable[Span]) -> Generator[Piece, None, None]:

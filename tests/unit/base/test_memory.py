@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.base.memory import Segment, give_back, private_pages
+from deepseek_zero.base.memory import PAGE, Segment, give_back, is_cached, private_pages
 
 FAULTS = """
 import resource, sys, torch
@@ -98,3 +98,16 @@ def test_holes_in_the_heap_are_given_back_and_nothing_that_lives_in_between() ->
     before, after, total = subprocess.check_output([sys.executable, "-c", HOLES], cwd=root, text=True).split()
     assert float(total) == 20 * 8
     assert int(after) <= min(int(before), 24)  # one tensor, and what lies on top
+
+
+def test_what_the_page_cache_has_is_known_without_reading(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(3 * PAGE + 5))
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        assert is_cached(file.fileno(), 0, 3 * PAGE + 5) and is_cached(file.fileno(), PAGE, 2 * PAGE)
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_cached(file.fileno(), 0, 3 * PAGE + 5)
+        file.read(1)
+        assert is_cached(file.fileno(), 0, PAGE)
+    assert not is_cached(9999, 0, PAGE), "no such file is open"

@@ -27,7 +27,7 @@ def file(
     descriptor = os.open(path, os.O_RDONLY)
     monkeypatch.setattr(ahead, "BLOCK_BYTES", 4096)
     if request.param != "cached":
-        monkeypatch.setattr(ahead, "_NOWAIT", 0)
+        monkeypatch.setattr(ahead, "is_cached", lambda *_: False)
     if request.param == "slow":
         monkeypatch.setattr(ahead, "FAST", float("inf"))
     if request.param == "refused":
