@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 import deepseek_zero as dz
 from deepseek_zero.precision.policy import cast_master
+from deepseek_zero.utils import safe_get_full_fp32_param
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICE = torch.device("cuda")
@@ -162,3 +164,38 @@ if __name__ == "__main__":
     weights = engine_run(int(os.environ["GPU_STAGE"]), os.environ["GPU_DTYPE"], steps=3, rank=number)
     if number == 0:
         torch.save(weights, Path(os.environ["GPU_OUT"]) / "weights.pt")
+
+
+HOST: dict[str, object] = {"device": "cpu", "pin_memory": True}
+
+
+def states_after(place: dict[str, object], dtype: str, folder: Path) -> list[torch.Tensor]:
+    """Weights and masters of a run that clips, whose states rest on the host, on a disk or on the GPU."""
+    disk = {"device": "nvme", "nvme_path": str(folder)}
+    asked = {key: disk if value == "disk" else HOST for key, value in place.items()}
+    top = config(3, dtype, gradient_clipping=0.3, optimizer={"type": "AdamW", "params": {"lr": 1e-2}})
+    top["zero_optimization"] = {**cast("dict[str, object]", top["zero_optimization"]), **asked}
+    torch.manual_seed(0)
+    engine, *_ = dz.initialize(model=Net().to(DEVICE), config=top)
+    for step in range(3):
+        engine.backward(loss_of(engine, step))
+        engine.step()
+    outside = sum(memory.reserved_bytes for memory in engine.parts.runtime.route.tiers.memories.values())
+    assert bool(outside) == bool(place)
+    masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
+    return [value.cpu() for value in [*engine.state_dict().values(), *masters] if value is not None]
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_states_on_the_host_and_on_a_disk_have_the_same_bits(dtype: str, tmp_path: Path) -> None:
+    """Both are updated by the host; a run on the GPU alone is updated by the GPU, which rounds its own way."""
+    host = states_after({"offload_optimizer": "host"}, dtype, tmp_path)
+    for place in (
+        {"offload_optimizer": "disk"},
+        {"offload_optimizer": "host", "offload_param": "host"},
+        {"offload_optimizer": "disk", "offload_param": "disk"},
+    ):
+        for ours, theirs in zip(states_after(dict(place), dtype, tmp_path), host, strict=True):
+            assert torch.equal(ours, theirs), place
+    for ours, theirs in zip(states_after({}, dtype, tmp_path), host, strict=True):
+        torch.testing.assert_close(ours.float(), theirs.float(), atol=2e-2, rtol=2e-2)
