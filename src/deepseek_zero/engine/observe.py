@@ -72,11 +72,14 @@ class Observer:
 
     @property
     def record(self) -> StepRecord | None:
-        """Of the last step.  Its loss is read when somebody asks: until then no GPU has been waited for."""
+        """Of the last step.  On a GPU its loss is read when somebody asks: until then nothing has been waited for."""
+        self._read_loss()
+        return self._record
+
+    def _read_loss(self) -> None:
         if self._record is not None and self._unread:
             loss = float(torch.stack([each.float().reshape(()) for each in self._unread]).mean())
             self._record, self._unread = replace(self._record, loss=loss), []
-        return self._record
 
     def planned(self, plan: str) -> None:
         """Keep the plan in words beside the records; a lifted unit's is written again."""
@@ -141,6 +144,8 @@ class Observer:
             loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
         )
+        if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
+            self._read_loss()
         self._tell(engine)
         if optimizer.lifter is not None and optimizer.lifter.changed:
             self.planned(engine.plan())

@@ -43,6 +43,7 @@ DECIDED_LATER = (
     "precision",
     "zero_optimization.offload_param.device",
     "zero_optimization.offload_optimizer.device",
+    "checkpoint.layout",
 )
 _GIVEN_ONLY = (
     "zero_optimization.zenflow.",
