@@ -73,6 +73,7 @@ def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> No
     assert_same_weights(*saved, rtol=1e-3, atol=1e-4)
 
 
+@BY_HAND
 def test_pretrained_resized_and_generating_at_stage_3(tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
     folder = with_base(tmp_path)
