@@ -119,8 +119,8 @@ def first_sector(file: Path) -> int:
     return int(first.split()[3].rstrip(".:"))
 
 
-# Which blocks a truncated backing takes, and what of them the kernel still has, is the kernel's affair: once in a few runs
-# nothing that is read is gone, so this is for whoever looks at its result.
+# Which blocks a truncated backing takes, and what of them the kernel still has, is the kernel's affair: once in a few
+# runs nothing that is read is gone, so this is for whoever looks at its result.
 @pytest.mark.skipif(not os.environ.get("DEEPSEEK_ZERO_FULL"), reason="DEEPSEEK_ZERO_FULL=1 runs it")
 @pytest.mark.ranks(2)
 def test_blocks_that_are_gone(tmp_path: Path) -> None:
