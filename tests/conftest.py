@@ -13,7 +13,9 @@ ranks).  `monkeypatch` is each rank's own, undone there when the body ends.
 from __future__ import annotations
 
 import inspect
+import os
 import pickle
+import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
+from deepseek_zero.base import dropin
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
 POOLS = pytest.StashKey[dict[int, RankPool]]()
@@ -49,6 +52,17 @@ def _seed() -> Iterator[None]:
     if dist.is_initialized():  # the tests' own process is nobody's rank
         dist.destroy_process_group()
         pytest.fail("the test left a process group behind")
+
+
+@pytest.fixture
+def as_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The drop-in in this very process, as if no client were imported; taken back afterwards."""
+    for name in dropin.CLIENTS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
+    dropin.install_as_deepspeed()
+    yield
+    dropin.uninstall_as_deepspeed()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -18,7 +18,7 @@ from tests.needs import need
 HERE = Path(__file__).parent
 PATHS = f"{Path(deepseek_zero.__path__[0]).parent}:{HERE.parents[1]}"
 OURS = [sys.executable, "-m", "deepseek_zero.cli"]
-# CI's minutes: it runs one program of accelerate and two of transformers; `make clients` sets this and runs the others.
+# CI's minutes: it runs one program of accelerate and one of transformers; `make clients` sets this and runs the others.
 BY_HAND = pytest.mark.skipif(
     not os.environ.get("DEEPSEEK_ZERO_ALL_CLIENTS"), reason="DEEPSEEK_ZERO_ALL_CLIENTS=1 runs it"
 )

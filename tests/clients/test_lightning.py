@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,12 +14,18 @@ pytestmark = BY_HAND
 PROGRAM = "program_lightning.py"
 
 
+def on_two_ranks_and_plain(what: str, stage: int, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What both runs told, once ours is known to be sharded."""
+    need_client("lightning")
+    plain = start([sys.executable], PROGRAM, what, -1, folder / "plain")
+    ours, alone = told(start([*OURS, *TWO], PROGRAM, what, stage, folder)), told(plain)
+    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    return ours, alone
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_lightning_fits_goes_on_and_converts(stage: int, tmp_path: Path) -> None:
-    need_client("lightning")
-    plain = start([sys.executable], PROGRAM, "fit", -1, tmp_path / "plain")
-    ours, alone = told(start([*OURS, *TWO], PROGRAM, "fit", stage, tmp_path)), told(plain)
-    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    ours, alone = on_two_ranks_and_plain("fit", stage, tmp_path)
     assert ours["steps"] == alone["steps"] == 8
     for key in ("loss", "val"):
         assert ours[key] == pytest.approx(alone[key], rel=1e-5), key
@@ -31,9 +38,6 @@ def test_lightning_fits_goes_on_and_converts(stage: int, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_fabric_trains_saves_and_loads(stage: int, tmp_path: Path) -> None:
-    need_client("lightning")
-    plain = start([sys.executable], PROGRAM, "fabric", -1, tmp_path / "plain")
-    ours, alone = told(start([*OURS, *TWO], PROGRAM, "fabric", stage, tmp_path)), told(plain)
-    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    ours, alone = on_two_ranks_and_plain("fabric", stage, tmp_path)
     assert ours["first"] + ours["second"] == pytest.approx(alone["first"] + alone["second"], rel=1e-5)
     assert ours["again"] == ours["second"]

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import deepseek_zero
-from deepseek_zero.base import dropin
 from deepseek_zero.base.errors import UnknownNameError
 from deepseek_zero.facade import absent
 from deepseek_zero.facade.reference import render
 from deepseek_zero.facade.refused import REFUSED
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def as_deepspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in dropin.CLIENTS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", os.environ.get("PYTHONPATH", ""))
-    dropin.install_as_deepspeed()
-    yield
-    dropin.uninstall_as_deepspeed()
 
 
 def test_the_page_is_what_the_generator_writes(as_deepspeed: None) -> None:

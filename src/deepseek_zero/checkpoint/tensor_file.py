@@ -38,7 +38,6 @@ DTYPES: dict[torch.dtype, str] = {
     torch.complex64: "C64",
 }
 NAMED = {name: dtype for dtype, name in DTYPES.items()}
-AHEAD_BYTES = 16 << 20
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 SPOKEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -139,35 +138,21 @@ def broken(path: Path, problem: str) -> CheckpointError:
     return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
 
 
-class Ahead:
-    """Has the kernel read a file ahead of whoever reads it from front to back: by itself it looks 128 KiB ahead."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor, self._asked = descriptor, 0
-
-    def reach(self, offset: int) -> None:
-        """The next bytes are read from here on."""
-        start = max(self._asked, offset)
-        if start < offset + AHEAD_BYTES:
-            os.posix_fadvise(self._descriptor, start, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
-            self._asked = start + AHEAD_BYTES
-
-
 class TensorReader:
-    """A safetensors file read piece by piece, each straight to where it is wanted.  Errors are CheckpointErrors."""
+    """A safetensors file: its header, its descriptor for those who read ranges (ahead.py), and tensors that were never
+    cut.  Errors are CheckpointErrors.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.header = path, read_header(path)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        self._ahead = Ahead(self.descriptor)
 
-    def read(self, name: str, low: int, high: int) -> Tensor:
-        """Elements [low, high) of a tensor, flat."""
+    def whole(self, name: str) -> Tensor:
+        """A tensor in its own shape."""
         place = self.header.places[name]
-        values = torch.empty(high - low, dtype=place.dtype)
-        offset, left = place.start + low * place.dtype.itemsize, values.view(torch.uint8).numpy().data
+        values = torch.empty(place.numel, dtype=place.dtype)
+        offset, left = place.start, values.view(torch.uint8).numpy().data
         while len(left):
-            self._ahead.reach(offset)
             try:
                 count = os.preadv(self.descriptor, [left], offset)
             except OSError as error:
@@ -175,12 +160,7 @@ class TensorReader:
             if not count:
                 raise broken(self.path, "was cut short while it was read")
             offset, left = offset + count, left[count:]
-        return values
-
-    def whole(self, name: str) -> Tensor:
-        """A tensor in its own shape."""
-        place = self.header.places[name]
-        return self.read(name, 0, place.numel).view(place.shape)
+        return values.view(place.shape)
 
     def __enter__(self) -> TensorReader:
         return self

@@ -78,9 +78,11 @@ def _grad_crosses(piece: Piece) -> bool:
 def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[GroupFacts, dict[str, Any]]]:
     """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
     groups = {id(piece.group) for piece in here}
-    found = [(group, options) for group, options in _updated(optimizer) if group.plan.moments_rest]
-    found = [(group, options) for group, options in found if id(group) in groups]
-    return [(GroupFacts.of(group.plan, group.layout), options) for group, options in found]
+    return [
+        (GroupFacts.of(group.plan, group.layout), options)
+        for group, options in _updated(optimizer)
+        if group.plan.moments_rest and id(group) in groups
+    ]
 
 
 def _updated(optimizer: ShardedOptimizer) -> list[tuple[FlatGroup, dict[str, Any]]]:

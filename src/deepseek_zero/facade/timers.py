@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from ..base.device import allocated_bytes, default_device
+from ..base.device import allocated_bytes, default_device, synchronize
 from ..base.quantities import format_bytes
 from ..report.timers import Timer as Watch
-from ..report.timers import waiter
 from .looking import log_dist
 
 
@@ -54,7 +54,7 @@ class SynchronizedWallClockTimer:
 
     def __init__(self) -> None:
         self.timers: dict[str, Timer] = {}
-        self._wait = waiter(default_device())
+        self._wait = partial(synchronize, default_device())
 
     def __call__(self, name: str) -> Timer:
         return self.timers.setdefault(name, Timer(name, Watch(name, self._wait)))
@@ -134,7 +134,7 @@ class ThroughputTimer:
         self.steps_per_output, self.logging = steps_per_output, logging_fn or (lambda text: log_dist(text, ranks=[0]))
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = 0.0
-        self._wait, self._began = waiter(default_device()), 0.0
+        self._wait, self._began = partial(synchronize, default_device()), 0.0
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1

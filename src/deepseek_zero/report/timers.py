@@ -10,9 +10,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from ..base.device import CPU, synchronize
 from ..base.errors import UsageError
 from ..base.quantities import format_seconds
 
@@ -59,7 +61,7 @@ class Timers:
     """The timers of one engine, in the order of NAMES, then of first use."""
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self._wait = waiter(device or torch.device("cpu"))
+        self._wait = partial(synchronize, device or CPU)
         self._timers = {name: Timer(name, self._wait) for name in NAMES}
 
     def __getitem__(self, name: str) -> Timer:
@@ -89,10 +91,3 @@ class Timers:
         """Forget all calls of all timers."""
         for timer in self._timers.values():
             timer.reset()
-
-
-def waiter(device: torch.device) -> Callable[[], None]:
-    """Waits for what is queued on a device; on the CPU there is nothing to wait for."""
-    if device.type == "cuda":
-        return lambda: torch.cuda.synchronize(device)
-    return lambda: None
