@@ -514,7 +514,7 @@ def _everyone(folder: Path, rank: int, number: int) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "another's", "manifest"])
+@pytest.mark.parametrize("damage", ["flipped", "cut", "missing", "another's", "manifest", "disk"])
 def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path: Path, damage: str) -> None:
     engine = build(3, **BF16)
     train(engine, 0, 1)
@@ -533,6 +533,9 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
             path.unlink()
         elif damage == "another's":
             path.write_bytes((tmp_path / "older" / path.name).read_bytes())
+        elif damage == "disk":  # what is there cannot be read
+            (tmp_path / "newer" / "manifest.json").unlink()
+            (tmp_path / "newer" / "manifest.json").mkdir()
         else:
             manifest = tmp_path / "newer" / "manifest.json"
             manifest.write_text(manifest.read_text().replace('"stage": 3', '"stage": 2'))
@@ -543,6 +546,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
         "missing": "rank_00001.safetensors is missing",
         "another's": "rank_00001.safetensors is of another save",
         "manifest": "manifest.json is not what was written",
+        "disk": "manifest.json cannot be read: Is a directory",
     }[damage]
     with pytest.raises(CheckpointError, match=said):
         engine.load_checkpoint(tmp_path)

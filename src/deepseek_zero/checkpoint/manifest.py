@@ -91,19 +91,30 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """The manifest of a checkpoint, or a CheckpointError that says what is wrong with it."""
+        """The manifest of a checkpoint; CheckpointError, whatever is wrong with the file or the disk under it."""
         try:
-            document = json.loads(path.read_text(encoding="utf-8"))
+            return cls._understood(path, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path.parent} holds no {MANIFEST}.",
                 "It is no checkpoint of this library, or was never finished.",
                 "name the directory that save_checkpoint was given, and a tag in it.",
             ) from None
-        except ValueError as error:
+        except OSError as error:
             raise CheckpointError(
-                f"{path} cannot be read: {error}.", "The file is damaged.", "load another tag."
+                f"{path} cannot be read: {error.strerror or error}.",
+                "The disk, or what leads to it, is at fault.",
+                "look at the disk (dmesg, smartctl), or load another tag.",
+            ) from error
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+            raise CheckpointError(
+                f"{path} cannot be understood: {type(error).__name__}: {error}.",
+                "The file is damaged.",
+                "load another tag.",
             ) from None
+
+    @classmethod
+    def _understood(cls, path: Path, document: dict[str, Any]) -> Manifest:
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} is {document.get('format')!r} version {document.get('version')!r}.",

@@ -44,16 +44,6 @@ ALL = Share()
 NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest, or a CheckpointError, whatever the file holds."""
-    try:
-        return Manifest.read(folder / MANIFEST)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{folder / MANIFEST} cannot be understood: {type(error).__name__}: {error}.", "The file is damaged."
-        ) from None
-
-
 def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
     manifest = _manifest_or_fault(folder)
@@ -85,7 +75,7 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
     if not (folder / MANIFEST).exists():
         return Fault(MANIFEST, "is missing")
     try:
-        return read_manifest(folder)
+        return Manifest.read(folder / MANIFEST)
     except CheckpointError as error:
         return Fault(MANIFEST, f"cannot be used: {error.what}")
 

@@ -114,6 +114,12 @@ def spoil_the_manifest(folder: Path) -> None:
     (folder / "manifest.json").write_text('["not", "a", "manifest"]')
 
 
+def put_a_folder_where_the_manifest_was(folder: Path) -> None:
+    """As a broken disk does: it is there, and reading it is an error."""
+    (folder / "manifest.json").unlink()
+    (folder / "manifest.json").mkdir()
+
+
 def change_a_shape(folder: Path) -> None:
     document = json.loads((folder / "manifest.json").read_text())
     document["parameters"]["2.weight"]["shape"] = [2, 6]
@@ -146,8 +152,9 @@ def overwrite_a_header(folder: Path) -> None:
         (lengthen, "something was added to it"),
         (lose_a_shard, "rank_00000.safetensors is missing"),
         (lose_the_manifest, "manifest.json is missing"),
-        (cut_the_manifest, "manifest.json cannot be used: .* cannot be read"),
+        (cut_the_manifest, "manifest.json cannot be used: .* cannot be understood"),
         (spoil_the_manifest, "manifest.json cannot be used: .* cannot be understood"),
+        (put_a_folder_where_the_manifest_was, "manifest.json cannot be used: .* cannot be read: Is a directory"),
         (
             change_a_shape,
             "manifest.json(, '2.weight': the weight ends at element 10 of 12| cannot be used: .*not what was written)",
@@ -179,7 +186,7 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
         place = read_header(folder / chunk.file).places[chunk.entry]
         object.__setattr__(chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop]))
     object.__setattr__(known, "run", run)
-    monkeypatch.setattr(verify, "read_manifest", lambda _: known)
+    monkeypatch.setattr(Manifest, "read", lambda path: known)
 
 
 def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +194,11 @@ def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest
     with_facts_of(monkeypatch, folder)
     monkeypatch.setattr(ahead, "BLOCK_BYTES", 8)
     assert verify.verify(folder) == []
-    chunk = next(each for each in verify.read_manifest(folder).chunks if (each.kind, each.key) == ("moment", "exp_avg"))
+    chunk = next(
+        each
+        for each in Manifest.read(folder / "manifest.json").chunks
+        if (each.kind, each.key) == ("moment", "exp_avg")
+    )
     flip(folder / RANK_0, read_header(folder / RANK_0).places[chunk.entry].start + 9)
     assert verify.glance(folder)[1] == []
     (fault,) = verify.verify(folder)
