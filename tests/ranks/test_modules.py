@@ -250,10 +250,13 @@ def few_tokens(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> An
 
 
 LEAF = {"leaf_module": {"classes": ["Mixture"]}}
+FUSED = {"stage3_module_granularity_threshold": 10_000}  # all of it is one unit
 
 
 @pytest.mark.parametrize(
-    "setting", [Setting(1), Setting(2), Setting(3), Setting(3, 0), Setting(3, None, LEAF), Setting(3, 0, LEAF)]
+    "setting",
+    [Setting(1), Setting(2), Setting(3), Setting(3, 0)]
+    + [Setting(3, window, more) for window in (None, 0) for more in (LEAF, FUSED)],
 )
 def test_experts_used_by_some_ranks_in_some_steps_train(setting: Setting) -> None:
     assert_trains_like_plain(two_mixtures, few_tokens, setting, steps=6)

@@ -261,8 +261,12 @@ class ZeroOptimization(Section):
     stage3_gather_16bit_weights_on_model_save: bool = effective(
         False, "Let save_16bit_model and clients gather full 16-bit weights.", example=True, needs=_STAGE_3
     )
-    stage3_module_granularity_threshold: int = accepted(
-        0, "Fuse modules smaller than this into one fetch.", "a unit is already a whole block", unit="elements", ge=0
+    stage3_module_granularity_threshold: int = effective(
+        0,
+        "A module whose modules have at most this many elements each, on average, is one unit: one message for all.",
+        unit="elements",
+        example=100,
+        ge=0,
     )
     stage3_use_all_reduce_for_fetch_params: bool = accepted(
         False, "Fetch weights by all-reduce of zero-padded buffers.", "one all-gather fills the unit in place"

@@ -166,6 +166,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         leaf_classes=tuple(str(name).rpartition(".")[2] for name in zero.leaf_module.classes),
         leaf_names=tuple(zero.leaf_module.names),
         leaf_suffixes=tuple(zero.leaf_module.name_suffixes),
+        fuse_numel=zero.stage3_module_granularity_threshold,
     )
 
 

@@ -168,6 +168,7 @@ class PlanSettings:
     leaf_classes: tuple[str, ...] = ()
     leaf_names: tuple[str, ...] = ()
     leaf_suffixes: tuple[str, ...] = ()
+    fuse_numel: int = 0
 
     @property
     def streams(self) -> bool:

@@ -37,10 +37,12 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
     its parameters directly (nn.MultiheadAttention reads out_proj.weight), unless the parent's class says that it only
     calls its children (`children_are_units`, tiled.py): those, its tiles, are units wherever they stand, inside others
     too.  A parameter used in several units belongs to the root, which is gathered throughout. `settings.unit_names`
-    overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks) are never looked into.
+    overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks), and modules made of small
+    ones (`fuse_numel`), are never looked into: small units travel in one message.
     """
-    chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
-    tiles = dict(_tiles(model, "", settings))
+    whole = not settings.unit_names and _is_fine_grained(model, settings)
+    chosen = {} if whole else dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
+    tiles = {} if whole else dict(_tiles(model, "", settings))
     units = [UnitChoice("", model)]
     for name, module in model.named_modules(remove_duplicate=False):
         if name in chosen or name in tiles:
@@ -129,11 +131,20 @@ def _tiles(
 
 
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
-    """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks)."""
+    """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks, small ones)."""
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
     # `_z3_leaf` is DeepSpeed's mark, which clients set and test (facade/leaf.py).
     marked = bool(module.__dict__.get("_z3_leaf", False))
-    return named or marked or type(module).__name__ in settings.leaf_classes
+    small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # nobody calls most containers
+    return named or marked or small or type(module).__name__ in settings.leaf_classes
+
+
+def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:
+    """Whether it is a block whose modules have few elements each, itself counted (DeepSpeed's granularity)."""
+    if not settings.fuse_numel or not _is_block(module):
+        return False
+    layers = sum(not isinstance(each, CONTAINERS) for each in module.modules())
+    return _numel(module) <= settings.fuse_numel * layers
 
 
 def _is_block(module: nn.Module) -> bool:

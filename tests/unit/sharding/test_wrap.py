@@ -144,3 +144,24 @@ def test_units_by_name_leave_tiles_units_and_a_leaf_keeps_its_tiles() -> None:
     assert [unit.name for unit in named][:6] == ["", *(f"blocks.0.{tile}" for tile in TILES), "blocks.1"]
     leaves = choose_units(model, PlanSettings(stage=3, leaf_classes=("Tiled",)))
     assert [unit.name for unit in leaves] == ["", "blocks.0", "blocks.1"]
+
+
+def test_small_units_are_fused_where_their_modules_are_small_on_average() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small, self.head = Stack(), nn.Linear(4, 1000)
+
+    def names(threshold: int) -> list[str]:
+        return [unit.name for unit in choose_units(Model(), PlanSettings(stage=3, fuse_numel=threshold))]
+
+    block = Block()
+    mean = sum(param.numel() for param in block.parameters()) // sum(1 for _ in block.modules())
+    assert names(0) == names(mean // 2) == ["", "small.blocks.0", "small.blocks.1", "small.blocks.2"]
+    assert names(mean) == ["", "small"]
+    assert names(5000) == [""]
