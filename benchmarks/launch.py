@@ -31,6 +31,7 @@ Record = dict[str, Any]
 GRACE_SECONDS = 5.0  # for the other ranks to end by themselves, and say why, once one has failed
 # One thread per rank; glibc gives freed memory back at once only where memory is measured, since that costs time.
 THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+WARM = {"PYTHONDONTWRITEBYTECODE": ""}  # every system's modules are compiled once, as after an install
 TRIM = {"MALLOC_TRIM_THRESHOLD_": "65536", "MALLOC_MMAP_THRESHOLD_": "65536"}
 
 
@@ -102,7 +103,7 @@ def _start(run: Run, folder: Path) -> list[subprocess.Popen[bytes]]:
         core = cores[rank] if run.ranks <= len(cores) else None
         out = str(folder / f"{rank}.json")
         task = Task(run.cell, run.system, run.kind, run.steps, rank, run.ranks, core, out)
-        environment = os.environ | THREADS | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = os.environ | THREADS | WARM | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
         if run.kind == "memory":
             environment |= TRIM
         if entry.module == "deepspeed":

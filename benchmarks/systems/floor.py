@@ -6,6 +6,8 @@ weights go their own way, so its losses mean nothing.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 from torch import Tensor
 
@@ -20,8 +22,8 @@ def build(make_model: MakeModel, job: Job) -> System:
     return System(step)
 
 
-def floor_step(model: GPT, job: Job) -> Step:
-    """One step of one rank."""
+def floor_step(model: GPT, job: Job, halfway: Callable[[], object] = lambda: None) -> Step:
+    """One step of one rank.  halfway: called between its backward and its update."""
 
     def own_part(tensor: Tensor) -> Tensor:
         flat = tensor.view(-1)
@@ -31,6 +33,7 @@ def floor_step(model: GPT, job: Job) -> Step:
 
     def step(batches: list[Batch]) -> list[Tensor]:
         losses = backward_all(model, batches)
+        halfway()
         optimizer.step()
         return losses
 

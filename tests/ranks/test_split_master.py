@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deepseek_zero as dz
+from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.optim.lift import lift
 from deepseek_zero.sharding.access import full_master
 from deepseek_zero.utils import (
@@ -20,7 +21,7 @@ from deepseek_zero.utils import (
     safe_set_full_fp32_param,
     safe_set_local_fp32_param,
 )
-from tests.models import seeded
+from tests.models import Gpt, seeded
 from tests.reference import MakeOptimizer
 from tests.training import Run, start_engine, train_step
 
@@ -267,3 +268,21 @@ def test_a_model_given_back_has_the_masters_values(stage: int) -> None:
     for group in engine.runtime.groups:
         group.give_back()
     assert bits({name: param.detach() for name, param in module.named_parameters()}) == masters
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_units_are_packed_in_one_buffer_on_their_way_to_their_slices(
+    master: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second one for each unit had cost more than all the rest of initialising."""
+    taken: list[torch.dtype] = []
+    empty = Comm.empty
+    monkeypatch.setattr(Comm, "empty", lambda comm, numel, dtype: taken.append(dtype) or empty(comm, numel, dtype))
+
+    def whole_buffers(blocks: int) -> int:
+        taken.clear()
+        start_engine(Run(3, "bf16", master=master), seeded(Gpt, blocks=blocks)).destroy()
+        return taken.count(torch.float32)
+
+    assert 0 < whole_buffers(2) == whole_buffers(6)

@@ -105,6 +105,7 @@ class FlatGroup:
         if self.master is not None and not self.plan.master_is_weight:
             values = full.storage if self.master.placement is R else full.slice(comm.rank)
             self.master.absorb(0, values.numel(), values)
+            del values  # the pool lends nothing again that somebody still sees
         self.route.pool.give(full.storage)
         for extent in (extents := resting(self)):
             extent.store(0, extent.memory.numel()).wait()
