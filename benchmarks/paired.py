@@ -3,14 +3,15 @@
     deepseek-zero run --nproc 2 benchmarks/paired.py                # GPT-125M in fp32 and bf16, a quarter of an hour
     deepseek-zero run --nproc 2 benchmarks/paired.py --cells tiny-fp32 --steps 3 --out /tmp/paired.md
 
-`make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here the floor and the
-stages take the same batch in turn, and each step of ours is divided by the floor's step just before it.  The phases are
+`make bench` starts every system anew, so what this machine does meanwhile is in its ratios.  Here the floor and a stage
+take the same batch in turn, and each step of ours is divided by the floor's step just before it.  The phases are
 the engine's own (`explain`): they say what a step has beyond its floor.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import statistics
 import sys
@@ -110,15 +111,19 @@ def stage_racer(job: Job, stage: int) -> Racer:
 
 
 def race(job: Job, steps: int) -> list[str]:
-    """The rows of one cell."""
-    racers = [floor_racer(job), *(stage_racer(job, stage) for stage in range(4))]
-    batches = Batches(job.cell, job.size, job.rank, job.size)
-    for number in range(WARM_UP + steps):
-        for racer in racers:
-            racer.run(batches.of_step(number), count=number >= WARM_UP)
-    for racer in racers[1:]:
+    """The rows of one cell: each stage against the floor, one after the other, since all of them fill a memory."""
+    floor, batches, rows = floor_racer(job), Batches(job.cell, job.size, job.rank, job.size), []
+    for stage in range(4):
+        racer = stage_racer(job, stage)
+        floor.seconds.clear()
+        for number in range(WARM_UP + steps):
+            for each in (floor, racer):
+                each.run(batches.of_step(number), count=number >= WARM_UP)
+        rows.append(racer.row(floor))
         racer.engine.destroy()
-    return [racer.row(racers[0]) for racer in racers]
+        del racer, each
+        gc.collect()
+    return [floor.row(floor), *rows]
 
 
 def main() -> None:
@@ -138,7 +143,7 @@ def main() -> None:
         "",
         f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {len(cores)} cores; "
         f"{asked.steps} steps on rank 0.",
-        "Written by `benchmarks/paired.py`: the floor and the stages take each batch in turn.",
+        "Written by `benchmarks/paired.py`: the floor and a stage take each batch in turn.",
         "",
         "- *Over the floor*: median of the steps' ratios, each to the floor's step before it; *middle half* of them; "
         "*fastest*: the fastest step over the floor's fastest.",

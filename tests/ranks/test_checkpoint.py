@@ -23,7 +23,9 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint import files
+from deepseek_zero.checkpoint import files, load
+from deepseek_zero.checkpoint.tensor_file import read_header
+from deepseek_zero.checkpoint.verify import verify
 from tests.pairwise import cases
 from tests.plain import here, world
 from tests.tower import BF16, FP16, Tower, config, train
@@ -554,6 +556,58 @@ def test_a_damaged_checkpoint_is_refused_and_the_run_goes_on_as_it_was(tmp_path:
     assert_same(moments, moments_of(engine))
     assert torch.equal(torch.get_rng_state(), random_state)
     assert engine.load_checkpoint(tmp_path, tag="newest")[0] == str(tmp_path / "older")
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["weight", "moment"])
+def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(tmp_path: Path, stage: int, kind: str) -> None:
+    """Its moments are compared as they come into memory of their own, its weights before they replace others."""
+    saved = build(stage, **BF16)
+    train(saved, 0, 1)
+    saved.save_checkpoint(tmp_path, tag="whole")
+    saved.save_checkpoint(tmp_path, tag="flipped")
+    path = tmp_path / "flipped" / "rank_00001.safetensors"
+    if here() == 0:
+        place = next(place for name, place in read_header(path).places.items() if name.startswith(f"{kind}|"))
+        with path.open("r+b") as file:
+            file.seek(place.start)
+            byte = file.read(1)[0]
+            file.seek(place.start)
+            file.write(bytes([byte ^ 1]))
+    dist.barrier()
+    begun = build(stage, **BF16)
+    expected = begun.module_state_dict()
+    with pytest.raises(CheckpointError, match=rf"rank_00001.safetensors, '.*': {kind}.* differs from what was saved"):
+        begun.load_checkpoint(tmp_path, tag="flipped")
+    assert_same(expected, begun.module_state_dict())
+    assert not moments_of(begun)
+    begun.load_checkpoint(tmp_path, tag="whole")
+    assert_same(saved.module_state_dict(), begun.module_state_dict())
+    assert_same(moments_of(saved), moments_of(begun))
+
+
+@pytest.mark.ranks(2)
+def test_moments_are_read_once_where_they_replace_none_and_over_the_old_ones_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out: list[str] = []
+
+    def spy(folder: Path, share: Any, *, again: bool, but: str) -> Any:
+        left_out.append(but)
+        return verify(folder, share, again=again, but=but)
+
+    monkeypatch.setattr(load, "verify", spy)
+    saved = build(3)
+    train(saved, 0, 1)
+    saved.save_checkpoint(tmp_path)
+    begun = build(3)
+    begun.load_checkpoint(tmp_path)
+    places = {id(param): state["exp_avg"].data_ptr() for param, state in begun.optimizer.inner.state.items()}
+    begun.load_checkpoint(tmp_path)
+    assert left_out == ["moment", ""]
+    assert places == {id(param): state["exp_avg"].data_ptr() for param, state in begun.optimizer.inner.state.items()}
+    assert_same(moments_of(saved), moments_of(begun))
 
 
 @pytest.mark.ranks(2)

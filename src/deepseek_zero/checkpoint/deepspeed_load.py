@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, forget_states
 from .deepspeed_read import DeepSpeedCheckpoint, read_deepspeed
-from .load import Loaded, LoadSettings, _check, _fill_buffers, _fill_optimizer, _fill_weights, refill
+from .filling import fill_buffers, fill_optimizer, fill_weights, states_of
+from .load import Loaded, LoadSettings, check, refill
 from .manifest import MOMENT, together
 from .state import Contents
 
@@ -36,7 +37,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
     def look() -> str:
         found = read_deepspeed(folder, trained)
-        _check(found.manifest, contents, replace(settings, moments=False))
+        check(found.manifest, contents, replace(settings, moments=False))
         if settings.moments and contents.optimizer is not None:
             _check_states(found, contents.optimizer)
         opened.append(found)
@@ -44,11 +45,12 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
     def fill() -> str:
         reader: Any = found  # reads as load.Reader does
-        _fill_weights(reader, contents)
-        _fill_buffers(reader, found.manifest, contents)
+        fill_weights(reader, contents)
+        fill_buffers(reader, found.manifest, contents)
         if settings.moments and contents.optimizer is not None:
             groups = _known(found.plain["groups"], contents.optimizer)
-            _fill_optimizer(reader, found.manifest, groups, contents.optimizer)
+            before = forget_states(contents.optimizer)
+            fill_optimizer(states_of(reader, found.manifest, contents.optimizer, before), groups, contents.optimizer)
         return ""
 
     together(runtime.comm, f"loading {tag}: DeepSpeed's files", look)

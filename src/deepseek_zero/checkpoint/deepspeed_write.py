@@ -32,7 +32,7 @@ from .deepspeed_read import (
     LossScaler,
     part_of,
 )
-from .load import KEPT_OPTIONS
+from .filling import KEPT_OPTIONS
 from .manifest import MOMENT, WEIGHT, WHOLE
 from .source import Source, tensors_of
 from .tensor_file import cast, private

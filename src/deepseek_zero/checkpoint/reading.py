@@ -5,6 +5,7 @@ Files open on first use; what is known to be wanted is read ahead (ahead.py).  C
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,15 +16,19 @@ from torch import Tensor
 from .ahead import Piece, Span, pieces
 from .manifest import BUFFER, WHOLE, Chunk, lacking
 from .tensor_file import TensorReader, broken
+from .verify import compare, refuse
 
 Wanted = tuple[str, str, str, int, int]  # kind, name, key, and elements [start, stop)
 
 
 class Reader:
-    """Finds and reads flat ranges over the files of all ranks; files open on first use."""
+    """Finds and reads flat ranges over the files of all ranks; files open on first use.
 
-    def __init__(self, folder: Path, chunks: list[Chunk], stack: ExitStack) -> None:
-        self.folder, self._stack = folder, stack
+    compares: whether a chunk that is read from end to end is compared with its checksum.
+    """
+
+    def __init__(self, folder: Path, chunks: list[Chunk], stack: ExitStack, *, compares: bool = False) -> None:
+        self.folder, self._stack, self._compares = folder, stack, compares
         self._chunks: dict[tuple[str, str, str], list[Chunk]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, TensorReader] = {}
@@ -54,11 +59,22 @@ class Reader:
         reached = start
         for chunk, low, high in self._cut(kind, name, key, start, stop):
             span, dtype = self._span(chunk, low, high), self._file(chunk).header.places[chunk.entry].dtype
+            found = 0
             for piece in self._pieces(span):
-                yield low + (piece.start - span.start) // dtype.itemsize, self._look(chunk, piece, dtype)
+                values = self._look(chunk, piece, dtype)
+                if self._compares:
+                    found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
+                yield low + (piece.start - span.start) // dtype.itemsize, values
+            if self._compares and (low, high) == (chunk.start, chunk.stop):
+                refuse(self.folder, compare(chunk, found))
             reached = high
         if reached < stop:
             raise lacking(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+
+    def reads_whole(self, wanted: Iterable[Wanted]) -> bool:
+        """Whether all that is wanted is whole chunks, which can be compared as they are read."""
+        cuts = (cut for each in wanted for cut in self._cut(*each))
+        return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
     def _cut(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[Chunk, int, int]]:
         """Where elements [start, stop) are, as far as they are anywhere."""

@@ -1,21 +1,21 @@
 """Whether a checkpoint is what was saved: the files all there, whole and of one run, every byte with its checksum.
 
 `glance` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both say what
-is wrong and raise nothing.  Called by catalogue.py and cli/checkpoint_pages.py.
+is wrong and raise nothing.  Called by catalogue.py, load.py, reading.py and cli/checkpoint_pages.py.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import CheckpointError
 from .ahead import Piece, Span, pieces
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
-from .tensor_file import Header, read_header
+from .tensor_file import Header, Place, read_header
 
 Seen = Callable[[int], None]
 
@@ -55,9 +55,11 @@ def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Faul
     return manifest, faults
 
 
-def verify(folder: Path, share: Share = ALL, seen: Seen | None = None, *, again: bool = False) -> list[Fault]:
+def verify(
+    folder: Path, share: Share = ALL, seen: Seen | None = None, *, again: bool = False, but: str = ""
+) -> list[Fault]:
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
-    will be read once more soon.
+    will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
@@ -67,7 +69,9 @@ def verify(folder: Path, share: Share = ALL, seen: Seen | None = None, *, again:
         header, found = _glance_at(folder / file, chunks, manifest)
         faults += found
         if header is not None:
-            faults += _read_all(folder / file, header, chunks, seen or _nobody, again=again)
+            later = {chunk.entry for chunk in chunks if chunk.kind == but}
+            places = {entry: place for entry, place in header.places.items() if entry not in later}
+            faults += _read_all(folder / file, places, chunks, seen or _nobody, again=again)
     return faults
 
 
@@ -137,11 +141,13 @@ def _called(chunk: Chunk) -> str:
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
-def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen, *, again: bool) -> Iterator[Fault]:
-    """Read a file from front to back and compare what has a checksum."""
+def _read_all(
+    path: Path, places: Mapping[str, Place], chunks: Sequence[Chunk], seen: Seen, *, again: bool
+) -> Iterator[Fault]:
+    """Read these tensors of a file from front to back and compare what has a checksum."""
     known = {chunk.entry: chunk for chunk in chunks}
-    entries = sorted(header.places.items(), key=lambda item: item[1].start)
-    sums: dict[str, int | OSError] = dict.fromkeys(header.places, 0)
+    entries = sorted(places.items(), key=lambda item: item[1].start)
+    sums: dict[str, int | OSError] = dict.fromkeys(places, 0)
     with open(path, "rb", buffering=0) as file:
         names = {Span(file.fileno(), place.start, place.stop, again): entry for entry, place in entries}
         for piece in pieces(names):
@@ -152,9 +158,31 @@ def _read_all(path: Path, header: Header, chunks: Sequence[Chunk], seen: Seen, *
         if isinstance(found, OSError):
             name = chunk.name if chunk is not None else entry
             yield Fault(path.name, f"cannot be read: {found.strerror or found}", name)
-        elif chunk is not None and chunk.crc is not None and found != chunk.crc:
-            told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
-            yield Fault(path.name, told, chunk.name)
+        elif chunk is not None:
+            yield from compare(chunk, found)
+
+
+def compare(chunk: Chunk, found: int) -> Iterator[Fault]:
+    """What is wrong with a chunk whose bytes have the checksum `found`."""
+    if chunk.crc is not None and found != chunk.crc:
+        told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
+        yield Fault(chunk.file, told, chunk.name)
+
+
+def refuse(folder: Path, faults: Iterable[Fault]) -> None:
+    """Raise if there are any."""
+    told = [str(fault) for fault in faults]
+    if told:
+        raise CheckpointError(
+            f"{folder} is damaged: {some(told)}.",
+            "Nothing of the run has changed.",
+            'load another tag; "newest" takes the newest one of which every byte is right.',
+        )
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few of many."""
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _checksum(piece: Piece, before: int | OSError) -> int | OSError:

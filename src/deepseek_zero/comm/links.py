@@ -6,9 +6,14 @@ knows where the others stand in every engine.  Called by collectives.py.
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
+import threading
+import time
 from collections import deque
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -20,6 +25,7 @@ from .same_host import SameHost
 from .transports import Gloo, Together, Transport, engine_of
 
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
+MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
 
 
 @dataclass
@@ -42,6 +48,7 @@ class Links:
     _current: ClassVar[Links | None] = None
 
     def __init__(self) -> None:
+        atexit.register(let_threads_rest)  # once for each world; a second look costs nothing
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
@@ -84,3 +91,33 @@ class Links:
             {name: each.issued for name, each in self._lanes.items()},
             {name: {str(number): what for number, what in each.log} for name, each in self._lanes.items()},
         )
+
+
+def let_threads_rest() -> None:
+    """Wait, as the program ends, until no other thread of this process wants to run; a second at most.
+
+    gloo's threads drop the tensors of a message a moment after its last receiver has gone on.  Where that moment falls
+    behind the end of Python, torch asks for a lock of an interpreter that is gone, and a program that did all its work
+    dies by SIGABRT ("terminate called without an active exception", pytorch#179291).
+    """
+    until, quiet = time.monotonic() + MOST_EXIT_SECONDS, 0
+    while quiet < QUIET_LOOKS and time.monotonic() < until:
+        time.sleep(LOOK_SECONDS)  # without the interpreter's lock, for which they may wait
+        quiet = 0 if _others_run() else quiet + 1
+
+
+def _others_run() -> bool:
+    """Whether another thread of this process runs or could run; False where the system does not tell."""
+    me = str(threading.get_native_id())
+    try:
+        return any(_wants_to_run(thread) for thread in os.listdir("/proc/self/task") if thread != me)
+    except OSError:  # no /proc
+        return False
+
+
+def _wants_to_run(thread: str) -> bool:
+    try:
+        stat = Path("/proc/self/task", thread, "stat").read_bytes()
+    except OSError:  # it has ended meanwhile
+        return False
+    return stat.rpartition(b") ")[2][:1] == b"R"  # the state comes after the name, which may hold anything

@@ -20,7 +20,8 @@ from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all,
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.deepspeed_save import misfit, save_deepspeed
-from ..checkpoint.load import KEPT_OPTIONS, Loaded, LoadSettings, load
+from ..checkpoint.filling import KEPT_OPTIONS
+from ..checkpoint.load import Loaded, LoadSettings, load
 from ..checkpoint.manifest import checked_tag, together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
@@ -172,7 +173,10 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
     checked_tag(chosen)
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
-    read = load_deepspeed if is_deepspeed(folder / chosen) else load
+    theirs = together(
+        engine.runtime.comm, "loading: the layout", lambda: "DeepSpeed's" if is_deepspeed(folder / chosen) else ""
+    )
+    read = load_deepspeed if theirs[0] else load
     settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:

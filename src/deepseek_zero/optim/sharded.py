@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..base.device import PerDevice, adopt_step_hooks, tell_schedules_of_step
@@ -335,10 +335,12 @@ def _early_of(optimizer: ShardedOptimizer) -> Early | None:
     return early
 
 
-def forget_states(optimizer: ShardedOptimizer) -> None:
-    """As before the first step; what is loaded then comes group by group."""
+def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
+    """As before the first step; returns what was there."""
     optimizer.finish()
+    before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
+    return before
 
 
 def forget_ahead(optimizer: ShardedOptimizer) -> None:

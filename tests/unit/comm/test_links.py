@@ -1,0 +1,41 @@
+"""What a process does as it ends, for threads that are behind."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from deepseek_zero.comm import links
+
+
+def busy(until: float) -> threading.Thread:
+    def work() -> None:
+        while time.monotonic() < until:
+            pass
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_the_end_waits_for_a_thread_that_still_runs() -> None:
+    thread = busy(time.monotonic() + 0.2)
+    links.let_threads_rest()
+    assert not thread.is_alive()
+
+
+def test_the_end_waits_for_no_thread_that_sleeps_and_for_none_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+    sleeper = threading.Thread(target=release.wait, daemon=True)
+    sleeper.start()
+    began = time.monotonic()
+    links.let_threads_rest()
+    assert time.monotonic() - began < links.MOST_EXIT_SECONDS / 2
+    monkeypatch.setattr(links, "MOST_EXIT_SECONDS", 0.1)
+    thread = busy(time.monotonic() + 0.5)
+    links.let_threads_rest()
+    assert thread.is_alive() and sleeper.is_alive()
+    release.set()
+    thread.join()
