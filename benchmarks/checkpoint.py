@@ -5,8 +5,8 @@
 
 In one run and in turn: a plain sequential write of the same bytes, past the page cache and through it, each ended by an
 fsync; a save that training waits for; a save written behind, while steps are taken; a load into a new engine, as at a
-resume, and over one that has trained, with and without its checksums; a plain read of the same bytes, into one block and
-into memory of their own.  All ranks write at once.  Leaves a table (.md) and figures (.json).
+resume, and over one that has trained, with and without its checksums; a plain read of the same bytes, into one block
+and into memory of their own.  All ranks write at once.  Leaves a table (.md) and figures (.json).
 """
 
 from __future__ import annotations
