@@ -89,24 +89,16 @@ def plain_write(path: Path, nbytes: int, flag: int) -> None:
         os.close(descriptor)
 
 
-def plain_read(path: Path) -> None:
-    block = mmap.mmap(-1, BLOCK_BYTES)
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-    try:
-        for offset in range(0, os.fstat(descriptor).st_size, BLOCK_BYTES):
-            os.preadv(descriptor, [block], offset)
-    finally:
-        os.close(descriptor)
-
-
-def read_into_new_memory(path: Path) -> None:
-    """As `plain_read`, and every byte has a page of its own: a run that begins has no memory for its states yet."""
+def plain_read(path: Path, *, keeps: bool = False) -> None:
+    """One request at a time.  keeps: into a page of its own each, as a run that begins has no memory for its states."""
     length = os.stat(path).st_size
-    whole = memoryview(mmap.mmap(-1, -(-length // mmap.PAGESIZE) * mmap.PAGESIZE))
+    room = -(-length // mmap.PAGESIZE) * mmap.PAGESIZE if keeps else BLOCK_BYTES
+    memory = memoryview(mmap.mmap(-1, room))
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         for offset in range(0, length, BLOCK_BYTES):
-            os.preadv(descriptor, [whole[offset : offset + BLOCK_BYTES]], offset)
+            place = offset if keeps else 0
+            os.preadv(descriptor, [memory[place : place + BLOCK_BYTES]], offset)
     finally:
         os.close(descriptor)
 
@@ -150,7 +142,7 @@ def measure(cell: Cell, rounds: int, folder: Path) -> Found:
         resumed.destroy()
         del resumed
         found.timed("plain read", lambda: plain_read(plain), fence)
-        found.timed("plain read into new memory", lambda: read_into_new_memory(plain), fence)
+        found.timed("plain read into new memory", lambda: plain_read(plain, keeps=True), fence)
     found.watched("save", lambda: engine.save_checkpoint(folder, tag="now"), fence)
     found.watched("load over a run", lambda: load(engine, folder, True), fence)
     found.watched("step", one_step, fence)

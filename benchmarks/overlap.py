@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
 from benchmarks.model import Batches, build_model
+from benchmarks.systems.common import take_a_core
 from deepseek_zero.comm.meter import Event
 from deepseek_zero.report.explain import exposed_seconds, overlap_share, under_way_seconds
 from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
@@ -133,12 +134,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     dz.init_distributed()
     rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    cores = sorted(os.sched_getaffinity(0))
-    if size <= len(cores):
-        os.sched_setaffinity(0, {cores[rank]})
+    cores = take_a_core(rank, size)
     settings, batches = settings_of(asked.cell), Batches(asked.cell, size, rank, size)
     for number in range(2 + asked.steps):
         for setting in settings:
@@ -149,7 +147,7 @@ def main() -> None:
         "# Communication beside computation",
         "",
         f"{date.today()}, torch {torch.__version__}, {asked.cell.name}, {size} ranks with one thread each, "
-        f"{len(cores)} cores; medians of {asked.steps} steps on rank 0.",
+        f"{cores} cores; medians of {asked.steps} steps on rank 0.",
         "Written by `benchmarks/overlap.py`. Under way: from the call that starts a collective until its data is here.",
         "Hidden: of that, the part in which the rank did something else. Exposed: waiting, as a part of the step.",
         "",

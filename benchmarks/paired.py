@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import os
 import statistics
 import sys
 import time
@@ -30,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 import deepseek_zero as dz
 from benchmarks.cells import Cell
 from benchmarks.model import Batch, Batches, build_model
-from benchmarks.systems.common import Job, Step, engine_settings, engine_step
+from benchmarks.systems.common import Job, Step, engine_settings, engine_step, take_a_core
 from benchmarks.systems.floor import floor_step
 from benchmarks.systems.ours import STAGE_3
 from deepseek_zero.report.explain import shares
@@ -132,16 +131,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--out", type=Path, default=RESULTS)
     asked = parser.parse_args()
-    torch.set_num_threads(1)
     dz.init_distributed()
     rank, size = dist.get_rank(), dist.get_world_size()
-    cores = sorted(os.sched_getaffinity(0))
-    if size <= len(cores):
-        os.sched_setaffinity(0, {cores[rank]})
+    cores = take_a_core(rank, size)
     lines = [
         "# A step over its floor, both in the same processes",
         "",
-        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {len(cores)} cores; "
+        f"{date.today()}, torch {torch.__version__}, {size} ranks with one thread each, {cores} cores; "
         f"{asked.steps} steps on rank 0.",
         "Written by `benchmarks/paired.py`: the floor and a stage take each batch in turn.",
         "",

@@ -136,3 +136,12 @@ def _leave(folder: Folder, into: Path, chance: random.Random, kept: float) -> No
             _leave(found, into / name, chance, kept)
         else:
             (into / name).write_bytes(found.data if chance.random() < kept else found.synced)
+
+
+def flip(path: Path, at: int) -> None:
+    """Change one bit of a file behind everybody's back."""
+    with open(path, "r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

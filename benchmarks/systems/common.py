@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -43,6 +44,15 @@ class System:
 def join() -> None:
     """Enter the group that the environment describes."""
     dist.init_process_group("gloo")
+
+
+def take_a_core(rank: int, size: int) -> int:
+    """One thread, on a core of its own where there are as many as ranks; how many there are."""
+    torch.set_num_threads(1)
+    cores = sorted(os.sched_getaffinity(0))
+    if size <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+    return len(cores)
 
 
 def backward_all(

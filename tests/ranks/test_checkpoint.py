@@ -26,6 +26,7 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files, load
 from deepseek_zero.checkpoint.tensor_file import read_header
 from deepseek_zero.checkpoint.verify import verify
+from tests.crash import flip
 from tests.pairwise import cases
 from tests.plain import here, world
 from tests.tower import BF16, FP16, Tower, config, train
@@ -570,11 +571,7 @@ def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(tmp_path: Path, st
     path = tmp_path / "flipped" / "rank_00001.safetensors"
     if here() == 0:
         place = next(place for name, place in read_header(path).places.items() if name.startswith(f"{kind}|"))
-        with path.open("r+b") as file:
-            file.seek(place.start)
-            byte = file.read(1)[0]
-            file.seek(place.start)
-            file.write(bytes([byte ^ 1]))
+        flip(path, place.start)
     dist.barrier()
     begun = build(stage, **BF16)
     expected = begun.module_state_dict()

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer, forget_states
+from ..optim.sharded import ShardedOptimizer
 from .deepspeed_read import DeepSpeedCheckpoint, read_deepspeed
-from .filling import fill_buffers, fill_optimizer, fill_weights, states_of
+from .filling import fill_buffers, fill_optimizer, fill_weights
 from .load import Loaded, LoadSettings, check, refill
 from .manifest import MOMENT, together
 from .state import Contents
@@ -49,8 +49,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
         fill_buffers(reader, found.manifest, contents)
         if settings.moments and contents.optimizer is not None:
             groups = _known(found.plain["groups"], contents.optimizer)
-            before = forget_states(contents.optimizer)
-            fill_optimizer(states_of(reader, found.manifest, contents.optimizer, before), groups, contents.optimizer)
+            fill_optimizer(reader, found.manifest, groups, contents.optimizer)
         return ""
 
     together(runtime.comm, f"loading {tag}: DeepSpeed's files", look)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.memory import give_back_holes
 from ..optim.piece import Cover, Piece
-from ..optim.sharded import ShardedOptimizer
+from ..optim.sharded import ShardedOptimizer, forget_states
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from .manifest import BUFFER, MOMENT, OWED, WEIGHT, WHOLE, Manifest
@@ -104,9 +104,15 @@ def states_of(
         )
 
 
-def fill_optimizer(states: Iterable[GroupStates], groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> None:
+def fill_optimizer(
+    reader: Reader,
+    manifest: Manifest,
+    groups: list[dict[str, Any]],
+    optimizer: ShardedOptimizer,
+    states: Iterable[GroupStates] | None = None,
+) -> None:
     """Through the inner optimizer's own load_state_dict, which knows where each of its states must be; group by group,
-    so that states stand here twice for one group at most.
+    so that states stand here twice for one group at most.  states: where they have been read.
     """
     count, restored = 0, []
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -114,7 +120,8 @@ def fill_optimizer(states: Iterable[GroupStates], groups: list[dict[str, Any]], 
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in KEPT_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    for group, found in states:
+    before = forget_states(optimizer)
+    for group, found in states if states is not None else states_of(reader, manifest, optimizer, before):
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
         if group.plan.moments_rest:
@@ -162,9 +169,13 @@ def _memory_for(piece: Piece, dtype: torch.dtype, before: Any) -> Tensor:
     """Where a moment goes: over the one before it, if that lies here as it is, since new pages cost as much as the
     copy does.
     """
-    rests_here = isinstance(before, Tensor) and before.device.type == "cpu" and not piece.group.plan.moments_rest
-    if rests_here and (before.dtype, before.numel()) == (dtype, piece.numel) and before.is_contiguous():
-        return torch.as_tensor(before).view(-1)
+    if (
+        isinstance(before, Tensor)
+        and (before.device.type, before.dtype, before.numel()) == ("cpu", dtype, piece.numel)
+        and before.is_contiguous()
+        and not piece.group.plan.moments_rest
+    ):
+        return before.view(-1)
     return torch.empty(piece.numel, dtype=dtype)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..base.errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
+from ..optim.sharded import ShardedOptimizer, forget_ahead
 from ..sharding.runtime import Runtime
 from . import rng
 from .catalogue import folder_of, tags_in
@@ -235,16 +235,13 @@ def _fill(
 ) -> str:
     """states: of the optimizer, where they have been read."""
     with ExitStack() as stack:
-        reader, optimizer = Reader(folder, manifest.chunks, stack), contents.optimizer
-        to_come = settings.moments and optimizer is not None and states is None
-        moments = wanted_moments(reader, optimizer) if to_come and optimizer is not None else []
+        reader, optimizer = Reader(folder, manifest.chunks, stack), contents.optimizer if settings.moments else None
+        moments = wanted_moments(reader, optimizer) if optimizer is not None and states is None else ()
         reader.expect([*wanted_weights(reader, contents), *moments])
         fill_weights(reader, contents)
         fill_buffers(reader, manifest, contents)
-        if settings.moments and optimizer is not None:
-            before = forget_states(optimizer)
-            found = states_of(reader, manifest, optimizer, before) if states is None else states
-            fill_optimizer(found, plain["groups"], optimizer)
+        if optimizer is not None:
+            fill_optimizer(reader, manifest, plain["groups"], optimizer, states)
             fill_owed(reader, optimizer)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)

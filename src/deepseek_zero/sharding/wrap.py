@@ -40,9 +40,10 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
     overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks), and modules made of small
     ones (`fuse_numel`), are never looked into: small units travel in one message.
     """
-    whole = not settings.unit_names and _is_fine_grained(model, settings)
-    chosen = {} if whole else dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
-    tiles = {} if whole else dict(_tiles(model, "", settings))
+    if not settings.unit_names and _is_fine_grained(model, settings):
+        return [UnitChoice("", model, params=dict(model.named_parameters()))]
+    chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
+    tiles = dict(_tiles(model, "", settings))
     units = [UnitChoice("", model)]
     for name, module in model.named_modules(remove_duplicate=False):
         if name in chosen or name in tiles:

@@ -25,6 +25,7 @@ from deepseek_zero.checkpoint import ahead, catalogue, manifest, verify
 from deepseek_zero.checkpoint.catalogue import Entry, Keep
 from deepseek_zero.checkpoint.manifest import Manifest
 from deepseek_zero.checkpoint.tensor_file import read_header
+from tests.crash import flip
 
 RANK_0 = "rank_00000.safetensors"
 TAGS = ["global_step3", "global_step2", "global_step1"]
@@ -124,14 +125,6 @@ def change_a_shape(folder: Path) -> None:
     document = json.loads((folder / "manifest.json").read_text())
     document["parameters"]["2.weight"]["shape"] = [2, 6]
     (folder / "manifest.json").write_text(json.dumps(document))
-
-
-def flip(path: Path, at: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 1]))
 
 
 def flip_a_byte_of_a_header(folder: Path) -> None:
