@@ -1,8 +1,8 @@
 """A device that is not the CPU and needs no hardware, so that what runs beside a GPU is tested where there is none.
 
 Its tensors lie in plain memory and every operation on them runs on the CPU, so results have the CPU's bits; but an
-operation that mixes them with the CPU's is an error, as it is on a GPU (device.cpp).  Nothing about it is asynchronous:
-streams and events stay untested.
+operation that mixes them with the CPU's is an error, as it is on a GPU (device.cpp).  Copies in a stream of their own
+happen as late as they may: when the host waits for them, or when the stream that computes was told to and computes.
 """
 
 from __future__ import annotations

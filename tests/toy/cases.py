@@ -61,6 +61,7 @@ def engine_of(stage: int, zero: Zero, model: nn.Module | None = None, **top: Any
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "zero_optimization": {
             "stage": stage,
+            "reduce_bucket_size": 2048,
             "sub_group_size": 4096,
             "stage3_max_live_parameters": 0,
             "stage3_param_persistence_threshold": 0,
@@ -130,6 +131,7 @@ def every_stage_and_tier(path: Path) -> None:
             # Stages 2 and 3 sum each micro-batch over ranks, 0 and 1 the step's: another order of the same sum.
             assert_same(found, expected.setdefault(stage // 2 if accumulation > 1 else 0, found), (kind, name, stage))
             assert bool(outside(engine)) == bool(place), name
+            assert not place or toy.register(os.environ[toy.LIBRARY_VARIABLE]).late_copies() > 0
             engine.destroy()
 
 
@@ -252,11 +254,11 @@ def activations_and_memory(path: Path) -> None:
         engine = engine_of(3, place, bf16={"enabled": True})
         train(engine)
         report = engine.memory_report()
-        assert {key: report.measured[key] for key in report.predicted} == dict(report.predicted), name
+        assert {key: report.measured[key] for key in report.predicted} == dict(report.predicted), (name, report)
         engine.destroy()
     open_places = {"offload_optimizer": {"device": "auto"}, "offload_param": {"device": "auto"}}
     expected = trained(3, {})
-    for budget in (10**9, 67_230_000):
+    for budget in (10**9, 67_280_000, 67_230_000):
         assert_same(trained(3, open_places, memory_budget={"device": budget}), expected, budget)
     try:
         trained(3, {}, memory_budget={"device": 1000})

@@ -19,6 +19,11 @@
 #include <torch/library.h>
 #include <torch/extension.h>
 #include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <mutex>
+#include <utility>
 
 namespace {
 using at::Tensor;
@@ -47,26 +52,82 @@ struct Allocator final : c10::Allocator {
 };
 Allocator allocator;
 REGISTER_ALLOCATOR(kToy, &allocator);
+// Streams.  The default one computes at once.  A copy that need not be waited for, in any other, happens when the host
+// waits for it, or when the default stream was told to and computes: as late as it may.  Whoever forgets to wait reads
+// what was there before, or lets the copy read what came later.
+struct Stream {
+  std::deque<std::function<void()>> jobs;
+  int64_t queued = 0, done = 0;
+  int64_t seen = 0;  // how much of the default stream it has waited for
+};
+struct Event { int64_t stream, upto, clock; };
+std::recursive_mutex busy;
+std::map<int64_t, Stream> streams;
+thread_local int64_t current = 0;
+int64_t clock_ = 0, late = 0;  // operations of the default stream; copies that happened when they were waited for
+
+void drain(Stream& stream, int64_t upto) {
+  while (stream.done < upto) {
+    auto job = std::move(stream.jobs.front());
+    stream.jobs.pop_front();
+    ++stream.done;
+    job();
+  }
+}
+void queue(Stream& stream, std::function<void()> job) {
+  stream.jobs.push_back(std::move(job));
+  ++stream.queued;
+}
+void compute() {  // an operation is about to run in the current stream
+  std::lock_guard lock(busy);
+  clock_ += current == 0;
+  drain(streams[current], streams[current].queued);
+}
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kToy; }
   c10::Device exchangeDevice(c10::Device d) const override { return d; }
   c10::Device getDevice() const override { return c10::Device(kToy, 0); }
   void setDevice(c10::Device) const override {}
   void uncheckedSetDevice(c10::Device) const noexcept override {}
-  c10::Stream getStream(c10::Device d) const override { return c10::Stream(c10::Stream::DEFAULT, d); }
-  c10::Stream getDefaultStream(c10::Device d) const override { return getStream(d); }
-  c10::Stream getNewStream(c10::Device d, int) const override { return getStream(d); }
-  c10::Stream exchangeStream(c10::Stream s) const override { return s; }
+  c10::Stream getStream(c10::Device) const override { return of(current); }
+  c10::Stream getDefaultStream(c10::Device) const override { return of(0); }
+  c10::Stream getNewStream(c10::Device, int) const override {
+    static std::atomic<int64_t> last{0};
+    return of(++last);
+  }
+  c10::Stream exchangeStream(c10::Stream s) const override { return of(std::exchange(current, s.id())); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override { *event = this_event(); }
-  void block(void*, const c10::Stream&) const override {}
-  bool queryEvent(void*) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  bool queryStream(const c10::Stream&) const override { return true; }
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  static void* this_event() { static int it; return &it; }
+  void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
+    std::lock_guard lock(busy);
+    if (*event == nullptr) *event = new Event;
+    *static_cast<Event*>(*event) = {s.id(), streams[s.id()].queued, clock_};
+  }
+  void block(void* event, const c10::Stream& s) const override {
+    std::lock_guard lock(busy);
+    auto seen = *static_cast<Event*>(event);
+    if (seen.stream == 0) streams[s.id()].seen = std::max(streams[s.id()].seen, seen.clock);
+    queue(streams[s.id()], [seen] { drain(streams[seen.stream], seen.upto); });
+  }
+  bool queryEvent(void* event) const override {
+    std::lock_guard lock(busy);
+    auto* seen = static_cast<Event*>(event);
+    return streams[seen->stream].done >= seen->upto;
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  bool queryStream(const c10::Stream& s) const override { return streams[s.id()].done == streams[s.id()].queued; }
+  void synchronizeStream(const c10::Stream& s) const override {
+    std::lock_guard lock(busy);
+    drain(streams[s.id()], streams[s.id()].queued);
+  }
+  void synchronizeEvent(void* event) const override {
+    std::lock_guard lock(busy);
+    drain(streams[static_cast<Event*>(event)->stream], static_cast<Event*>(event)->upto);
+  }
+  void synchronizeDevice(const c10::DeviceIndex) const override {
+    std::lock_guard lock(busy);
+    for (auto& [id, stream] : streams) drain(stream, stream.queued);
+  }
+  static c10::Stream of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kToy, 0), id); }
 };
 C10_REGISTER_GUARD_IMPL(HPU, Guard);
 
@@ -100,15 +161,41 @@ Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::
       c10::DispatchKeySet(c10::DispatchKey::HPU), c10::dtype_or_default(dtype));
 }
 Tensor as_cpu(const Tensor& t) { return t.device().type() == kToy ? seen(t) : t; }
-Tensor copy_from(const Tensor& self, const Tensor& dst, bool) {
-  as_cpu(dst).copy_(as_cpu(self));
+struct Place {  // of a tensor that a copy will need; nothing is kept alive for it
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+  std::vector<int64_t> sizes, strides;
+  int64_t offset;
+  at::ScalarType dtype;
+  explicit Place(const Tensor& t) : storage(t.storage().getWeakStorageImpl()), sizes(t.sizes().vec()),
+      strides(t.strides().vec()), offset(t.storage_offset()), dtype(t.scalar_type()) {}
+  Tensor seen() const {
+    auto held = storage.lock();
+    TORCH_CHECK(held.defined(), "memory was given up before a copy that needs it was over");
+    auto bytes = c10::Storage(c10::Storage::use_byte_size_t(), held->nbytes(), c10::DataPtr(held->mutable_data(), c10::Device(at::kCPU)), nullptr, false);
+    return at::empty({0}, at::TensorOptions().dtype(dtype).device(at::kCPU)).set_(bytes, offset, sizes, strides);
+  }
+};
+void copy_late(const Place& from, const Place& into) {
+  at::AutoDispatchBelowADInplaceOrView below;
+  ++late;
+  into.seen().copy_(from.seen());
+}
+Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
+  std::lock_guard lock(busy);
+  if (current == 0 || !non_blocking) {
+    compute();
+    as_cpu(dst).copy_(as_cpu(self));
+    return dst;
+  }
+  TORCH_CHECK(streams[current].seen == clock_, "a stream copies without having waited for what was asked before");
+  queue(streams[current], [from = Place(self), into = Place(dst)] { copy_late(from, into); });
   return dst;
 }
 Tensor copy_from_and_resize(const Tensor& self, const Tensor& dst) {
   if (dst.sizes() != self.sizes()) const_cast<Tensor&>(dst).resize_(self.sizes());
   return copy_from(self, dst, false);
 }
-at::Scalar local_scalar(const Tensor& self) { return seen(self).item(); }
+at::Scalar local_scalar(const Tensor& self) { compute(); return seen(self).item(); }
 Tensor as_strided(const Tensor& self, c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<c10::SymInt> offset) {
   return at::native::as_strided_tensorimpl(self, C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
       offset ? std::optional<int64_t>(offset->expect_int()) : std::nullopt);
@@ -140,6 +227,7 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     else if (value.isTensorList()) for (const Tensor& t : value.toTensorVector()) check(t, toy, cpu);
     else if (value.isOptionalTensorList()) {}
   }
+  compute();
   TORCH_CHECK(!(toy && cpu), "tensors of two devices in ", op.schema().name(), ": one on the toy device, one on the CPU");
   at::native::cpu_fallback(op, stack);
 }
@@ -164,5 +252,6 @@ TORCH_LIBRARY_IMPL(_, HPU, m) { m.fallback(torch::CppFunction::makeFromBoxedFunc
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("held_bytes", [] { return held.load(); });
   m.def("most_bytes", [] { return most.load(); });
+  m.def("late_copies", [] { return late; });
   m.def("forget_most", [] { most = held.load(); });
 }

@@ -137,7 +137,7 @@ def _working_bytes(
     """What the schedule lends and a step works in, where as much as possible rests elsewhere."""
     slowest = units[max(units, key=list(Tier).index)]
     lent = lent_buffers(slowest, settings, device=device, in_place=comm.reads_in_place)
-    step = step_of_units(slowest, comm.rank, optimizer or "SGD", 1 << 20)
+    step = replace(step_of_units(slowest, comm.rank, optimizer or "SGD", 1 << 20), casts_grads=True)  # a step may clip
     return buffer_bytes(lent) + step.scratch_bytes
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
+from ..tiers.ferry import Mirror
 from ..tiers.tier import Extent, Ticket
 
 T = TypeVar("T")
@@ -37,6 +38,24 @@ class Stretch:
 
 
 @dataclass(frozen=True)
+class Reflection:
+    """Elements [low, high) of a weight that the training device has and the host updates."""
+
+    mirror: Mirror
+    low: int
+    high: int
+
+    def fetch(self) -> Ticket:
+        return self.mirror.fetch(self.low, self.high)
+
+    def leave(self) -> Ticket:
+        return self.mirror.store(self.low, self.high)
+
+
+Touched = Stretch | Reflection  # what comes before a tile's turn, and leaves behind it
+
+
+@dataclass(frozen=True)
 class FlowSettings:
     """ahead: tiles that are fetched before their turn.  behind: tiles that may still be leaving when the next is
     updated.
@@ -52,7 +71,7 @@ class Flow(Generic[T]):
     What the last ones changed may still be leaving after the end.
     """
 
-    def __init__(self, tiles: Sequence[T], touched: Callable[[T], Iterable[Stretch]], settings: FlowSettings) -> None:
+    def __init__(self, tiles: Sequence[T], touched: Callable[[T], Iterable[Touched]], settings: FlowSettings) -> None:
         self._touched, self._settings = touched, settings
         self._upcoming = iter(tiles)
         self._coming: deque[tuple[T, list[Ticket]]] = deque()

@@ -18,7 +18,7 @@ from ..sharding.group import FlatGroup
 from ..sharding.layout import Slot
 from ..sharding.master import Master
 from ..sharding.placement import R
-from .flow import Stretch
+from .flow import Reflection, Stretch
 from .scratch import Scratch
 
 
@@ -64,6 +64,11 @@ class Piece:
         buffer = gradient.waiting.buffer if waiting else gradient.buffer
         if buffer is not None and buffer.extent is not None:
             yield Stretch(buffer.extent, self.start, self.stop, changes=False)
+
+    def reflections(self) -> Iterator[Reflection]:
+        """What of them the training device has, where the update is the host's."""
+        if self.master.mirror is not None:
+            yield Reflection(self.master.mirror, self.start, self.stop)
 
     def covers(self) -> Iterator[Cover]:
         """What it covers, parameter by parameter."""

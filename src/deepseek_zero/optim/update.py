@@ -24,7 +24,7 @@ from ..base.errors import UsageError
 from ..precision.compact import Chance
 from ..sharding.group import FlatGroup, before_change, resting
 from ..tiers.tier import Due
-from .flow import Flow, FlowSettings, Stretch
+from .flow import Flow, FlowSettings, Touched
 from .lean import rule_of
 from .moments import Moments
 from .piece import Piece, Tile
@@ -95,6 +95,8 @@ class Updater:
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
             in_place = any(piece.master.is_changed_in_place for tile in tiles for _, piece in tile)
             self._ended_halfway = done > 0 or in_place
+            for reflection in [each for tile in tiles for _, piece in tile for each in piece.reflections()]:
+                reflection.mirror.clear()
             raise
 
     def defer(self, tiles: Sequence[Tile], decision: Decision) -> None:
@@ -171,9 +173,10 @@ class Updater:
                 group.gradient.drop()
         return True
 
-    def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Stretch]:
+    def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Touched]:
         for _, piece in tile:
             yield from piece.stretches(waiting=waiting)
+            yield from piece.reflections()
             yield from self.moments.stretches(piece)
 
     def _update(self, tile: Tile, decision: Decision) -> None:

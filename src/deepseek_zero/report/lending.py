@@ -55,6 +55,8 @@ class _Player:
     ledger: Ledger = field(default_factory=Ledger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
+    landings: list[tuple[Size, int]] = field(default_factory=list)  # of its groups: room for a message, and how many
+    outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
         for action in schedule.actions():
@@ -69,6 +71,8 @@ class _Player:
                 case Kind.REDUCE:
                     self._reduce(unit)
         self._wait()
+        self.ledger.give(self.outgoing)
+        self.outgoing = []
 
     def _gathered(self, unit: UnitFacts) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
@@ -89,9 +93,13 @@ class _Player:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             taken += [] if self.in_place else [self._inbox(group)]
-            taken += [self._landing(group)] if self._crosses(group) else []
             self.ledger.take(taken)
             self.in_flight += held + taken
+            if self._crosses(group):
+                self.landings.append(self._landings(group))
+                self.ledger.take([self.landings[-1][0]])
+            if group.ranks == 1:
+                self._send()  # nothing to wait for
         if not self.settings.overlap:
             self._wait()
 
@@ -103,10 +111,11 @@ class _Player:
         """Whether a sum is kept in another memory than the one it is made in."""
         return self.crosses and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
 
-    def _landing(self, group: GroupFacts) -> Size:
-        """One message's sum, before it crosses."""
+    def _landings(self, group: GroupFacts) -> tuple[Size, int]:
+        """One message's sum, before it crosses; how many there are."""
         assert group.plan.grad is not None
-        return group.plan.grad.dtype, message_numel(group.layout, self.settings.bucket_numel)
+        message = message_numel(group.layout, self.settings.bucket_numel)
+        return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
     def _inbox(self, group: GroupFacts) -> Size:
         """One message from every other rank."""
@@ -117,8 +126,18 @@ class _Player:
         if self.is_reducing:
             self.ledger.take([self.scratch])
             self.ledger.give([self.scratch])
+        self._send()
         self.ledger.give(self.in_flight)
         self.in_flight, self.is_reducing = [], False
+
+    def _send(self) -> None:
+        """Sums are made and cross, message by message; each has its room until the next is on its way."""
+        for size, messages in self.landings:
+            for number in range(messages):
+                self.ledger.take([size] if number else [])  # the first was taken when the reduction began
+                self.ledger.give(self.outgoing)
+                self.outgoing = [size]
+        self.landings = []
 
 
 def gathered_size(group: GroupFacts) -> Size:

@@ -19,7 +19,8 @@ from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
 from ..tiers.device import Allowance
-from ..tiers.tier import Extent, Ticket, Tier, Tiers, peek
+from ..tiers.ferry import Ferry, ferry_of
+from ..tiers.tier import OVER, Crossing, Extent, Ticket, Tier, Tiers, peek
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
@@ -227,7 +228,7 @@ class Turn:
 @dataclass(frozen=True)
 class Route:
     """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided
-    by.  tiers: other memories that states rest in.  turns: gathers out of them.
+    by.  tiers: other memories that states rest in.  turns: gathers out of them.  ferry: between them and the device.
     """
 
     comm: Comm
@@ -236,6 +237,10 @@ class Route:
     divisor: float = 1.0
     tiers: Tiers = field(default_factory=Tiers)
     turns: Turns = field(default_factory=Turns)
+    ferry: Ferry = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ferry", ferry_of(self.pool.device))
 
 
 def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
@@ -253,7 +258,7 @@ def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add
         case Movement.ALL_GATHER:
             return _all_gather(source.storage, target, route, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.storage, route, what, add)
+            return _reduce_scatter(source, target.storage, route, what, add, target.extent)
         case Movement.ALL_REDUCE:
             own = target.slice(route.comm.rank)
             return _reduce_scatter(source, own, route, what, add).then(
@@ -275,9 +280,11 @@ def _all_gather(own: Tensor, target: FlatBuffer, route: Route, what: str) -> Pen
     return route.comm.all_gather(target.storage, "gather" if target.spec.placement is R else "reduce", what)
 
 
-def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, add: bool) -> Pending:
+def _reduce_scatter(
+    source: FlatBuffer, own: Tensor, route: Route, what: str, add: bool, extent: Extent | None = None
+) -> Pending:
     """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant
-    buffers).
+    buffers).  extent: that `own` is of.
     """
     comm, layout = route.comm, source.layout
     if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
@@ -285,7 +292,6 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
     inbox = None if comm.reads_in_place else route.pool.take(step * (comm.size - 1), source.storage.dtype)
-    near = None if own.device == route.pool.device else route.pool.take(step, own.dtype)
 
     def start(low: int, high: int) -> Pending:
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
@@ -294,15 +300,16 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
             boxes = [*torch.split(inbox[: (comm.size - 1) * (high - low)], high - low)]
             boxes.insert(comm.rank, None)
 
+        kept = own[low:high]
+        landing = Landing(kept, step, extent, route, add=add) if kept.device != route.pool.device else None
+
         def add_up(received: Sequence[Tensor]) -> None:
             scratch = route.pool.take(TILE_NUMEL.on(route.pool.device), torch.float32)
-            into = own[low:high]
-            if near is not None:  # the sum is kept in another memory: made here, where the summands are
-                into = near[: high - low].copy_(into) if add else near[: high - low]
+            into = kept if landing is None else landing.sum()
             ordered_sum(received, into, scratch, divisor=route.divisor, add=add)
-            if near is not None:
-                own[low:high].copy_(into)
             route.pool.give(scratch)
+            if landing is not None:
+                landing.leave()
 
         if comm.size == 1:
             add_up(pieces)  # the one summand goes where the sum is kept
@@ -314,8 +321,35 @@ def _reduce_scatter(source: FlatBuffer, own: Tensor, route: Route, what: str, ad
     def rest() -> None:
         for cut in cuts[1:]:
             start(*cut).wait()
-        for lent in (inbox, near):
-            if lent is not None:
-                route.pool.give(lent)
+        if inbox is not None:
+            route.pool.give(inbox)
 
     return first.then(rest)
+
+
+class Landing:
+    """Room on the device for the sum of one message that is kept in another memory: made where its summands are."""
+
+    def __init__(self, kept: Tensor, numel: int, extent: Extent | None, route: Route, *, add: bool) -> None:
+        """numel: of the room, the same for all messages.  add: onto what is kept."""
+        assert extent is not None
+        self.kept, self.extent, self.route = kept, extent, route
+        self._lent = route.pool.take(numel, kept.dtype)
+        self._arrival: Crossing = OVER
+        if add:
+            with route.ferry.inward(extent) as self._arrival:
+                self._sum.copy_(kept, non_blocking=True)
+
+    @property
+    def _sum(self) -> Tensor:
+        return self._lent[: self.kept.numel()]
+
+    def sum(self) -> Tensor:
+        """What is to be written, or added to."""
+        self._arrival.order()
+        return self._sum
+
+    def leave(self) -> None:
+        """It is written: let it cross, beside what is computed next."""
+        with self.route.ferry.outward(self.extent, lambda: self.route.pool.give(self._lent)):
+            self.kept.copy_(self._sum, non_blocking=True)

@@ -206,9 +206,18 @@ class FlatGroup:
         full = self.full = FlatBuffer(self.layout, spec, self.route.pool.take(self.layout.padded_numel, spec.dtype))
 
         def start() -> Pending:
-            own = FlatBuffer(self.layout, self.weight.spec, extent.look(0, numel))
-            pending = move(own, full, self.route, what)
-            extent.drop(0, numel)
+            here, own = extent.look(0, numel), full.slice(self.route.comm.rank)
+            with self.route.ferry.inward(extent) as crossing:
+                own.copy_(here, non_blocking=True)
+                pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.route, what)
+
+            def leave() -> None:
+                crossing.order()
+                extent.drop(0, numel)
+
+            if not crossing.is_done():
+                return pending.then(leave)
+            leave()
             return pending
 
         return self.route.turns.add(extent.fetch(0, numel), start)
@@ -316,10 +325,10 @@ def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | N
     beneath = part_of(weight, plan, rank)
     if plan.master_is_weight:
         buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent)
-        return Master(buffer, rank, plan.moments.dtype, home=home)
+        return Master(buffer, rank, plan.moments.dtype, home=home, ferry=route.ferry)
     buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
     exposed = plan.weight.placement is not S or route.comm.size == 1
-    return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home)
+    return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, route.ferry)
 
 
 def before_change(group: FlatGroup) -> None:

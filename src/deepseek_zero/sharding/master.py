@@ -7,7 +7,7 @@ group where the master is replicated, its slice otherwise.  Called by group.py, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..base.device import CPU
 from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
+from ..tiers.ferry import Ferry, Mirror
 from ..tiers.tier import Extent
 from .buffer import FlatBuffer
 from .layout import Slot
@@ -39,6 +40,17 @@ class Master:
     is_split: bool = False
     is_exposed: bool = True
     home: torch.device = CPU  # where it is updated
+    ferry: Ferry = field(default_factory=Ferry)
+    mirror: Mirror | None = field(init=False, default=None)  # of what the host updates and the device has
+
+    def __post_init__(self) -> None:
+        if self.home == CPU:
+            self.mirror = self.ferry.mirror(self._abroad.memory, is_read=self.weight is None or self.is_split)
+
+    @property
+    def _abroad(self) -> FlatBuffer:
+        """What computing needs: the weight."""
+        return self.buffer if self.weight is None else self.weight
 
     @property
     def is_rounded(self) -> bool:
@@ -84,12 +96,12 @@ class Master:
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         """The values: a view where they lie together, a copy (in `out`) where they must be joined."""
-        lower = self.buffer.part(place, end)
+        lower = self._near(self.buffer, place, end)
         if not self.is_split or self.weight is None:
             return lower.to(self.dtype) if out is None else out.copy_(lower)
         if out is None:
             out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
-        upper = self.weight.part(place, end).to(lower.device)
+        upper = self._near(self.weight, place, end).to(lower.device)
         join(upper, lower, out, scratch, is_exposed=self.is_exposed)
         return out
 
@@ -114,14 +126,14 @@ class Master:
 
     def absorb(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
         """`write` for values that are not needed any more, in the master's dtype.  chance: where it `is_rounded`."""
-        lower = self.buffer.part(place, end)
+        lower = self._near(self.buffer, place, end)
         if chance is not None:
             round_to_bf16(values, lower, chance)
             return
         if not self.is_split or self.weight is None:
             cast_master(values, lower)
             return
-        upper = self.weight.part(place, end)
+        upper = self._near(self.weight, place, end)
         near = beside(upper, lower)
         split(values.to(lower.device), near, lower)
         if near is not upper:
@@ -130,11 +142,16 @@ class Master:
     def publish(self, place: int, end: int) -> None:
         """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
         if self.weight is not None and not self.is_split:
-            values, upper = self.buffer.part(place, end), self.weight.part(place, end)
+            values, upper = self.buffer.part(place, end), self._near(self.weight, place, end)
             near = beside(upper, values)
             cast_master(values, near)
             if near is not upper:
                 upper.copy_(near)
+
+    def _near(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
+        """These elements: where they came to if an update had them come, else where they rest."""
+        came = self.mirror.held(place, end) if self.mirror is not None and buffer is self._abroad else None
+        return buffer.part(place, end) if came is None else came
 
     def extents(self) -> list[Extent]:
         """What of the values rests in other memories."""

@@ -153,6 +153,7 @@ class Runtime:
                 self.reducer.refuse_unused()
             if self._reduces_now:
                 self.reducer.finish()
+                self.route.ferry.land()
             self.gatherer.end(frozenset())
             self.gatherer.release_all()
             self.reducer.learn()
@@ -200,6 +201,7 @@ class Runtime:
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
         self.reducer.wait()
+        self.route.ferry.land()
         self.reducer.late.clear()
         for group in self.trained_groups:
             group.gradient.drop()

@@ -304,6 +304,7 @@ class DiskExtent(Extent):
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.store()])
 
     def drop(self, low: int, high: int) -> None:
+        self.land()
         for chunk in self._of(low, high):
             chunk.drop()
 

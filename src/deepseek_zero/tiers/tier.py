@@ -37,6 +37,13 @@ class Ticket(Protocol):
         """Whether `wait` would return at once."""
 
 
+class Crossing(Ticket, Protocol):
+    """A copy to or from the training device."""
+
+    def order(self) -> None:
+        """Let what the device is asked for from now on come after it; the host does not wait."""
+
+
 class Over:
     """A transfer that was none."""
 
@@ -45,6 +52,9 @@ class Over:
 
     def is_done(self) -> bool:
         return True
+
+    def order(self) -> None:
+        """Nothing that could come too early."""
 
 
 OVER = Over()
@@ -62,6 +72,7 @@ class Extent:
     """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
 
     due: Due | None = None
+    crossing: Crossing = OVER  # under way between its elements and the training device
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
@@ -72,9 +83,15 @@ class Extent:
             self.due.this()
 
     def settle(self) -> None:
-        """As `catch_up`, for whoever will look at other states too, and keep views of them."""
+        """As `catch_up`, for whoever will look at other states too, and keep views of them; and let nothing cross."""
         if self.due is not None:
             self.due.everything()
+        self.land()
+
+    def land(self) -> None:
+        """Let what is copied to or from the training device be over."""
+        crossing, self.crossing = self.crossing, OVER
+        crossing.wait()
 
     def fetch(self, low: int, high: int) -> Ticket:
         """Start bringing these elements to their address; nothing where they are there."""
@@ -107,6 +124,7 @@ class Extent:
 
 def peek(extent: Extent, low: int, high: int) -> Tensor:
     """These elements as they are, whatever is due, to be read only; from another thread where they rest in place."""
+    extent.crossing.wait()
     if not extent.rests_elsewhere:
         return extent.memory[low:high]
     extent.fetch(low, high).wait()
