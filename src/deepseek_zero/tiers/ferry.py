@@ -39,7 +39,7 @@ class Ferry:
         """Nothing more goes out for a while: the sources of what went are free."""
 
     def mirror(self, there: Tensor, *, is_read: bool) -> Mirror | None:
-        """What lets the host work on a tensor of the device; None where it needs nothing.  is_read: not only written."""
+        """What lets the host work on a tensor of the device; None where nothing need.  is_read: not only written."""
         return None
 
 
