@@ -43,6 +43,7 @@ AXES = {
     "weights": (True, False),
     "optimizer": ("adamw", "groups", "muon"),
     "persistence": (0, 300),
+    "window": (0, 10**9),
 }
 
 
@@ -95,12 +96,13 @@ def test_a_tier_changes_no_bit(
     weights: bool,
     optimizer: str,
     persistence: int,
+    window: int,
 ) -> None:
     run = Run(stage, accumulation=accumulation)
     top: dict[str, Any] = {"gradient_accumulation_steps": accumulation}
     if dtype != "fp32":
         top[dtype] = {"enabled": True, **({"initial_scale_power": 8} if dtype == "fp16" else {})}
-    zero = {"stage3_param_persistence_threshold": persistence}
+    zero = {"stage3_param_persistence_threshold": persistence, "stage3_max_live_parameters": window}
     plain = everything(engine_of(stage, zero, optimizer, **top), run)
     away = offload(tier, states=states, weights=weights and stage == 3)
     engine = engine_of(stage, zero | away, optimizer, **top)
@@ -284,6 +286,29 @@ class Recomputing(Gpt):
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=self.reentrant)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks: int, tier: str) -> None:
+    """Else every update would come before the first unit computes, and no state would travel beside a forward."""
+    far = {
+        "stage3_max_live_parameters": ALL,
+        "stage3_prefetch_bucket_size": ALL,
+        "stage3_param_persistence_threshold": 0,
+    }
+    engine = engine_of(3, offload(tier) | far, model=seeded(Gpt, width=96))
+    for step in range(2):  # the first records the order
+        train_step(engine, Run(3), step)
+    updater, blocks = engine.optimizer.updater, engine.runtime.units[1:]
+    waiting: list[list[bool]] = []
+    for unit in blocks:
+        unit.module.register_forward_pre_hook(
+            lambda *_: waiting.append([any(map(updater.waits, unit.trained)) for unit in blocks])
+        )
+    look(engine, 2)
+    assert waiting == [[later > now for later in range(len(blocks))] for now in range(len(blocks))]
 
 
 @pytest.mark.ranks("ranks")

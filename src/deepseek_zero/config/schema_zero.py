@@ -57,7 +57,8 @@ class OffloadOptimizer(Section):
     nvme_path: str | None = accepted(None, "Directory on the disk that holds the optimizer states.", _PLACE)
     buffer_count: int = effective(
         4,
-        "Tiles of optimizer state that may be on their way from and to the disk, besides the one that is updated.",
+        "Tiles of optimizer state that may be on their way from the disk, and as many to it, besides the one that is "
+        "updated.",
         ge=1,
         example=2,
     )

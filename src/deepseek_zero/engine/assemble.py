@@ -198,8 +198,8 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
         undo_bytes=offload.undo_bytes,
         delay_after=offload.delayed_update_after,
         flow=FlowSettings(
-            ahead=offload.buffer_count // 2 if offload.pipeline_read else 0,
-            behind=-(-offload.buffer_count // 2) if offload.pipeline_write else 0,
+            ahead=offload.buffer_count if offload.pipeline_read else 0,
+            behind=offload.buffer_count if offload.pipeline_write else 0,
         ),
         granularity=granularity,
         check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,

@@ -18,7 +18,7 @@ from ..base.device import CPU, without_torch_function
 from ..base.memory import give_back_holes
 from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
-from ..tiers.tier import Extent, Tier
+from ..tiers.tier import Delivery, Extent, Tier
 from .buffer import FlatBuffer, Route, move
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
@@ -200,8 +200,10 @@ class FlatGroup:
         return move(self.weight, self.full, self.route, what)
 
     def _gather_from(self, extent: Extent, spec: Spec, what: str) -> Pending:
-        """Out of another memory: this rank's slice comes here first, and goes when it has been copied."""
-        extent.catch_up()
+        """Out of another memory: this rank's slice comes here first, and goes when it has been copied.
+
+        An update that waits for it is made when somebody waits for it, not before: others travel meanwhile.
+        """
         numel = self.weight.memory.numel()
         full = self.full = FlatBuffer(self.layout, spec, self.route.pool.take(self.layout.padded_numel, spec.dtype))
 
@@ -220,7 +222,7 @@ class FlatGroup:
             leave()
             return pending
 
-        return self.route.turns.add(extent.fetch(0, numel), start)
+        return self.route.turns.add(Delivery(extent), start)
 
     def show(self) -> None:
         """Point every parameter at the gathered buffer."""

@@ -149,6 +149,7 @@ class Chunk:
         # Both are the writer's too, so they change under the disk's lock.
         self._is_wanted = False  # while it leaves
         self._is_let_go = False  # written, and given back unless it was wanted
+        self._is_kept = False  # wanted whenever it leaves
 
     @property
     def is_settled(self) -> bool:
@@ -168,19 +169,24 @@ class Chunk:
             self.settle()  # what is on its way must not change
         self.is_changed = True
 
+    def keep(self) -> None:
+        """What is stored stays, until it is dropped."""
+        self._is_kept = True
+
     def store(self) -> bool:
         """Send it to the file; True if that takes time."""
         if self.state is State.ARRIVING:
             self.settle()
         if self.state is State.HERE:
-            self.is_changed = False
+            self.is_changed, self._is_wanted = False, self._is_kept
             self._start(State.LEAVING)
-        elif self.state is State.LEAVING:
+        elif self.state is State.LEAVING and not self._is_kept:
             self._let_leave()
         return self.state is State.LEAVING
 
     def drop(self) -> None:
         """It is not needed for a while."""
+        self._is_kept = False
         if self.state is State.ARRIVING:
             self.settle()
         if self.state is State.LEAVING:
@@ -192,6 +198,7 @@ class Chunk:
 
     def forget(self) -> None:
         """Its values are over."""
+        self._is_kept = False
         if self.state in (State.ARRIVING, State.LEAVING):
             self.settle()
         self.sum, self.is_changed = None, False
@@ -288,6 +295,10 @@ class DiskExtent(Extent):
 
     def fetch(self, low: int, high: int) -> Ticket:
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])
+
+    def keep(self) -> None:
+        for chunk in self.chunks:
+            chunk.keep()
 
     def look(self, low: int, high: int) -> Tensor:
         self.settle()

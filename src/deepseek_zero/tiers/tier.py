@@ -97,6 +97,9 @@ class Extent:
         """Start bringing these elements to their address; nothing where they are there."""
         return OVER
 
+    def keep(self) -> None:
+        """Let what is stored stay at its address too, until it is dropped: somebody will fetch all of it soon."""
+
     def look(self, low: int, high: int) -> Tensor:
         """These elements, to be read until `store` or `drop`: a view."""
         self.settle()
@@ -120,6 +123,32 @@ class Extent:
     def rests_elsewhere(self) -> bool:
         """Whether a view shows nothing between `store` and `fetch`."""
         return False
+
+
+class Delivery:
+    """All elements of an extent, on their way to their address as soon as what is due is done.
+
+    Somebody has to ask for what is due: `wait` does, so whoever does not wait leaves it to the others.
+    """
+
+    def __init__(self, extent: Extent) -> None:
+        self.extent = extent
+        self._transfer: Ticket | None = None
+        if not self._is_fetched():
+            extent.keep()
+
+    def wait(self) -> None:
+        self.extent.catch_up()
+        if self._is_fetched() and self._transfer is not None:
+            self._transfer.wait()
+
+    def is_done(self) -> bool:
+        return self._is_fetched() and self._transfer is not None and self._transfer.is_done()
+
+    def _is_fetched(self) -> bool:
+        if self._transfer is None and self.extent.due is None:
+            self._transfer = self.extent.fetch(0, self.extent.memory.numel())
+        return self._transfer is not None
 
 
 def peek(extent: Extent, low: int, high: int) -> Tensor:

@@ -79,6 +79,26 @@ def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
     assert torch.equal(extent.look(0, NUMEL), values)
 
 
+def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> None:
+    extent, values = filled(disk)
+    extent.keep()
+    extent.store(0, NUMEL).wait()
+    assert states(extent) == {State.HERE} and disk.traffic.written_bytes > 0
+    assert extent.fetch(0, NUMEL).is_done() and torch.equal(extent.look(0, NUMEL), values)
+    assert disk.traffic.read_bytes == 0
+    extent.part(0, CHUNK).add_(1)
+    moved = extent.store(0, NUMEL)
+    extent.drop(0, NUMEL)  # while it leaves
+    moved.wait()
+    extent.settle()
+    extent.drop(0, NUMEL)
+    assert states(extent) == {State.AWAY}
+    values[:CHUNK] += 1
+    assert torch.equal(extent.look(0, NUMEL), values)
+    extent.store(0, NUMEL).wait()
+    assert states(extent) == {State.AWAY}  # nobody wants it any more
+
+
 def test_a_change_outlives_a_drop(disk: Disk) -> None:
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
