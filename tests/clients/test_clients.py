@@ -32,14 +32,18 @@ def plain_accelerate_losses() -> tuple[list[float], dict[str, Any]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("stage", [3, pytest.param(2, marks=BY_HAND)])
-def test_accelerate_launch_trains_saves_and_goes_on(stage: int, tmp_path: Path) -> None:
+BY_HAND_TOO = [pytest.param(stage, ranks, marks=BY_HAND) for stage, ranks in ((2, 2), (3, 1), (2, 1))]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(3, 2), *BY_HAND_TOO])
+def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_path: Path) -> None:
     need_client("accelerate")
     launch = ["exec", sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", str(stage)]
-    launch += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    launch += ["--num_processes", str(ranks), "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no"]
     seen = told(start([*OURS, *launch, "--main_process_port", "0"], "program_accelerate.py", stage, tmp_path / "state"))
     losses, weights = plain_accelerate_losses()
-    assert seen["world"] == 2 and seen["engine"] == "deepseek_zero.facade.deepspeed"
+    assert seen["world"] == ranks and seen["engine"] == "deepseek_zero.facade.deepspeed"
     assert seen["kinds"] == (["AtRest"] if stage == 3 else ["Parameter"])
     assert seen["first"] + seen["second"] == pytest.approx(losses, rel=1e-5)
     assert seen["again"] == seen["second"]

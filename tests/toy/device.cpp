@@ -31,12 +31,7 @@ constexpr auto kToy = c10::DeviceType::HPU;
 std::atomic<int64_t> held{0}, most{0};
 
 struct Block { void* data; int64_t nbytes; };
-void give(void* context) {
-  auto* block = static_cast<Block*>(context);
-  held -= block->nbytes;
-  c10::free_cpu(block->data);
-  delete block;
-}
+void give(void* context);
 struct Allocator final : c10::Allocator {
   c10::DataPtr allocate(size_t nbytes) override {
     c10::Device device(kToy, 0);
@@ -78,10 +73,29 @@ void queue(Stream& stream, std::function<void()> job) {
   stream.jobs.push_back(std::move(job));
   ++stream.queued;
 }
+// Memory that was freed when the default stream had been told to wait: it is free for what that stream does afterwards.
+std::map<const void*, Block*> freed;
 void compute() {  // an operation is about to run in the current stream
   std::lock_guard lock(busy);
   clock_ += current == 0;
   drain(streams[current], streams[current].queued);
+  if (!streams[0].jobs.empty()) return;
+  for (auto& [data, block] : freed) {
+    c10::free_cpu(block->data);
+    delete block;
+  }
+  freed.clear();
+}
+void give(void* context) {
+  std::lock_guard lock(busy);
+  auto* block = static_cast<Block*>(context);
+  held -= block->nbytes;
+  if (!streams[0].jobs.empty()) {
+    freed[block->data] = block;
+    return;
+  }
+  c10::free_cpu(block->data);
+  delete block;
 }
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::DeviceType type() const override { return kToy; }
@@ -166,12 +180,15 @@ struct Place {  // of a tensor that a copy will need; nothing is kept alive for 
   std::vector<int64_t> sizes, strides;
   int64_t offset;
   at::ScalarType dtype;
+  void* data;
+  size_t nbytes;
   explicit Place(const Tensor& t) : storage(t.storage().getWeakStorageImpl()), sizes(t.sizes().vec()),
-      strides(t.strides().vec()), offset(t.storage_offset()), dtype(t.scalar_type()) {}
+      strides(t.strides().vec()), offset(t.storage_offset()), dtype(t.scalar_type()),
+      data(t.storage().mutable_data()), nbytes(t.storage().nbytes()) {}
   Tensor seen() const {
     auto held = storage.lock();
-    TORCH_CHECK(held.defined(), "memory was given up before a copy that needs it was over");
-    auto bytes = c10::Storage(c10::Storage::use_byte_size_t(), held->nbytes(), c10::DataPtr(held->mutable_data(), c10::Device(at::kCPU)), nullptr, false);
+    TORCH_CHECK(held.defined() || freed.count(data), "memory was given up before a copy that needs it was over");
+    auto bytes = c10::Storage(c10::Storage::use_byte_size_t(), nbytes, c10::DataPtr(data, c10::Device(at::kCPU)), nullptr, false);
     return at::empty({0}, at::TensorOptions().dtype(dtype).device(at::kCPU)).set_(bytes, offset, sizes, strides);
   }
 };

@@ -46,13 +46,15 @@ class Form:
         return tensor, flat.view(self.size)
 
     def write(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy a tensor of this form into `nbytes` bytes."""
+        """Copy a tensor of this form into `nbytes` bytes; on a device in the stream of the moment."""
         source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
-        target.copy_(source)
+        target.copy_(source, non_blocking=True)
 
-    def read(self, bytes_: Tensor) -> Tensor:
-        """A new tensor of this form out of them."""
-        tensor = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+    def empty(self) -> Tensor:
+        """A new tensor of this form, with arbitrary contents."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def read(self, tensor: Tensor, bytes_: Tensor) -> None:
+        """Undo `write`, into a tensor of this form."""
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
-        target.copy_(source)
-        return tensor
+        target.copy_(source, non_blocking=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from itertools import islice
 
 from torch import Tensor
 
@@ -21,35 +21,13 @@ from ..base.memory import PAGE, give_back_holes
 from ..base.quantities import format_bytes
 from ..tiers.tier import Memory, Ticket
 from .form import Form
+from .passage import ALIGNMENT, Passage, Stay, rounded
 from .slab import Place, Slab
 
 CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
 AHEAD = 2  # checkpoints that are read before backward asks for them
 BEHIND = 2  # checkpoints that may be on their way to the disk
-ALIGNMENT = 64  # bytes at which a tensor begins
 HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's holes are given back
-
-
-@dataclass
-class Stay:
-    """The inputs of one checkpoint in the slab.  is_stored: sent to where the memory keeps them."""
-
-    place: Place
-    forms: list[Form]
-    is_stored: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        return sum(form.nbytes for form in self.forms)
-
-    def parts(self, bytes_: Tensor) -> list[tuple[Form, Tensor]]:
-        """Each form with its bytes."""
-        found: list[tuple[Form, Tensor]] = []
-        start = 0
-        for form in self.forms:
-            found.append((form, bytes_[start : start + form.nbytes]))
-            start += _rounded(form.nbytes, ALIGNMENT)
-        return found
 
 
 class Parking:
@@ -69,6 +47,7 @@ class Parking:
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # the last one that will end with a sweep
+        self._passage = Passage()
 
     @property
     def reserved_bytes(self) -> int:
@@ -84,9 +63,8 @@ class Parking:
         self.sweep()
         self._send_newest()
         forms = [Form.of(tensor) for tensor in tensors]
-        stay = Stay(self._room_for(sum(_rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
-        for tensor, (form, part) in zip(tensors, stay.parts(stay.place.part()), strict=True):
-            form.write(tensor, part)
+        stay = Stay(self._room_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
+        self._passage.send(tensors, stay)
         self._arrived += 1
         self._stays[self._arrived] = stay
         self._count_holes(stay)
@@ -97,26 +75,23 @@ class Parking:
     def take(self, number: int) -> list[Tensor]:
         """Copies of the tensors that were parked; the slab keeps its own, for another backward through this graph."""
         self.sweep()
+        self._passage.land()
         stay = self._stays[number]
         stay.place.fetch()
-        for earlier in self._before(number, AHEAD):
-            earlier.place.fetch()
-        found = [form.read(part) for form, part in stay.parts(stay.place.look())]
+        coming = {other: self._stays[other].place.fetch() for other in self._before(number, AHEAD)}
+        found = self._passage.bring(number, stay)
         if stay.is_stored:
             stay.place.drop()
+        for other, ticket in islice(coming.items(), 1):
+            if ticket.is_done():
+                self._passage.bring_early(other, self._stays[other])
         self._count_holes(stay)
         self._sweep_after_backward()
         return found
 
-    def _before(self, number: int, count: int) -> list[Stay]:
+    def _before(self, number: int, count: int) -> list[int]:
         """The checkpoints that came before this one, latest first: what backward wants next."""
-        found: list[Stay] = []
-        for other in reversed(self._stays):
-            if len(found) == count:
-                break
-            if other < number:
-                found.append(self._stays[other])
-        return found
+        return list(islice((other for other in reversed(self._stays) if other < number), count))
 
     def _send_newest(self) -> None:
         """The newest checkpoint is about to be the last but one.  Waits where the disk is too slow to keep up."""
@@ -141,7 +116,7 @@ class Parking:
         if not self._stays and len(self.slabs) > 1:
             self._join()
         self._chunk_bytes = self._chunk_bytes or self._best_chunk()
-        whole = _rounded(nbytes, self._chunk_bytes)
+        whole = rounded(nbytes, self._chunk_bytes)
         for slab in self.slabs:
             if (place := slab.take(whole)) is not None:
                 return place
@@ -153,13 +128,13 @@ class Parking:
     def _join(self) -> None:
         """One slab instead of several, while nothing is parked."""
         self._chunk_bytes = self._best_chunk()
-        nbytes = sum(_rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
+        nbytes = sum(rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
         self._give_up()
         self.memory = self._open()
         self._reserve(nbytes)
 
     def _best_chunk(self) -> int:
-        return _rounded(-(-self._largest_bytes // CHUNKS), PAGE)
+        return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
 
     def _reserve(self, nbytes: int) -> Slab:
         self.memory.admit(nbytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
@@ -176,7 +151,8 @@ class Parking:
     def sweep(self) -> None:
         """Free the places of whatever was dropped."""
         while self._dropped:
-            stay = self._stays.pop(self._dropped.popleft())
+            self._passage.forget(number := self._dropped.popleft())
+            stay = self._stays.pop(number)
             self.used_bytes -= stay.nbytes
             stay.place.give_back()
 
@@ -191,6 +167,8 @@ class Parking:
         if len(self._dropped) == len(self._stays):
             self._dropped.clear()
             self._stays.clear()
+            self._passage.land()
+            self._passage = Passage()
             self._give_up()
 
     def explain(self) -> str:
@@ -214,7 +192,3 @@ class Parked:
 
     def __del__(self) -> None:
         self.parking._dropped.append(self.number)
-
-
-def _rounded(nbytes: int, unit: int) -> int:
-    return -(-nbytes // unit) * unit

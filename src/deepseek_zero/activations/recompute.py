@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..base.device import default_device
 from ..sharding.saved import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
@@ -108,10 +109,10 @@ def _parking_for(settings: RecomputeSettings) -> Parking | None:
 
 
 def _memory_for(settings: RecomputeSettings) -> Memory:
-    """On a CPU the device's memory is the host's, so both tiers are the same slab."""
+    """On a CPU the device's memory is the host's, so both tiers are the same slab; beside a GPU it is page-locked."""
     if settings.tier is Tier.NVME:
         return Disk(settings.directory or Path(), settings.disk)
-    return HostMemory()
+    return HostMemory(pinned=default_device().type == "cuda" and settings.tier is Tier.HOST)
 
 
 class _Process:

@@ -53,8 +53,8 @@ class Place:
         """The bytes, to be read; waits for them."""
         return self.slab.extent.look(self.low, self.high)
 
-    def fetch(self) -> None:
-        self.slab.extent.fetch(self.low, self.high)
+    def fetch(self) -> Ticket:
+        return self.slab.extent.fetch(self.low, self.high)
 
     def store(self) -> Ticket:
         return self.slab.extent.store(self.low, self.high)

@@ -312,6 +312,7 @@ class DiskExtent(Extent):
         return self.look(low, high)
 
     def store(self, low: int, high: int) -> Ticket:
+        self.land()
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.store()])
 
     def drop(self, low: int, high: int) -> None:

@@ -22,7 +22,12 @@ ROOMS = 2  # that may still be copied from when a new one is made
 
 
 class Ferry:
-    """The one of a device without memory of its own: a copy is over when the call that asked for it returns."""
+    """The one of a device without memory of its own: a copy is over when the call that asked for it returns.
+
+    overlaps: whether it is worth asking for a copy before its result is needed.
+    """
+
+    overlaps = False
 
     @contextmanager
     def inward(self, extent: Extent) -> Iterator[Crossing]:
@@ -62,6 +67,8 @@ class Streamed:
 
 class Streams(Ferry):
     """The one of an accelerator."""
+
+    overlaps = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,0 +1,96 @@
+"""The inputs of a checkpoint on their way into a slab and back.
+
+Where the slab is another device's memory they pass beside what that device computes, and come back before their turn.
+Called by parking.py, which says when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tiers.ferry import Ferry, ferry_of
+from ..tiers.tier import Crossing
+from .form import Form
+from .slab import Place
+
+ALIGNMENT = 64  # bytes at which a tensor begins
+
+
+@dataclass
+class Stay:
+    """The inputs of one checkpoint in the slab.  is_stored: sent to where the memory keeps them."""
+
+    place: Place
+    forms: list[Form]
+    is_stored: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for form in self.forms)
+
+    def parts(self, bytes_: Tensor) -> list[tuple[Form, Tensor]]:
+        """Each form with its bytes."""
+        found: list[tuple[Form, Tensor]] = []
+        start = 0
+        for form in self.forms:
+            found.append((form, bytes_[start : start + form.nbytes]))
+            start += rounded(form.nbytes, ALIGNMENT)
+        return found
+
+
+class Passage:
+    """Between one slab and whatever device its tensors are of."""
+
+    def __init__(self) -> None:
+        self._ferries: dict[torch.device, Ferry] = {}
+        self._coming: dict[int, tuple[Crossing, list[Tensor]]] = {}
+
+    def send(self, tensors: Sequence[Tensor], stay: Stay) -> None:
+        """Copy them into their place; they are kept until that is over."""
+        bytes_, sources = stay.place.part(), list(tensors)
+        with self._ferry(stay, bytes_).outward(stay.place.slab.extent, sources.clear):
+            for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
+                form.write(tensor, part)
+
+    def bring(self, number: int, stay: Stay) -> list[Tensor]:
+        """New tensors with their bytes, for the device to use."""
+        crossing, found = self._coming.pop(number) if number in self._coming else self._start(stay)
+        crossing.order()
+        return found
+
+    def bring_early(self, number: int, stay: Stay) -> None:
+        """Let them come while others are used, where that takes time."""
+        if number not in self._coming and self._ferry(stay, stay.place.slab.extent.memory).overlaps:
+            self._coming[number] = self._start(stay)
+
+    def forget(self, number: int) -> None:
+        """Nobody will ask for them again."""
+        self._coming.pop(number, None)
+
+    def land(self) -> None:
+        """Nothing more is sent for a while: what was is not kept any longer."""
+        for ferry in self._ferries.values():
+            ferry.land()
+
+    def _start(self, stay: Stay) -> tuple[Crossing, list[Tensor]]:
+        bytes_, found = stay.place.look(), [form.empty() for form in stay.forms]
+        with self._ferry(stay, bytes_).inward(stay.place.slab.extent) as crossing:
+            for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
+                form.read(tensor, part)
+        return crossing, found
+
+    def _ferry(self, stay: Stay, bytes_: Tensor) -> Ferry:
+        """To the device of the tensors; where they wait in its own memory nothing crosses."""
+        device = next((form.device for form in stay.forms if form.device != bytes_.device), bytes_.device)
+        if device not in self._ferries:
+            self._ferries[device] = Ferry() if device == bytes_.device else ferry_of(device)
+        return self._ferries[device]
+
+
+def rounded(nbytes: int, unit: int) -> int:
+    """Up to a multiple of a unit."""
+    return -(-nbytes // unit) * unit
