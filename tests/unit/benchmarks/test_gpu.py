@@ -7,13 +7,45 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.cells import Shape
 from benchmarks.gpu.throughput import SIZES, VOCABULARY, Model, Row, Size, figures
+from benchmarks.gpu.tiers import KINDS, LADDERS, Kind, largest
 
 SCRIPT = Path(__file__).resolve().parents[3] / "benchmarks" / "gpu" / "throughput.py"
+
+
+def test_the_models_are_as_large_as_their_names() -> None:
+    for name, kind in KINDS.items():
+        assert kind.params / 1e9 == pytest.approx(float(name.partition("b")[0]), rel=0.05)
+
+
+def test_the_largest_is_the_last_before_the_first_that_does_not_fit() -> None:
+    asked: list[int] = []
+
+    def fits(kind: Kind) -> bool:
+        asked.append(kind.size.shape.layers)
+        return kind.size.shape.layers < 6
+
+    found = largest(LADDERS["plain"], fits)
+    assert found is not None and found.size.shape.layers == 5 and asked == [3, 4, 5, 6]
+    assert largest(LADDERS["ours"], fits) is None
+
+
+def test_the_tiers_dry_run_uses_all_memories_and_says_how_it_clips() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT.with_name("tiers.py")), "--dry-run", "--steps", "1"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "plain" in done.stdout and "ours" in done.stdout and "times" in done.stdout, done.stderr
+    assert done.stdout.count("clipping by the exact global norm") == 2
+    assert "nvme: weights" in done.stdout and "host: weights" in done.stdout
 
 
 def test_flops_are_those_of_the_products_that_torch_counts() -> None:
