@@ -126,21 +126,25 @@ def job_of(cell: Cell) -> Job:
 
 
 def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
-    """All ways over the same batches, step by step in turn.  Collective."""
+    """All ways over the same batches in turn.  Collective.
+
+    Each takes two steps, of which the second counts: in the first it gets back the memory that the others gave up.
+    """
     job = job_of(cell)
     batches = Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
     ways = [floor_way(job), *(our_way(job, name, device, folder) for name, device in PLACES.items())]
     fence = ways[1].engine.runtime.comm.fence
     rates = []
-    for number in range(steps + 2):
+    for turn in range(1 + steps):
         for way in ways:
-            fence(f"before {way.name}")
-            began = time.perf_counter()
-            losses = way.step(batches.of_step(number))
-            fence(f"after {way.name}")
-            if number >= 2:
+            for number in (2 * turn, 2 * turn + 1):
+                fence(f"before {way.name}")
+                began = time.perf_counter()
+                losses = way.step(batches.of_step(number))
+                fence(f"after {way.name}")
+                way.losses += [float(loss) for loss in losses]
+            if turn > 0:
                 way.seconds.append(time.perf_counter() - began)
-            way.losses += [float(loss) for loss in losses]
         fence("before the copy")
         rates.append(job.size * copy_rate(folder))  # all ranks at once: the disk's own speed
     return [row_of(cell, way, ways, statistics.median(rates)) for way in ways]
@@ -163,7 +167,7 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
         row.disk_gbps = ranks * (moved.read_bytes + moved.written_bytes) / moved.seconds / 1e9
         row.of_copy = row.disk_gbps * 1e9 / rate
         row.hidden = max(0.0, 1 - moved.waited_seconds / moved.seconds)
-        shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[-len(way.seconds) :]]
+        shares = [overlap_share(log.transfers, log.collectives) for log in way.logs[3::2]]  # of the timed steps
         row.beside_compute = statistics.median(shares)
         clock = plain.engine.runtime.comm.meter.clock
         forward, backward = (clock.seconds.get(phase, 0.0) / clock.steps for phase in ("forward", "backward"))
@@ -222,7 +226,8 @@ def table(rows: list[Row], about: str) -> str:
     lines = [
         "# States on the host and on a disk",
         "",
-        "Written by `benchmarks/tiers.py`; medians of interleaved steps, ratios step by step.",
+        "Written by `benchmarks/tiers.py`; medians, ratios turn by turn: each way takes two steps, of which the second",
+        "counts, before the next one does.",
         "",
         about,
         "",
@@ -266,7 +271,9 @@ def draw(rows: list[Row], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cells", type=lambda text: [Cell.parse(name) for name in text.split(",")])
-    parser.add_argument("--steps", type=int, default=5, help="timed steps of each way; two more warm up")
+    parser.add_argument(
+        "--steps", type=int, default=5, help="timed steps of each way; one more before each, and two to warm up"
+    )
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="a directory on the disk to measure")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
