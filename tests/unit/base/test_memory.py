@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.base.memory import PAGE, Segment, give_back, is_cached, private_pages
+from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Segment, give_back, is_cached, private_pages
 
 FAULTS = """
 import resource, sys, torch
@@ -30,6 +30,16 @@ print(changed, faults())
 def resident_bytes() -> int:
     with open("/proc/self/statm") as statm:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.parametrize("nbytes", [4, PAGE, HUGE_PAGE - 4, HUGE_PAGE, 7 * HUGE_PAGE + PAGE, 8 * HUGE_PAGE])
+def test_pages_begin_where_a_huge_one_can_and_are_zeros_to_the_end(nbytes: int) -> None:
+    pages = private_pages(nbytes // 4, torch.float32)
+    assert pages.nbytes == pages.untyped_storage().nbytes() == nbytes and not pages.any()
+    assert pages.data_ptr() % (HUGE_PAGE if nbytes >= HUGE_PAGE else PAGE) == 0
+    before = resident_bytes()
+    pages.fill_(1.0)
+    assert resident_bytes() - before < nbytes + HUGE_PAGE and pages.all()
 
 
 def test_pages_that_are_given_back_are_the_systems_until_they_are_written_again() -> None:
