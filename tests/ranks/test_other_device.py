@@ -25,9 +25,9 @@ if not os.environ.get("DEEPSEEK_ZERO_FULL"):
 @pytest.mark.parametrize(("case", "ranks"), RUNS)
 def test_beside_another_device(case: str, ranks: int, tmp_path: Path) -> None:
     need(toy.can_build(), "g++ and ninja")
-    alone, together = [sys.executable, "-m"], ["deepseek-zero", "run", "--nproc", str(ranks), "--module"]
+    together = ["deepseek_zero.cli", "run", "--nproc", str(ranks), "--module"] if ranks > 1 else []
     ran = subprocess.run(
-        [*(together if ranks > 1 else alone), "tests.toy.cases", case, str(tmp_path)],
+        [sys.executable, "-m", *together, "tests.toy.cases", case, str(tmp_path)],
         cwd=ROOT,
         env={**os.environ, toy.LIBRARY_VARIABLE: toy.build(), "OMP_NUM_THREADS": "1"},
         capture_output=True,
