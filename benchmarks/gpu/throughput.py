@@ -169,11 +169,16 @@ class Row:
     failed: str = ""
 
 
+def batch_for(size: Size, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Tokens and targets, the same in every step."""
+    data = torch.randint(0, VOCABULARY, (size.batch, size.context + 1), device=device)
+    return data[:, :-1].contiguous(), data[:, 1:].contiguous()
+
+
 def measure(row: Row, name: str, size: Size, device: torch.device, steps: int) -> None:
     """One round of one system, added to its row."""
     torch.manual_seed(0)
-    data = torch.randint(0, VOCABULARY, (size.batch, size.context + 1), device=device)
-    tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    tokens, targets = batch_for(size, device)
     with device:
         model = Model(size)
     step, engine = SYSTEMS[name](model, device)

@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # started as a fil
 
 import deepseek_zero as dz
 from benchmarks.cells import ADAMW, Shape
-from benchmarks.gpu.throughput import VOCABULARY, Model, Size, plain
+from benchmarks.gpu.throughput import Model, Size, batch_for, plain
 from deepseek_zero.base.device import synchronize
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.report.placement import told
@@ -65,23 +65,26 @@ class Kind:
             return sum(param.numel() for param in Model(self.size).parameters())
 
 
-def kind(layers: int, width: int, context: int = 2048, batch: int = 8, moments: str = "fp32") -> Kind:
+def checkpointed_gpt(layers: int, width: int, context: int = 2048, batch: int = 8, moments: str = "fp32") -> Kind:
     return Kind(Size(Shape(layers, width), context, batch, (), checkpointed=True), moments)
 
 
 KINDS = {
-    "7b": kind(32, 4096),
-    "14b": kind(44, 5120),
-    "18b": kind(46, 5760),
-    "32b-bf16-moments": kind(52, 7168, moments="bf16"),
+    "7b": checkpointed_gpt(32, 4096),
+    "14b": checkpointed_gpt(44, 5120),
+    "18b": checkpointed_gpt(46, 5760),
+    "32b-bf16-moments": checkpointed_gpt(52, 7168, moments="bf16"),
 }
-TINY = {"tiny": kind(3, 128, 64, 2), "tiny-bf16-moments": kind(3, 128, 64, 2, moments="bf16")}
+TINY = {"tiny": checkpointed_gpt(3, 128, 64, 2), "tiny-bf16-moments": checkpointed_gpt(3, 128, 64, 2, moments="bf16")}
 # Under a cap: one width, more and more layers.
 LADDERS = {
-    "plain": [kind(layers, 4096, batch=4) for layers in (3, 4, 5, 6, 7, 8, 10)],
-    "ours": [kind(layers, 4096, batch=4) for layers in (40, 60, 70, 75, 80, 90)],
+    "plain": [checkpointed_gpt(layers, 4096, batch=4) for layers in (3, 4, 5, 6, 7, 8, 10)],
+    "ours": [checkpointed_gpt(layers, 4096, batch=4) for layers in (40, 60, 70, 75, 80, 90)],
 }
-TINY_LADDERS = {"plain": [kind(layers, 64, 64, 2) for layers in (1, 2)], "ours": [kind(3, 64, 64, 2)]}
+TINY_LADDERS = {
+    "plain": [checkpointed_gpt(layers, 64, 64, 2) for layers in (1, 2)],
+    "ours": [checkpointed_gpt(3, 64, 64, 2)],
+}
 
 
 @dataclass
@@ -136,8 +139,7 @@ def train(name: str, kind: Kind, memories: Memories, steps: int) -> Found:
 
 def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
     device = engine.device
-    data = torch.randint(0, VOCABULARY, (kind.size.batch, kind.size.context + 1), device=device)
-    tokens, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
+    tokens, targets = batch_for(kind.size, device)
     for number in range(WARM + steps):
         synchronize(device)
         began = time.perf_counter()
@@ -158,14 +160,13 @@ def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
 
 def plainly(kind: Kind, device: torch.device) -> bool:
     """Whether plain PyTorch takes two steps with it: bf16 weights, fp32 masters, fused AdamW, on the device alone."""
-    size = replace(kind.size)
     try:
         with device:
-            model = Model(size)
-            data = torch.randint(0, VOCABULARY, (size.batch, size.context + 1))
+            model = Model(kind.size)
+        tokens, targets = batch_for(kind.size, device)
         step, _ = plain(model, device)
         for _ in range(2):
-            step(data[:, :-1].contiguous(), data[:, 1:].contiguous())
+            step(tokens, targets)
         synchronize(device)
     except NO_ROOM:
         return False

@@ -78,13 +78,13 @@ class Parking:
         self._passage.land()
         stay = self._stays[number]
         stay.place.fetch()
-        coming = {other: self._stays[other].place.fetch() for other in self._before(number, AHEAD)}
+        wanted = self._before(number, AHEAD)
+        tickets = [self._stays[other].place.fetch() for other in wanted]
         found = self._passage.bring(number, stay)
         if stay.is_stored:
             stay.place.drop()
-        for other, ticket in islice(coming.items(), 1):
-            if ticket.is_done():
-                self._passage.bring_early(other, self._stays[other])
+        if wanted and tickets[0].is_done():
+            self._passage.bring_early(wanted[0], self._stays[wanted[0]])
         self._count_holes(stay)
         self._sweep_after_backward()
         return found

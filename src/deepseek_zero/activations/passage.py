@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..tiers.ferry import Ferry, ferry_of
-from ..tiers.tier import Crossing
+from ..tiers.tier import Crossing, Extent
 from .form import Form
 from .slab import Place
 
@@ -27,6 +27,11 @@ class Stay:
     place: Place
     forms: list[Form]
     is_stored: bool = False
+
+    @property
+    def extent(self) -> Extent:
+        """What its place is a stretch of."""
+        return self.place.slab.extent
 
     @property
     def nbytes(self) -> int:
@@ -52,7 +57,7 @@ class Passage:
     def send(self, tensors: Sequence[Tensor], stay: Stay) -> None:
         """Copy them into their place; they are kept until that is over."""
         bytes_, sources = stay.place.part(), list(tensors)
-        with self._ferry(stay, bytes_).outward(stay.place.slab.extent, sources.clear):
+        with self._ferry(stay).outward(stay.extent, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
@@ -64,7 +69,7 @@ class Passage:
 
     def bring_early(self, number: int, stay: Stay) -> None:
         """Let them come while others are used, where that takes time."""
-        if number not in self._coming and self._ferry(stay, stay.place.slab.extent.memory).overlaps:
+        if number not in self._coming and self._ferry(stay).overlaps:
             self._coming[number] = self._start(stay)
 
     def forget(self, number: int) -> None:
@@ -78,16 +83,17 @@ class Passage:
 
     def _start(self, stay: Stay) -> tuple[Crossing, list[Tensor]]:
         bytes_, found = stay.place.look(), [form.empty() for form in stay.forms]
-        with self._ferry(stay, bytes_).inward(stay.place.slab.extent) as crossing:
+        with self._ferry(stay).inward(stay.extent) as crossing:
             for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
                 form.read(tensor, part)
         return crossing, found
 
-    def _ferry(self, stay: Stay, bytes_: Tensor) -> Ferry:
+    def _ferry(self, stay: Stay) -> Ferry:
         """To the device of the tensors; where they wait in its own memory nothing crosses."""
-        device = next((form.device for form in stay.forms if form.device != bytes_.device), bytes_.device)
+        home = stay.extent.memory.device
+        device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
-            self._ferries[device] = Ferry() if device == bytes_.device else ferry_of(device)
+            self._ferries[device] = Ferry() if device == home else ferry_of(device)
         return self._ferries[device]
 
 

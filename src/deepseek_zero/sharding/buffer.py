@@ -19,7 +19,7 @@ from ..base.memory import give_back
 from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
 from ..tiers.device import Allowance
-from ..tiers.ferry import Ferry, ferry_of
+from ..tiers.ferry import Ferry
 from ..tiers.tier import OVER, Crossing, Extent, Ticket, Tier, Tiers, peek
 from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
@@ -237,10 +237,7 @@ class Route:
     divisor: float = 1.0
     tiers: Tiers = field(default_factory=Tiers)
     turns: Turns = field(default_factory=Turns)
-    ferry: Ferry = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ferry", ferry_of(self.pool.device))
+    ferry: Ferry = field(default_factory=Ferry)
 
 
 def message_numel(layout: FlatLayout, bucket_numel: int) -> int:

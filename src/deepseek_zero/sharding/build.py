@@ -14,6 +14,7 @@ from ..base.device import default_device
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, hand_out
+from ..tiers.ferry import ferry_of
 from ..tiers.tier import Tiers
 from .buffer import Pool, Route
 from .group import FlatGroup, Member
@@ -56,7 +57,7 @@ def wrap_model(
     tiers = tiers or Tiers()
     pool = Pool(device, comm, tiers.allowance)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
-    route = Route(comm, pool, settings.bucket_numel, divisor, tiers)
+    route = Route(comm, pool, settings.bucket_numel, divisor, tiers, ferry=ferry_of(pool.device))
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     built: dict[int, list[FlatGroup]] = {}

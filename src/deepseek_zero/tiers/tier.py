@@ -134,21 +134,23 @@ class Delivery:
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
         self._transfer: Ticket | None = None
-        if not self._is_fetched():
+        if self._fetch() is None:
             extent.keep()
 
     def wait(self) -> None:
         self.extent.catch_up()
-        if self._is_fetched() and self._transfer is not None:
-            self._transfer.wait()
+        if (transfer := self._fetch()) is not None:
+            transfer.wait()
 
     def is_done(self) -> bool:
-        return self._is_fetched() and self._transfer is not None and self._transfer.is_done()
+        transfer = self._fetch()
+        return transfer is not None and transfer.is_done()
 
-    def _is_fetched(self) -> bool:
+    def _fetch(self) -> Ticket | None:
+        """The transfer, started as soon as nothing is due; None before that."""
         if self._transfer is None and self.extent.due is None:
             self._transfer = self.extent.fetch(0, self.extent.memory.numel())
-        return self._transfer is not None
+        return self._transfer
 
 
 def peek(extent: Extent, low: int, high: int) -> Tensor:
