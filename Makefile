@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test check sizes clients bench bench-full bench-growth bench-tiers bench-checkpoint clean
+.PHONY: train test check clients bench bench-full bench-growth bench-tiers bench-checkpoint clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
@@ -11,11 +11,8 @@ train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 test: $(STAMP)  ## run all tests
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/test
 
-check: $(STAMP)  ## style, types, layers, sizes, exported names, spelling
+check: $(STAMP)  ## style, types, layers, exported names, spelling
 	@PATH="$(CURDIR)/$(BIN):$$PATH" scripts/check
-
-sizes: $(STAMP)  ## the three longest files, functions and classes
-	@$(BIN)/python scripts/sizes
 
 clients: $(STAMP)  ## every client of DeepSpeed's, unmodified: half an hour on two cores
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[clients]'
