@@ -211,11 +211,11 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
 
 
 @pytest.mark.ranks(2)
-def test_no_latest_is_none_and_a_missing_tag_an_error_that_lists_the_others(tmp_path: Path) -> None:
+def test_no_checkpoint_is_none_and_a_missing_tag_an_error_that_lists_the_others(tmp_path: Path) -> None:
     engine = build(3)
     assert engine.load_checkpoint(tmp_path) == (None, None)
     engine.save_checkpoint(tmp_path, tag="here", save_latest=False)
-    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert engine.load_checkpoint(tmp_path) == (str(tmp_path / "here"), {})
     with pytest.raises(CheckpointError, match=r"no checkpoint 'there'(.|\n)*choose one of: here"):
         engine.load_checkpoint(tmp_path, tag="there")
 

@@ -31,10 +31,10 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
-from .manifest import LATEST, MANIFEST, Manifest, together
+from .deepspeed_read import is_deepspeed
+from .manifest import LATEST, MANIFEST, NEWEST, Manifest, together
 from .verify import NOTHING, Fault, Share, glance, verify
 
-NEWEST = "newest"
 WRITING = ".writing"
 FORGOTTEN_SECONDS = 3600.0
 MOST_TOLD = 3  # faults named of one checkpoint that is passed over
@@ -44,7 +44,9 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 @dataclass(frozen=True)
 class Entry:
-    """One checkpoint of a directory.  manifest: None where it cannot be read.  faults: as far as was looked."""
+    """One checkpoint of a directory, ours or in DeepSpeed's layout.  manifest: None where it cannot be read.  faults:
+    as far as was looked.
+    """
 
     tag: str
     folder: Path
@@ -63,6 +65,10 @@ class Entry:
     @property
     def is_complete(self) -> bool:
         return self.manifest is not None and not self.faults
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return is_deepspeed(self.folder)
 
     @property
     def num_bytes(self) -> int:
@@ -112,11 +118,17 @@ def checkpoints(directory: Path, *, glancing: bool = True) -> list[Entry]:
 
 
 def latest_tag(directory: Path) -> str | None:
-    """The tag that `latest` names, None where there is none."""
+    """The tag that `latest` names, None where it is missing or says nothing; CheckpointError where it is no file."""
     try:
-        return (directory / LATEST).read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+        return (directory / LATEST).read_text(encoding="utf-8", errors="replace").strip() or None
+    except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory / LATEST} cannot be read: {error.strerror or error}.",
+            "It is the text file that names the checkpoint to load.",
+            f'remove or mend it, name the tag yourself, or load tag="{NEWEST}".',
+        ) from error
 
 
 def entry_of(directory: Path, tag: str, *, glancing: bool = True) -> Entry:
@@ -165,15 +177,16 @@ def tags_in(directory: Path) -> list[str]:
     """Every tag of a directory, in no order."""
     if not directory.is_dir():
         return []
-    visible = [path.name for path in directory.iterdir() if not path.name.startswith(".") and _is_ours(path)]
+    visible = [path.name for path in directory.iterdir() if not path.name.startswith(".") and is_checkpoint(path)]
     return visible + [
         tag for path, tag, state in _hidden(directory) if state == "replaced" and folder_of(directory, tag) == path
     ]
 
 
-def _is_ours(path: Path) -> bool:
-    """A folder with a manifest, or one that lost it."""
-    return path.is_dir() and ((path / MANIFEST).exists() or any(path.glob("rank_*.safetensors")))
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint of ours or DeepSpeed's, or one that lost some of its files."""
+    is_ours = (path / MANIFEST).exists() or any(path.glob("rank_*.safetensors"))
+    return path.is_dir() and (is_ours or is_deepspeed(path))
 
 
 def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
@@ -245,8 +258,10 @@ def outdated(entries: Sequence[Entry], latest: str | None, keep: Keep) -> list[E
     """Those that need not be kept, of entries newest first.
 
     Only complete ones count as kept, and nothing goes unless a complete one is newer.  What `latest` names stays, and
-    so does a folder whose manifest cannot be read: it may not be a checkpoint at all.
+    so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in DeepSpeed's
+    layout are nobody's to remove: another program may have written them.
     """
+    entries = [entry for entry in entries if not entry.is_deepspeed]
     complete = [entry for entry in entries if entry.is_complete]
     if keep.last is None or not complete:
         return []

@@ -16,6 +16,7 @@ from .filling import fill_buffers, fill_optimizer, fill_weights
 from .load import Loaded, LoadSettings, check, refill
 from .manifest import MOMENT, together
 from .state import Contents
+from .verify import Share, refuse, verify
 
 # States of an optimizer with elements, where it has them from its first step on: what tells one from another in a file
 # that says no name.
@@ -30,7 +31,11 @@ STATES = {
 
 
 def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`.  Collective."""
+    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`.  Collective.
+
+    settings.verify: compare the records of the files with the CRC-32s in them first, which is all they have: each rank
+    reads its share of the files.
+    """
     runtime, folder = contents.runtime, directory / tag
     opened: list[DeepSpeedCheckpoint] = []
     trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
@@ -52,6 +57,12 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
             fill_optimizer(reader, found.manifest, groups, contents.optimizer)
         return ""
 
+    def check_bytes() -> str:
+        refuse(folder, verify(folder, Share(runtime.comm.rank, runtime.comm.size)))
+        return ""
+
+    if settings.verify:
+        together(runtime.comm, f"loading {tag}: checksums", check_bytes)
     together(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
     found = opened[0]
     refill(contents, tag, fill)

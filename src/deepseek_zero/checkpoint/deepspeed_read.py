@@ -11,15 +11,15 @@ reads from the disk only what it copies.  Called by deepspeed_load.py and source
 
 from __future__ import annotations
 
-import pickle
 import re
+import struct
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from .manifest import BUFFER, MOMENT, WEIGHT, Manifest, lacking
 from .state import dtype_name
 
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
+MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 # What DeepSpeed itself puts beside the caller's client_state.
 KNOWN = frozenset(
@@ -63,8 +64,57 @@ STANDINS: dict[Any, str] = {
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint in DeepSpeed's layout."""
-    return (folder / MODEL).exists() or (folder / MODEL_OF_RANK.format(0)).exists()
+    """Whether a folder holds a checkpoint in DeepSpeed's layout, or some files of one."""
+    return bool(files_of(folder))
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files in DeepSpeed's layout that lie in a folder."""
+    paths = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [path for path in paths if MODEL_FILE.fullmatch(path.name) or OPTIMIZER_FILE.fullmatch(path.name)]
+
+
+@dataclass(frozen=True)
+class Record:
+    """Where one record of a file of torch.save lies, and its CRC-32; None: it was saved without one."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int | None
+
+
+def records_of(path: Path) -> list[Record]:
+    """The records of a file of torch.save, which is a zip archive without compression; a CheckpointError where it is
+    damaged.  None of a file in the form that torch wrote before 1.6, which has no checksums.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) == b"\x80\x02":  # the older form: a pickle from its first byte on
+                return []
+            with zipfile.ZipFile(file) as archive:
+                return [_record(file, info) for info in archive.infolist()]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing.", fix="copy the whole folder, or load another tag.") from None
+    except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path.name} is no file of torch.save: {error}.",
+            "It is damaged, or was cut short.",
+            "bring it back from a copy, or load another tag.",
+        ) from error
+
+
+def _record(file: BinaryIO, info: zipfile.ZipInfo) -> Record:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise zipfile.BadZipFile(f"'{info.filename}' is compressed")
+    file.seek(info.header_offset)
+    head = file.read(30)
+    name, extra = struct.unpack_from("<HH", head, 26)
+    if head[:4] != b"PK\3\4" or file.read(name) != info.orig_filename.encode("utf-8", "surrogateescape"):
+        raise zipfile.BadZipFile(f"'{info.filename}' is not where the directory says")
+    start = info.header_offset + 30 + name + extra
+    # torch.serialization.set_crc32_options(False) leaves zero.
+    return Record(info.filename, start, start + info.file_size, info.CRC or None)
 
 
 @dataclass(frozen=True)
@@ -128,7 +178,7 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
     """
     try:
         return _read(folder, trained)
-    except (KeyError, IndexError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, OSError) as error:
         raise CheckpointError(
             f"{folder} is not laid out as expected: {error!r}.",
             "Data-parallel checkpoints of DeepSpeed's stages 0 to 3 are read, others (pipelines, experts) are not.",
@@ -170,8 +220,21 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     }
     trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
     client = {name: value for name, value in first.items() if name not in KNOWN}
+    _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found
+
+
+def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
+    """Raise unless every weight, and every moment that there is, is in the files from its first element to its last."""
+    wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
+    wanted |= {(*state, key) for state, keys in found.segments.items() for key in keys}
+    for kind, name, key in sorted(wanted):
+        reached, numel = 0, prod(found.manifest.parameters[name]["shape"])
+        for segment in sorted(found.segments.get((kind, name), {}).get(key, ()), key=lambda each: each.start):
+            reached = max(reached, segment.start + segment.values.numel()) if segment.start <= reached else reached
+        if reached != numel:
+            raise lacking(found.folder, f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})")
 
 
 def open_file(path: Path) -> dict[str, Any]:
@@ -186,9 +249,9 @@ def open_file(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} is missing.", "Every rank writes files of its own.", "copy the whole folder, or load another tag."
         ) from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+    except Exception as error:  # a damaged pickle may raise anything
         refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds a {refused[1]}" if refused else f"cannot be read: {str(error).splitlines()[0]}"
+        what = f"holds a {refused[1]}" if refused else f"cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
         raise CheckpointError(
             f"{path} {what}.",
             "Only tensors, plain values and four classes of DeepSpeed's are taken, so that a file cannot run code.",

@@ -19,7 +19,7 @@ from .catalogue import remove_replaced
 from .deepspeed_read import KNOWN
 from .deepspeed_write import SCRIPT, Layout, write_rank
 from .manifest import together
-from .save import SaveSettings, publish, save
+from .save import SaveSettings, publish, refuse_others, save
 from .shards import hidden_beside, open_hidden
 from .source import open_source
 from .state import Contents, is_number
@@ -44,7 +44,7 @@ def misfit(contents: Contents) -> str:
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints."""
     comm, slices = contents.runtime.comm, directory / ".slices.saving"
-    together(comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(misfit(contents)))
+    together(comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(misfit(contents), directory / tag))
     made: list[Path] = []
     try:
         folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
@@ -68,7 +68,8 @@ def _abandon(made: list[Path], slices: Path) -> None:
         slices.rmdir()
 
 
-def _refuse(problem: str) -> str:
+def _refuse(problem: str, final: Path) -> str:
+    refuse_others(final)
     if problem:
         raise CheckpointError(
             f"{problem}.", "It would be lost.", 'give the key another name, or set checkpoint.layout to "slices".'

@@ -10,6 +10,7 @@ A chunk is elements [start, stop) of one state of one parameter, so any number o
 from __future__ import annotations
 
 import json
+import os
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -22,6 +23,9 @@ from ..comm.collectives import Comm
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 2
 LATEST, MANIFEST = "latest", "manifest.json"
+NEWEST = "newest"  # the tag that a load is asked for where it shall choose
+TAKEN = (LATEST, NEWEST, "latest_universal", "zero_to_fp32.py")  # what has another meaning in a directory
+MOST_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
@@ -131,13 +135,38 @@ def _crc(document: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(document, allow_nan=False).encode())
 
 
-def checked_tag(tag: str) -> str:
-    """The tag, unless it could lead out of the directory it names a folder of."""
-    if not tag or tag.startswith(".") or Path(tag).name != tag:
-        raise CheckpointError(
-            f"{tag!r} cannot be a tag.", "A tag is the name of one directory.", "use letters, digits, '_' and '-'."
-        )
-    return tag
+def checked_tag(tag: Any) -> str:
+    """The tag as text; a CheckpointError unless it can only be the name of one folder in its directory."""
+    text = str(tag) if _is_plain(tag) else ""
+    if not text or text.startswith(".") or Path(text).name != text:
+        why, fix = "A tag is the name of one folder.", "use letters, digits, '_' and '-'."
+        parent, _, name = text.rpartition("/")
+        if name and parent and not name.startswith("."):
+            fix = f"name the directory '<directory>/{parent}' and the tag {name!r}."
+        raise _no_tag(tag, why, fix)
+    if not text.isprintable() or len(text.encode(errors="replace")) > MOST_TAG_BYTES:
+        why = f"It has characters that no name should have, or more than {MOST_TAG_BYTES} bytes."
+        raise _no_tag(tag, why, "use fewer letters, digits, '_' and '-'.")
+    return text
+
+
+def tag_to_save(tag: Any) -> str:
+    """As `checked_tag`, and nothing that would be read back as something else."""
+    text = checked_tag(tag)
+    if text in TAKEN:
+        raise _no_tag(tag, f"'{text}' has a meaning of its own beside the checkpoints of a directory.", "name another.")
+    if text != text.strip():
+        raise _no_tag(tag, "It begins or ends with a blank, which the file `latest` does not keep.", "leave it out.")
+    return text
+
+
+def _is_plain(tag: Any) -> bool:
+    return isinstance(tag, (str, int, float, os.PathLike)) and not isinstance(tag, bool)
+
+
+def _no_tag(tag: Any, why: str, fix: str) -> CheckpointError:
+    told = repr(tag)
+    return CheckpointError(f"{told[:80]}{'...' if len(told) > 80 else ''} cannot be a tag.", why, fix)
 
 
 def lacking(folder: Path, what: str) -> CheckpointError:

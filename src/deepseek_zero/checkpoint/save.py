@@ -25,8 +25,8 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from . import files, rng
-from .catalogue import WRITING, remove_replaced, replaced_by
-from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, checked_tag, together
+from .catalogue import WRITING, is_checkpoint, remove_replaced, replaced_by
+from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, tag_to_save, together
 from .plain import encode
 from .state import (
     Batch,
@@ -154,6 +154,7 @@ class Saving:
         """A hidden directory of our own, locked while we write; the identity of this save."""
         if self._comm.rank:
             return ""
+        refuse_others(self.final)
         with files.saying(f"saving to '{self.final}'"):
             self.final.parent.mkdir(parents=True, exist_ok=True)
             if self.hidden.exists():
@@ -198,6 +199,16 @@ class Saving:
         self._lock = -1
 
 
+def refuse_others(final: Path) -> None:
+    """Raise if what has this checkpoint's name already is none: it would be gone."""
+    if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
+        raise CheckpointError(
+            f"'{final}' is there already and is no checkpoint.",
+            "A checkpoint takes the place of the one before under its tag, not that of something else.",
+            "name another tag, or move it away.",
+        )
+
+
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     """Give a finished folder its name, and `latest` that name.  What had it before stays hidden until somebody
     has time to `remove_replaced`: gigabytes take a while.
@@ -236,7 +247,7 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
         if validation == "Fail":
             raise CheckpointError(f"{said}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
         log_once(f"{said}; rank 0's is used.")
-    return checked_tag(tags[0])
+    return tag_to_save(tags[0])
 
 
 def _refuse_if_written(hidden: Path) -> None:

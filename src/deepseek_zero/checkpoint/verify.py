@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..base.errors import CheckpointError
 from .ahead import Piece, Span, pieces
+from .deepspeed_read import Record, files_of, is_deepspeed, read_deepspeed, records_of
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
 from .tensor_file import Header, Place, read_header
 
@@ -46,6 +47,8 @@ NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
+    if _is_deepspeeds(folder):
+        return _glance_at_deepspeeds(folder)
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return None, [manifest]
@@ -61,6 +64,9 @@ def verify(
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
     will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
+    if _is_deepspeeds(folder):
+        faults = _glance_at_deepspeeds(folder)[1] if share.rank == 0 else []
+        return faults + [fault for path in _mine(files_of(folder), share) for fault in check_zip(path, seen or _nobody)]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
@@ -82,6 +88,45 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
         return Manifest.read(folder / MANIFEST)
     except CheckpointError as error:
         return Fault(MANIFEST, f"cannot be used: {error.what}")
+
+
+def _is_deepspeeds(folder: Path) -> bool:
+    return not (folder / MANIFEST).exists() and is_deepspeed(folder)
+
+
+def _glance_at_deepspeeds(folder: Path) -> tuple[Manifest | None, list[Fault]]:
+    """What DeepSpeed's files say of themselves, in the words of our manifest."""
+    try:
+        found = read_deepspeed(folder)
+    except CheckpointError as error:
+        return None, [Fault(folder.name, f"cannot be used: {error.what}")]
+    found.manifest.plain = {"trainer": found.plain["trainer"]}
+    return found.manifest, []
+
+
+def _mine(paths: Sequence[Path], share: Share) -> Sequence[Path]:
+    return [path for number, path in enumerate(paths) if number % share.of == share.rank]
+
+
+def check_zip(path: Path, seen: Seen) -> Iterator[Fault]:
+    """Compare every record of a file of torch.save with the CRC-32 that its directory has."""
+    try:
+        records = records_of(path)
+    except CheckpointError as error:
+        yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
+        return
+    with open(path, "rb", buffering=0) as file:
+        spans = {Span(file.fileno(), each.start, each.stop): each for each in records}
+        sums: dict[Record, int | OSError] = dict.fromkeys(records, 0)
+        for piece in pieces(spans):
+            sums[spans[piece.span]] = _checksum(piece, sums[spans[piece.span]])
+            seen(piece.stop - piece.start)
+    for record, found in sums.items():
+        if isinstance(found, OSError):
+            yield Fault(path.name, f"cannot be read: {found.strerror or found}", record.name)
+        elif record.crc is not None and found != record.crc:
+            told = f"differs from what was saved (checksum {found:08x}, saved {record.crc:08x})"
+            yield Fault(path.name, told, record.name)
 
 
 def without_checksum(manifest: Manifest) -> int:

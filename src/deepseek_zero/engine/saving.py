@@ -6,6 +6,8 @@ doors and engine.py.
 
 from __future__ import annotations
 
+import json
+import logging
 import threading
 import time
 from dataclasses import dataclass
@@ -16,15 +18,16 @@ import torch
 
 from ..base.dropin import is_dropin_imported
 from ..base.log import log_once
-from ..checkpoint.catalogue import NEWEST, Keep, latest_tag, newest_good_of_all, retain
+from ..checkpoint.catalogue import Keep, is_checkpoint, latest_tag, newest_good_of_all, retain, tags_in
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.deepspeed_save import misfit, save_deepspeed
 from ..checkpoint.filling import KEPT_OPTIONS
-from ..checkpoint.load import Loaded, LoadSettings, load
-from ..checkpoint.manifest import checked_tag, together
+from ..checkpoint.load import Loaded, LoadSettings, existing, load
+from ..checkpoint.manifest import LATEST, NEWEST, checked_tag, tag_to_save, together
 from ..checkpoint.save import SaveSettings, Saving
 from ..checkpoint.state import Contents
+from ..comm.collectives import Comm
 from .data import ShardedLoader
 
 if TYPE_CHECKING:
@@ -96,6 +99,8 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
     it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.
     """
+    asked = tag if tag is not None else f"global_step{engine.global_steps}"
+    name = together(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
     begun = engine.micro_steps % engine.config.gradient_accumulation_steps
     if begun:
         log_once(
@@ -113,7 +118,6 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     trainer["data"] = _position(loader, begun)
     engine.parts.saver.finish()
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
-    name = str(tag) if tag is not None else f"global_step{engine.global_steps}"
     if _is_deepspeeds(engine, contents, settings):
         return save_deepspeed(Path(directory), name, contents, settings)
     saving = engine.parts.saver.current = Saving(Path(directory), name, contents, settings)
@@ -149,39 +153,68 @@ def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
     """Fill an engine from `directory/tag` (what `latest` names without a tag); (path, client_state).  Collective.
 
-    tag "newest": the newest checkpoint of which every byte is right.  (None, None) and a line in the log where there
-    is none, and where there is no `latest`, as DeepSpeed has it.
+    tag "newest": the newest checkpoint of which every byte is right, in whichever layout.  So it is, with a warning,
+    where `latest` is missing or empty beside checkpoints: a run that has been saved does not begin again.  (None, None)
+    and a line in the log where there is none at all, as DeepSpeed has it.
     """
     engine.parts.saver.finish()
-    folder = Path(directory)
-    verify = restore.verify
-    if tag == NEWEST and not (folder / NEWEST).exists():
-        tag, verify = newest_good_of_all(engine.runtime.comm, folder), False  # every byte of it has just been read
-        if tag is None:
-            log_once(f"no checkpoint in {folder}: training starts from the beginning.")
-            return None, None
-    tags = together(
-        engine.runtime.comm, "loading: the tag", lambda: str(tag) if tag is not None else latest_tag(folder) or ""
-    )
-    chosen = tags[0]
+    comm = engine.runtime.comm
+    folder, chosen, is_verified = _chosen(comm, Path(directory), tag)
     if not chosen:
-        log_once(
-            f"Unable to find latest file at {folder / 'latest'}, if trying to load latest checkpoint please ensure "
-            "this file exists or pass an explicit checkpoint tag when loading a checkpoint."
-        )
         return None, None
-    checked_tag(chosen)
+    verify = restore.verify and not is_verified
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
-    theirs = together(
-        engine.runtime.comm, "loading: the layout", lambda: "DeepSpeed's" if is_deepspeed(folder / chosen) else ""
-    )
+
+    def layout() -> str:
+        return "DeepSpeed's" if is_deepspeed(existing(folder, chosen)) else ""
+
+    theirs = together(comm, "loading: the layout", layout)
     read = load_deepspeed if theirs[0] else load
     settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
         _restore_trainer(engine, loaded, restore)
     return str(loaded.folder), loaded.client
+
+
+def _chosen(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
+    """(directory, tag, whether every byte of it has just been read) of the checkpoint that a load means; the tag is
+    empty where there is none.  Rank 0's words count.  Collective.
+    """
+
+    def look() -> str:
+        if tag is None and is_checkpoint(folder) and not tags_in(folder):
+            return json.dumps([True, folder.absolute().name])
+        named = latest_tag(folder) if tag is None else NEWEST if _means_newest(folder, tag) else tag
+        return json.dumps([False, checked_tag(named) if named is not None else ""])
+
+    is_itself, chosen = json.loads(together(comm, "loading: the tag", look)[0])
+    if is_itself:
+        log_once(f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.", logging.WARNING)
+        return folder.absolute().parent, chosen, False
+    if chosen and not _means_newest(folder, chosen):
+        return folder, chosen, False
+    newest = newest_good_of_all(comm, folder)
+    if newest is not None and not chosen:
+        log_once(
+            f"{folder / LATEST} is missing or empty: '{newest}', the newest good checkpoint there, is loaded. "
+            "Name a tag to load another one.",
+            logging.WARNING,
+        )
+    elif newest is None and chosen:
+        log_once(f"no checkpoint in {folder}: training starts from the beginning.")
+    elif newest is None:
+        log_once(
+            f"Unable to find latest file at {folder / LATEST}, if trying to load latest checkpoint please ensure "
+            "this file exists or pass an explicit checkpoint tag when loading a checkpoint."
+        )
+    return folder, newest or "", True
+
+
+def _means_newest(folder: Path, tag: Any) -> bool:
+    """An older version of the library, or DeepSpeed, may have saved under that name."""
+    return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
 def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:

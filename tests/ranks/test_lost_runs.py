@@ -1,0 +1,143 @@
+"""A run with complete checkpoints never begins again in silence, and no save can spoil the directory it is given."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepseek_zero
+from deepseek_zero.base.errors import CheckpointError
+from deepseek_zero.base.log import logger
+from tests.plain import here
+from tests.tower import Tower, config, differences, moments, train, whole
+
+LAYOUTS = ("slices", "deepspeed")
+
+
+def build(layout: str = "slices", stage: int = 3, **top: Any) -> Any:
+    torch.manual_seed(3)
+    words = config(stage, checkpoint={"layout": layout}, **top)
+    return deepseek_zero.initialize(model=Tower(33), config=words)[0]
+
+
+@contextmanager
+def warnings_of() -> Iterator[list[str]]:
+    """What rank 0 warns of in the block."""
+    said: list[str] = []
+
+    class Listen(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if record.levelno >= logging.WARNING:
+                said.append(record.getMessage())
+
+    handler = Listen()
+    logger.addHandler(handler)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(handler)
+
+
+def alone(action: Any) -> None:
+    """Have rank 0 do something to the disk while the others wait."""
+    dist.barrier()
+    if here() == 0:
+        action()
+    dist.barrier()
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_resume_finds_complete_checkpoints_of_both_layouts_whatever_latest_says(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        folder, engine = tmp_path / layout, build(layout)
+        train(engine, 0, 1)
+        engine.save_checkpoint(folder)
+        train(engine, 1, 2)
+        engine.save_checkpoint(folder, client_state={"epoch": 7})
+        second = str(folder / "global_step2")
+        other = build(layout)
+        assert other.load_checkpoint(folder, tag="newest") == (second, {"epoch": 7})
+        assert not differences(whole(other), whole(engine)) and not differences(moments(other), moments(engine))
+        for spoil in (
+            lambda latest: latest.write_text(""),
+            lambda latest: latest.write_text(" \n"),
+            lambda latest: latest.unlink(),
+        ):
+            alone(lambda spoil=spoil, latest=folder / "latest": spoil(latest))
+            with warnings_of() as said:
+                assert build(layout).load_checkpoint(folder) == (second, {"epoch": 7})
+            assert here() or any("latest" in each and "global_step2" in each for each in said)
+        with warnings_of() as said:  # the checkpoint itself instead of the directory it lies in
+            assert build(layout).load_checkpoint(Path(second)) == (second, {"epoch": 7})
+        assert here() or any(str(folder) in each for each in said)
+        alone(lambda folder=folder: (folder / "latest").mkdir())
+        with pytest.raises(CheckpointError, match=r"latest(.|\n)*What to do"):
+            build(layout).load_checkpoint(folder)
+        alone(lambda folder=folder: (folder / "latest").rmdir())
+        alone(lambda folder=folder: (folder / "latest").write_text("gone"))
+        with pytest.raises(CheckpointError, match=r"no checkpoint 'gone'(.|\n)*global_step1, global_step2"):
+            build(layout).load_checkpoint(folder)
+        alone(lambda folder=folder: [damage(path) for path in folder.glob("global_step2/*")])
+        with warnings_of() as said:
+            assert build(layout).load_checkpoint(folder, tag="newest")[0] == str(folder / "global_step1")
+        assert here() or any("global_step2" in each and "passed over" in each for each in said)
+        alone(lambda folder=folder: [damage(path) for path in folder.glob("global_step1/*")])
+        alone(lambda folder=folder: (folder / "latest").unlink())
+        for tag in (None, "newest"):
+            with pytest.raises(CheckpointError, match="none of the 2 checkpoint"):
+                build(layout).load_checkpoint(folder, tag=tag)
+    assert build().load_checkpoint(tmp_path / "nowhere") == (None, None)
+
+
+def damage(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+BAD = ["latest", "newest", "zero_to_fp32.py", " one", "one ", "one\n", "a\nb", "a\rb", "a\tb", "..", ".", "", "a/b",
+       "/one", ".hidden", "x" * 250, "é" * 120, "a\0b", "\ud800", b"one", ["one"], True, object()]  # fmt: skip
+
+
+@pytest.mark.ranks(2, timeout=120)
+def test_a_tag_that_would_spoil_the_directory_is_refused_before_anything_moves(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        engine, folder = build(layout), tmp_path / layout
+        engine.save_checkpoint(folder, tag="good")
+        dist.barrier()
+        before = sorted(path.relative_to(folder) for path in folder.rglob("*"))
+        for tag in BAD:
+            for wait in (True, False):
+                with pytest.raises(CheckpointError, match=r"tag(.|\n)*What to do"):
+                    engine.save_checkpoint(folder, tag=tag, wait=wait)
+        dist.barrier()
+        assert sorted(path.relative_to(folder) for path in folder.rglob("*")) == before
+        dist.barrier()
+        assert engine.load_checkpoint(folder)[0] == str(folder / "good")
+        for tag in ("global_step5", 5, "5", "after pretraining", "epoch=1-step=5.ckpt", "pytorch_model", "über", 0.5):
+            engine.save_checkpoint(folder, tag=tag)
+            assert engine.load_checkpoint(folder)[0] == str(folder / str(tag))
+
+
+@pytest.mark.ranks(2)
+def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        engine, folder = build(layout), tmp_path / layout
+        alone(lambda folder=folder: (folder / "logs").mkdir(parents=True))
+        alone(lambda folder=folder: (folder / "logs" / "mine.txt").write_text("mine"))
+        alone(lambda folder=folder: (folder / "notes").write_text("mine"))
+        alone(lambda folder=folder: (folder / "empty").mkdir())
+        for tag in ("logs", "notes"):
+            with pytest.raises(CheckpointError, match=rf"{tag}(.|\n)*no checkpoint"):
+                engine.save_checkpoint(folder, tag=tag)
+        dist.barrier()
+        assert (folder / "logs" / "mine.txt").read_text() == (folder / "notes").read_text() == "mine"
+        dist.barrier()
+        engine.save_checkpoint(folder, tag="empty")
+        engine.save_checkpoint(folder, tag="empty")  # in the place of its own
