@@ -72,4 +72,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_ROOMS})
+    """The public names, so that completion shows nothing else."""
+    return sorted({*__all__, *_ROOMS})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,15 @@ def test_the_public_names_are_the_pinned_ones() -> None:
 def test_every_public_name_is_there() -> None:
     missing = [name for name in deepseek_zero.__all__ if not hasattr(deepseek_zero, name)]
     assert not missing
+
+
+def test_completion_shows_public_names_and_rooms_alone() -> None:
+    rooms = {"checkpointing", "comm", "dist", "optimizer", "utils", "zero"}
+    assert set(dir(deepseek_zero)) == {*deepseek_zero.__all__, *rooms}
+
+
+def test_the_version_is_the_installed_ones() -> None:
+    assert deepseek_zero.__version__ == importlib.metadata.version("deepseek-zero")
 
 
 def test_the_import_prints_nothing() -> None:

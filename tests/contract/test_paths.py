@@ -1,18 +1,24 @@
-"""No file names a path of one machine; src/ touches no FSDP, and torch's private names only in three files."""
+"""No file names a path of one machine; src/ touches no FSDP, and torch's private names in two guarded files only."""
 
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import torch.utils.data
+from torch import nn
+from torch.distributed.elastic.agent.server.api import SimpleElasticAgent
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "src" / "deepseek_zero"
-MAY_TOUCH_PRIVATE_TORCH = {"base/device.py", "sharding/buffer.py", "sharding/handle.py"}
+MAY_TOUCH_PRIVATE_TORCH = {"base/device.py", "cli/agent.py"}  # each with tests of the names: test_device.py, below
 EVERYWHERE = {Path("/"), Path("/tmp"), Path("/home"), Path("/srv"), Path("/opt")}  # says nothing about one machine
 
 
@@ -28,13 +34,39 @@ def test_src_never_touches_fsdp() -> None:
     assert not found
 
 
-def test_private_torch_names_stand_only_in_the_three_files_that_guard_them() -> None:
+def test_private_torch_names_stand_only_in_the_files_that_guard_them() -> None:
     found = [
         f"{path}: {name}"
-        for path, name in _torch_names_of_src()
-        if path not in MAY_TOUCH_PRIVATE_TORCH and re.search(r"\._(?!_)", name)
+        for path in sorted(PACKAGE.rglob("*.py"))
+        if path.relative_to(PACKAGE).as_posix() not in MAY_TOUCH_PRIVATE_TORCH
+        for name in _private_torch_names(ast.parse(_text(path)))
     ]
     assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import torch\ntorch._C._set()",
+        "def hold(module): return list(module._parameters)",
+        "def version(tensor): return tensor._version",
+        "def hooks(model): return getattr(model, '_forward_pre_hooks')",
+        "class Agent(SimpleElasticAgent):\n    def end(self): self._remaining_restarts = 0",
+    ],
+)
+def test_a_private_name_of_torchs_is_found_on_whatever_object_it_is_read(source: str) -> None:
+    assert _private_torch_names(ast.parse(source))
+
+
+def test_torchs_agent_still_has_what_the_launchers_agent_changes() -> None:
+    assert {"_remaining_restarts", "_start_workers", "_stop_workers", "_monitor_workers", "_shutdown"} <= (
+        _private_names_of_torchs_agent()
+    )
+
+
+def test_a_name_of_our_own_is_no_private_name_of_torchs() -> None:
+    own = "class Ours:\n    def __init__(self): self._version = 1\n    def read(self): return self._version"
+    assert not _private_torch_names(ast.parse(own))
 
 
 @pytest.mark.parametrize(
@@ -50,6 +82,67 @@ def test_private_torch_names_stand_only_in_the_three_files_that_guard_them() -> 
 def test_torch_names_are_found_under_their_aliases(source: str, names: set[str]) -> None:
     assert names <= set(_torch_names(ast.parse(source)))
     assert names or not set(_torch_names(ast.parse(source)))
+
+
+def _private_torch_names(tree: ast.Module) -> list[str]:
+    """Names with one leading underscore that are torch's: under `torch`, or of objects that torch makes.
+
+    A file may have the same name for something of its own; then it is taken for that.
+    """
+    defined = {node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    assigned = [target for node in ast.walk(tree) for target in _targets(node)]
+    own = defined | {target.attr for target in assigned if isinstance(target, ast.Attribute) and _is_self(target.value)}
+    private = _private_names_of_torchs_objects() - own
+    bases = [base for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for base in node.bases]
+    if any(isinstance(base, ast.Name) and base.id == SimpleElasticAgent.__name__ for base in bases):
+        # The launcher's agent is a subclass of torch's: what it assigns there is torch's, what it defines is its own.
+        private |= _private_names_of_torchs_agent() - defined
+    found = [name for name in _torch_names(tree) if re.search(r"\._(?!_)", name)]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in private:
+            found.append(ast.unparse(node))
+        elif isinstance(node, ast.Constant) and node.value in private:
+            found.append(str(node.value))
+    return found
+
+
+def _is_self(node: ast.expr) -> bool:
+    return isinstance(node, ast.Name) and node.id == "self"
+
+
+def _targets(node: ast.AST) -> list[ast.expr]:
+    """What a statement gives a value that it need not have had before: x in `x = 1`, not in `x += 1`."""
+    if isinstance(node, ast.AnnAssign):
+        return [node.target]
+    if isinstance(node, ast.Assign):
+        return [
+            each for target in node.targets for each in (target.elts if isinstance(target, ast.Tuple) else [target])
+        ]
+    return []
+
+
+@cache
+def _private_names_of_torchs_objects() -> frozenset[str]:
+    parameter = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([parameter])
+    made = [
+        nn.Module(),
+        parameter,
+        parameter.untyped_storage(),
+        (parameter * 1).grad_fn,
+        optimizer,
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0),
+        torch.utils.data.DataLoader([1]),
+        torch.distributed.TCPStore,
+        torch.distributed.ProcessGroup,
+    ]
+    names = {name for each in made for name in (*dir(each), *getattr(each, "__dict__", {}))}
+    return frozenset(name for name in names if re.match(r"_[^_]", name))
+
+
+@cache
+def _private_names_of_torchs_agent() -> frozenset[str]:
+    return frozenset(re.findall(r"self\.(_[^_]\w*)", inspect.getsource(SimpleElasticAgent)))
 
 
 def _files() -> list[Path]:

@@ -1,8 +1,8 @@
 """What torch keeps private, and what differs between devices, in one place.
 
-Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, storage use counts, memory
-counters.  Every private torch name the house uses outside `sharding/{buffer,handle}.py` stands here, each with a test
-in tests/unit/base/test_device.py that fails loudly when torch moves.  Called by comm, sharding and report.
+Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, storage use counts, versions
+of tensors, what a module holds, memory counters.  Every private torch name the house uses stands here, each with a test
+in tests/unit/base/test_device.py that fails loudly when torch moves.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import nn
 
 from .errors import UsageError
 
@@ -52,6 +53,21 @@ def storage_users(tensor: torch.Tensor) -> int:
     """How many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python storage object counts itself
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How many in-place operations autograd has seen on this tensor's storage."""
+    return tensor._version
+
+
+def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
+    """A module's own parameters and submodules, unnamed: a tenth of the time of `named_parameters`."""
+    return [*module._parameters.values(), *module._modules.values()]
+
+
+def is_persistent_buffer(module: nn.Module, name: str) -> bool:
+    """Whether a state dict holds the module's own buffer of this name."""
+    return name not in module._non_persistent_buffers_set
 
 
 def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..base.device import is_persistent_buffer
 from ..base.errors import CheckpointError
 from ..optim.flow import Stretch
 from ..optim.piece import Cover, Piece
@@ -140,7 +141,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent_buffer(module, name):
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
@@ -154,7 +155,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
             found[dot + name] = first.setdefault(id(param), dot + name)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if name not in module._non_persistent_buffers_set:
+            if is_persistent_buffer(module, name):
                 found[dot + name] = first.setdefault(id(buffer), dot + name)
     return found
 

@@ -143,8 +143,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
             if name in found:
                 prefix, _, leaf = name.rpartition(".")
                 value = files.whole(found[name]).to(buffer.dtype)
-                model.get_submodule(prefix)._buffers[leaf] = value.to(
-                    default_device() if buffer.is_meta else buffer.device
+                setattr(
+                    model.get_submodule(prefix), leaf, value.to(default_device() if buffer.is_meta else buffer.device)
                 )
 
 

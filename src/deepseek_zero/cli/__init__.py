@@ -102,6 +102,21 @@ def version_command() -> None:
     Console(highlight=False).print(", ".join([*parts, f"Python {platform.python_version()}"]))
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        version_command()
+        raise typer.Exit
+
+
+@app.callback()
+def _before_any_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the versions and exit.")
+    ] = False,
+) -> None:
+    """Typer reads from this function's parameters the options that stand before a command."""
+
+
 def _installed(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)

@@ -239,10 +239,9 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            module = self.__dict__.get("_modules", {}).get("module")
-            if module is None:
+            if name == "module":  # not there yet
                 raise
-            return getattr(module, name)
+            return getattr(self.module, name)
 
     @property
     def device(self) -> torch.device:

@@ -1,11 +1,13 @@
 """Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
 
-The model is wrapped in place and used as before: `model(...)`, `loss.backward()`, `optimizer.step()`.
+The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns: `model(...)`,
+`loss.backward()`, `optimizer.step()`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,14 +46,16 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-class DeepSeekZeRO3:
+class DeepSeekZeRO3(nn.Module):
     """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
 
-    The name says 3; `stage` may be 0 to 3.  Keep using the model itself; this object tells (`explain`) and can be
-    dropped.
+    The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped (`module`): it computes what
+    the model computes and has the model's names, without a prefix, so `model = DeepSeekZeRO3(model)` and going on with
+    the model itself are equally good.  It tells (`explain`), exports, and can be dropped.
     """
 
     def __init__(self, model: nn.Module, **zero_config: Any) -> None:
+        super().__init__()
         mesh = current_mesh(default_device())
         flat = dict(zero_config)
         section = dict(flat.pop("zero_optimization", {}))
@@ -60,9 +64,14 @@ class DeepSeekZeRO3:
         self.optimizer_defaults = optimizer
         self.config = resolve(load(nested(flat)), facts_of(Request(model), mesh))
         parts = assemble(self.config, model, mesh, None, None)
-        self.model, self.runtime = model, parts.runtime
+        self.module, self.runtime = model, parts.runtime
         # The model keeps what drives it: a caller who drops this object still trains.
         model.register_forward_pre_hook(_Keep(parts))
+        _parts[parts.runtime] = weakref.ref(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's micro-batch."""
+        return self.module(*args, **kwargs)
 
     def explain(self) -> str:
         """The schedule of gathers, uses, releases and reductions."""
@@ -76,9 +85,40 @@ class DeepSeekZeRO3:
         """Take weights from safetensors, each rank its slices alone.  Collective."""
         exporting.load_weights(self.runtime, path, strict)
 
+    # -- the model's names: what nn.Module would spell with this object's own attribute in front
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors under the model's names, on every rank.  Collective."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take whole tensors under the model's names; every rank passes them and keeps its slices."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+
+# What this door has wrapped, for the optimizers that come later; both weakly, since the model holds the parts (_Keep).
+_parts: weakref.WeakKeyDictionary[Runtime, weakref.ref[Parts]] = weakref.WeakKeyDictionary()
+
 
 class _Keep:
-    """A hook that does nothing but hold the parts, where an optimizer finds them."""
+    """A hook that does nothing but hold the parts."""
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
@@ -143,9 +183,9 @@ class ZeroOptimizer(Optimizer):
 
 
 def _parts_of(runtime: Runtime) -> Parts:
-    for hook in runtime.model._forward_pre_hooks.values():
-        if isinstance(hook, _Keep) and hook.parts.runtime is runtime:
-            return hook.parts
+    reference = _parts.get(runtime)
+    if reference is not None and (parts := reference()) is not None:
+        return parts
     raise UsageError(
         "the model belongs to an engine made by initialize(), which has its own optimizer.",
         "Two optimizers would update the same slices.",

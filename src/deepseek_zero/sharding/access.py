@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.device import without_torch_function
+from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
 from ..comm.collectives import hand_out
 from .buffer import FlatBuffer, move
@@ -152,7 +152,7 @@ def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Paramet
 
 def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:
     """What tells a changed copy: in-place operations raise versions, those on `.data` show in the sum of the bits."""
-    return int(copy.view(torch.int64).sum()), *(member.param._version for member in group.members)
+    return int(copy.view(torch.int64).sum()), *(version_of(member.param) for member in group.members)
 
 
 def member_names(group: FlatGroup) -> str:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from ..base.device import default_device, storage_users, without_torch_function
+from ..base.device import default_device, storage_users, version_of, without_torch_function
 from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError
 from ..base.mesh import current_mesh
@@ -217,7 +217,7 @@ def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
 
 def _mark_of(param: nn.Parameter) -> tuple[int, int]:
     """In-place operations raise the version, those on `.data` show in the sum of the bits."""
-    return param._version, int(param.data.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
+    return version_of(param), int(param.data.reshape(-1).view(torch.uint8).sum(dtype=torch.int64))
 
 
 def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.device import Pack, Unpack, outer_saved_tensor_hooks
+from ..base.device import Pack, Unpack, outer_saved_tensor_hooks, version_of
 from ..base.errors import UsageError
 from .group import FlatGroup
 from .unit import Unit
@@ -80,7 +80,7 @@ class WeightHooks:
             pack, restore = self.others
             return SavedByOthers(pack(tensor), restore)
         kept = tensor.detach()
-        return SavedTensor(kept, kept._version, self.unit)
+        return SavedTensor(kept, version_of(kept), self.unit)
 
     def unpack(self, saved: Saved) -> Tensor:
         if isinstance(saved, SavedByOthers):
@@ -90,10 +90,10 @@ class WeightHooks:
                 saved.fetch(saved.group)
             assert saved.group.full is not None
             return saved.group.full.storage.as_strided(saved.size, saved.stride, saved.offset)
-        if saved.tensor._version != saved.version:
+        if version_of(saved.tensor) != saved.version:
             raise UsageError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
-                f"tensor of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, "
+                f"tensor of shape {tuple(saved.tensor.shape)} is at version {version_of(saved.tensor)}, "
                 f"expected {saved.version}.",
                 f"It was saved for backward in unit '{saved.unit}'.",
                 "replace the in-place operation (x += ..., relu_(x)) by its out-of-place form.",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from ..base.device import held_by
 from ..base.errors import UsageError
 from .group import FlatGroup
 
@@ -30,11 +31,11 @@ class Structure:
 
 
 def _holds(module: nn.Module) -> list[int]:
-    """Its own parameters and submodules, as numbers: a tenth of the time of naming them.
+    """Its own parameters and submodules, as numbers.
 
     Those that were seen are kept alive, so that no other object gets their number.
     """
-    return [*map(id, module._parameters.values()), *map(id, module._modules.values())]
+    return [id(held) for held in held_by(module)]
 
 
 def _refuse_strangers(model: nn.Module, groups: Sequence[FlatGroup]) -> None:

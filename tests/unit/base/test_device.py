@@ -17,10 +17,14 @@ from deepseek_zero.base.device import (
     default_device,
     ends_recomputation,
     has_fast_bf16,
+    held_by,
+    is_persistent_buffer,
     local_rank,
     outer_saved_tensor_hooks,
     queue_backward_callback,
     storage_users,
+    tell_schedules_of_step,
+    version_of,
     without_torch_function,
 )
 from deepseek_zero.base.memory import private_pages
@@ -44,10 +48,53 @@ def test_torch_still_has_each_private_name(name: str) -> None:
         found = getattr(found, part)
 
 
+OF_OBJECTS: dict[str, object] = {
+    "_version": torch.ones(1),
+    "_parameters": nn.Module(),
+    "_modules": nn.Module(),
+    "_non_persistent_buffers_set": nn.Module(),
+    "_cdata": torch.ones(1).untyped_storage(),
+    "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
+    "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
+}
+
+
+@pytest.mark.parametrize("name", OF_OBJECTS)
+def test_torchs_objects_still_have_each_private_name(name: str) -> None:
+    assert hasattr(OF_OBJECTS[name], name), f"torch moved {name}: base/device.py needs another way"
+
+
+def test_torchs_schedules_still_ask_whether_the_optimizer_was_called() -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    tell_schedules_of_step(optimizer)
+    schedule.step()  # warns, which is an error here, where torch takes the optimizer for one that was not called
+
+
 def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
     source = Path(device_module.__file__).read_text()
     used = {match for match in re.findall(r"torch(?:\.\w+)+", source) if re.search(r"\._[a-zA-Z]", match)}
     assert used == set(PRIVATE), "each private name is tested here"
+    attributes = re.sub(r"torch(?:\.\w+)+", "", source)
+    of_objects = {*re.findall(r"\.(_[a-z]\w*)", attributes), *re.findall(r'"(_[a-z]\w*)"', attributes)}
+    assert of_objects == {*OF_OBJECTS, "_opt_called"}, "each private name is tested here"
+
+
+def test_a_tensors_version_rises_with_each_in_place_operation() -> None:
+    tensor = torch.ones(2)
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+
+
+def test_a_module_tells_what_it_holds_and_which_buffers_last() -> None:
+    module = nn.Sequential(nn.Linear(1, 1))
+    module.register_parameter("own", nn.Parameter(torch.ones(1)))
+    module.register_buffer("kept", torch.ones(1))
+    module.register_buffer("lost", torch.ones(1), persistent=False)
+    assert list(map(id, held_by(module))) == [id(module.own), id(module[0])]
+    assert is_persistent_buffer(module, "kept")
+    assert not is_persistent_buffer(module, "lost")
 
 
 def test_a_queued_callback_runs_once_after_every_gradient_of_the_backward_has_been_computed() -> None:

@@ -10,8 +10,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.dropin import DIRECTORY, PROGRAMS
 from deepseek_zero.base.errors import NotBuiltError, UsageError
@@ -186,3 +188,12 @@ def test_version_names_what_a_bug_report_needs() -> None:
     result = CliRunner().invoke(cli.app, ["version"])
     assert result.exit_code == 0
     assert all(word in result.output for word in ("deepseek-zero", "torch", "Python"))
+
+
+def test_the_version_is_an_option_and_the_package_a_program() -> None:
+    told = [
+        subprocess.run([sys.executable, "-m", "deepseek_zero", word], capture_output=True, text=True, check=True).stdout
+        for word in ("version", "--version")
+    ]
+    assert told[0] == told[1]
+    assert told[0].startswith(f"deepseek-zero {deepseek_zero.__version__}, torch {torch.__version__.partition('+')[0]}")

@@ -1,0 +1,101 @@
+"""The object that DeepSeekZeRO3 returns stands for the model it has wrapped."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import DeepSeekZeroError
+
+SETTINGS = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Linear(4, 4)  # what Hugging Face's causal models call their inside
+        self.head = nn.Linear(4, 2)
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor, *, twice: bool = False) -> torch.Tensor:
+        out = self.head(torch.relu(self.model(x)))
+        return out + out if twice else out
+
+    def describe(self) -> str:
+        return "a net"
+
+
+def test_the_wrapper_computes_what_the_model_computes() -> None:
+    net = Net()
+    expected = copy.deepcopy(net)(x := torch.randn(3, 4), twice=True)
+    model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)
+    assert torch.equal(model(x, twice=True), expected)
+    assert model.module is net
+
+
+def test_the_wrapper_has_the_models_names() -> None:
+    net = Net()
+    model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)
+    assert list(map(id, model.parameters())) == list(map(id, net.parameters()))
+    for names in ("named_parameters", "named_buffers", "named_modules"):
+        assert [name for name, _ in getattr(model, names)()] == [name for name, _ in getattr(net, names)()], names
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert model.describe() == "a net"
+    assert model.model is net.model
+    assert model.get_submodule("model") is net.model
+    inside = nn.Sequential(model)
+    assert [name for name, _ in inside.named_parameters()] == [f"0.{name}" for name, _ in net.named_parameters()]
+    assert list(inside.state_dict()) == [f"0.{name}" for name in net.state_dict()]
+
+
+def test_the_wrapper_trains_as_the_model_does_without_one() -> None:
+    torch.manual_seed(3)
+    net = Net()
+    plain = copy.deepcopy(net)
+    model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)
+    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.1, optimizer_type="sgd")
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        x = torch.randn(3, 4)
+        for module, update in ((model, optimizer), (plain, reference)):
+            update.zero_grad()
+            module(x).square().mean().backward()
+            update.step()
+    for (name, ours), theirs in zip(model.state_dict().items(), plain.state_dict().values(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+def test_modes_and_whole_weights_pass_through_the_wrapper() -> None:
+    net = Net()
+    model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)
+    assert not model.eval().training
+    assert not net.head.training
+    assert model.train() is model
+    assert net.head.training
+    seen: list[nn.Module] = []
+    model.apply(seen.append)
+    assert net in seen
+    assert model.requires_grad_(True) is model
+    ones = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    assert str(model.load_state_dict(ones)) == "<All keys matched successfully>"
+    assert all(bool((value == 1).all()) for value in net.state_dict().values())
+
+
+def test_an_unknown_attribute_is_named_with_its_class() -> None:
+    model = deepseek_zero.DeepSeekZeRO3(Net(), **SETTINGS)
+    with pytest.raises(AttributeError, match="'Net' object has no attribute 'no_such_thing'"):
+        model.no_such_thing  # noqa: B018
+
+
+@pytest.mark.parametrize("door", ["deepseek", "deepspeed"])
+def test_a_wrapper_is_not_wrapped_again(door: str) -> None:
+    model = deepseek_zero.DeepSeekZeRO3(Net(), **SETTINGS)
+    with pytest.raises(DeepSeekZeroError, match="already"):
+        if door == "deepseek":
+            deepseek_zero.DeepSeekZeRO3(model, **SETTINGS)
+        else:
+            deepseek_zero.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})
