@@ -1,9 +1,15 @@
-"""No dead keys: each effective key, moved off its default, changes the assembled parts (the raw configuration
-excluded).
+"""What the page says of each key is so.  An effective one, moved off its default, is used by something: the assembled
+model, schedule or optimizer differs, or what carries its value is read by code that acts, or a test beside it sees what
+it does.  An accepted one is read by nobody.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -11,9 +17,18 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
-from deepseek_zero.config import Config, off_default_config
+from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
+from deepseek_zero.config.load import load
+from deepseek_zero.engine import assemble
+from deepseek_zero.engine.tiers import tiers_of
+from deepseek_zero.precision.loss_scale import LossScaleError
+from deepseek_zero.tiers.tier import Tier
+from tests.contract.key_proofs import Reads, carriers, home_of, recording
 
 
 class Block(nn.Module):
@@ -25,8 +40,13 @@ class Block(nn.Module):
         return x + self.second(self.first(x))
 
 
-def model() -> nn.Module:
-    return nn.Sequential(Block(), Block(), nn.Linear(8, 1))
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(Block(), Block()), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(dz.checkpointing.checkpoint(self.blocks, x.to(self.head.weight.dtype)))
 
 
 def merged(base: dict[str, Any], change: dict[str, Any]) -> dict[str, Any]:
@@ -52,33 +72,221 @@ def without(config: dict[str, Any], path: str) -> dict[str, Any]:
 BASE: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3},
+    "steps_per_print": 2,
 }
-# Where leaving the key out lets the hardware decide, what it is compared with is stated.
+# Where the key cannot be left out, or the hardware would decide then, what it is compared with is stated.
 STATED: dict[str, dict[str, Any]] = {
     "torch_autocast.dtype": {"torch_autocast": {"enabled": True, "dtype": "bf16"}},
+    "zero_optimization.offload_param.nvme_path": {"zero_optimization": {"offload_param": {"nvme_path": "other"}}},
+    "zero_optimization.offload_optimizer.nvme_path": {
+        "zero_optimization": {"offload_optimizer": {"nvme_path": "other"}}
+    },
+    "activation_checkpointing.nvme_path": {"activation_checkpointing": {"nvme_path": "other"}},
 }
-ROWS = [row for row in Config.field_table() if row.status == "effective" and getattr(row, "effect", "") != "check"]
+ROWS = [row for row in Config.field_table() if row.status is Status.EFFECTIVE]
+ACCEPTED = [row for row in Config.field_table() if row.status is Status.ACCEPTED]
 
 
-def assembled(config: dict[str, Any]) -> list[str]:
-    engine, *_ = dz.initialize(model=model(), config=config)
-    parts: list[str] = engine.parts.describe()
-    engine.destroy()
-    return parts
+@dataclasses.dataclass
+class Seen:
+    """One training: what was read, and what was assembled."""
+
+    reads: Reads
+    structure: list[str]
+
+
+def train(config: dict[str, Any]) -> Seen:
+    """Three steps with overflows, a save, a load and an export; settings are not part of the structure."""
+    with recording() as reads:
+        engine, *_ = dz.initialize(model=Net(), config=config, training_data=TensorDataset(torch.ones(32, 8)))
+        inner, scheduler = engine.optimizer.inner if engine.optimizer is not None else None, engine.lr_scheduler
+        structure = [
+            *(f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in engine.runtime.units),
+            str(engine.runtime.gatherer.schedule),
+            f"{type(inner).__name__} {inner.defaults if inner is not None else None}",
+            f"{type(scheduler).__name__} {getattr(scheduler, 'settings', None)}",
+            f"vertical {engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",
+            f"scale {engine.parts.scaler.scale if engine.parts.scaler is not None else None}",
+        ]
+        rows = 2 * engine.train_micro_batch_size_per_gpu()
+        overflows = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+        with suppress(LossScaleError):
+            for step in range(5):
+                for _ in range(engine.gradient_accumulation_steps()):
+                    loss = engine(torch.ones(rows, 8)).float().mean()
+                    engine.backward(loss * float("inf") if overflows and step < 3 else loss)
+                    if engine.optimizer is not None:
+                        engine.step()
+        engine.save_checkpoint("saved", tag=f"{id(engine)}")
+        engine.load_checkpoint("saved", tag=f"{id(engine)}")
+        engine.save_16bit_model("whole")
+        engine.explain()
+        engine.destroy()
+    return Seen(reads, structure)
+
+
+def compared(path: str, change: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A configuration with the key moved, and the same without it."""
+    moved = merged(BASE, change)
+    if path.startswith("optimizer."):
+        moved["optimizer"] = change["optimizer"]
+    still = without(moved, path)
+    if path == "optimizer.type":
+        still = {"zero_optimization": {"stage": 3}}
+    return moved, merged(still, STATED.get(path, {}))
+
+
+def proof(path: str, change: dict[str, Any]) -> str:
+    """Why a key is alive; "" where it is dead."""
+    moved, still = (train(config) for config in compared(path, change))
+    if moved.structure != still.structure:
+        return "what is assembled differs"
+    if home_of(path) in moved.reads.used:
+        return "the key is read where something is done"
+    for kind, name in sorted(carriers(moved.reads, still.reads) & moved.reads.used, key=str):
+        return f"{kind.__name__}.{name} carries it and is read"
+    return ""
+
+
+# What reads cannot show in this program: a test of its own for what the key does. -----------------------------------
+
+
+def engine_with(**change: Any) -> Any:
+    return dz.initialize(model=Net(), config=merged(BASE, change))[0]
+
+
+def makes_torch_deterministic() -> None:
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        engine = engine_with(deterministic=True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        assert not torch.backends.cudnn.benchmark
+        engine.destroy()
+        assert torch.are_deterministic_algorithms_enabled() == before[0]
+        assert torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = before[1]
+
+
+def verifies_the_ranks() -> None:
+    with pytest.raises(ConfigError, match="dp_degree"):
+        resolve(load({"dp_degree": 2}), Facts(world_size=1, launched=True))
+
+
+def saves_when_asked_to_end() -> None:
+    for name, path in (("SIGUSR1", "one"), ("SIGUSR2", "two")):
+        engine = engine_with(checkpoint={"save_on_signal": {"path": path, "signals": [name]}})
+        os.kill(os.getpid(), getattr(signal, name))
+        engine.backward(engine(torch.ones(2, 8)).mean())
+        with pytest.raises(SystemExit):
+            engine.step()
+        engine.destroy()
+        assert list(Path(path).iterdir())
+
+
+def locks_pages_beside_a_gpu() -> None:
+    """The sections that offload are asked, and no others."""
+
+    def pinned(**sections: Any) -> bool:
+        config = resolve(load({"zero_optimization": {"stage": 3, **sections}}), Facts())
+        cuda, settings = torch.device("cuda", 0), assemble.plan_settings_of(config)
+        return tiers_of(config, settings, Comm(torch.device("cpu")), cuda, 4096).memories[Tier.HOST].pinned
+
+    for section in ("offload_optimizer", "offload_param"):
+        assert pinned(**{section: {"device": "cpu"}})
+        assert not pinned(**{section: {"device": "cpu", "pin_memory": False}})
+    both = {"offload_optimizer": {"device": "cpu", "pin_memory": False}, "offload_param": {"device": "cpu"}}
+    assert pinned(**both)
+
+
+def names_the_transport() -> None:
+    """tests/ranks/test_same_host.py sees what travels; here: whom `Comm` is told."""
+    seen = list[str]()
+
+    class Told(Comm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            seen.append(kwargs["transport"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(assemble, "Comm", Told)
+        engine_with(transport="gloo").destroy()
+    assert seen == ["gloo"]
+
+
+BEHAVIOURS: dict[str, Callable[[], None]] = {
+    "deterministic": makes_torch_deterministic,
+    "dp_degree": verifies_the_ranks,
+    "checkpoint.save_on_signal.path": saves_when_asked_to_end,
+    "checkpoint.save_on_signal.signals": saves_when_asked_to_end,
+    "zero_optimization.offload_optimizer.pin_memory": locks_pages_beside_a_gpu,
+    "zero_optimization.offload_param.pin_memory": locks_pages_beside_a_gpu,
+    "transport": names_the_transport,
+}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.path for row in ROWS])
-def test_an_effective_key_changes_the_parts(row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_effective_key_is_used(row: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     needed = getattr(row, "requires", None)
     if needed and find_spec(needed) is None:
         pytest.skip(f"needs {needed}")
-    change = off_default_config(row.path)
-    moved = merged(BASE, change)
-    if row.path.startswith("optimizer."):
-        moved["optimizer"] = change["optimizer"]
-    still = without(moved, row.path)
-    if row.path == "optimizer.type":
-        still = {"zero_optimization": {"stage": 3}}
-    still = merged(still, STATED.get(row.path, {}))
-    assert assembled(moved) != assembled(still), f"{row.path} is a dead key"
+    if row.path in BEHAVIOURS:
+        BEHAVIOURS[row.path]()
+    else:
+        assert proof(row.path, off_default_config(row.path)), f"{row.path} is a dead key"
+
+
+def other_than(value: Any) -> Any:
+    """A value of the same type that is not the default."""
+    return {bool: lambda: not value, int: lambda: value * 2, float: lambda: value / 2}.get(type(value), lambda: None)()
+
+
+def test_an_accepted_key_is_read_by_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = dict(BASE)
+    for row in ACCEPTED:
+        change: Any = other_than(row.default)
+        for name in reversed(row.path.split(".")):
+            change = {name: change}
+        config = merged(config, change)
+    seen, plain = train(config), train(BASE)
+    read = [row.path for row in ACCEPTED if home_of(row.path) in seen.reads.touched]
+    assert not read, f"the page says of these that nobody reads them: {read}"
+    assert seen.structure == plain.structure
+
+
+# The contract itself can fail: two keys that do nothing, declared as if they did. ------------------------------------
+
+DEAD = "zero_optimization.legacy_stage1"
+MOVED = {"zero_optimization": {"stage": 3, "legacy_stage1": True}}
+
+
+def test_a_key_that_nothing_reads_is_found_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert proof(DEAD, MOVED) == ""
+
+
+def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `deterministic` once was: written into the settings, told to ranks and logs, and used by nobody."""
+    monkeypatch.chdir(tmp_path)
+    plain, kept = assemble.data_settings_of, list[Any]()
+
+    @dataclasses.dataclass(frozen=True)
+    class DataSettings(assemble.DataSettings):
+        is_legacy: bool = False
+
+    def storing(config: Config) -> Any:
+        given = dataclasses.asdict(plain(config))
+        kept.append(DataSettings(**given, is_legacy=config.zero_optimization.legacy_stage1))
+        return kept[-1]
+
+    storing.__code__ = storing.__code__.replace(co_filename=assemble.__file__)  # it passes on, as the assembly does
+    monkeypatch.setattr(assemble, "data_settings_of", storing)
+    assert proof(DEAD, MOVED) == ""
+    assert [one.is_legacy for one in kept] == [True, False]
+    assert "is_legacy=True" in str(kept[0])

@@ -48,7 +48,6 @@ def config(stage: int, dtype: str, **more: object) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": 4,
         "steps_per_print": None,
-        "deterministic": True,
         "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {
             "stage": stage,
@@ -114,6 +113,39 @@ def test_a_world_of_one_is_plain_pytorch_bit_for_bit(stage: int, dtype: str) -> 
     expected = plain_run(dtype, ranks=1, steps=3)
     for ours, plain in zip(engine_run(stage, dtype, steps=3), expected, strict=True):
         assert torch.equal(ours.to(DEVICE), plain)
+
+
+TWICE = """
+import os, torch, deepseek_zero as dz
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Embedding(7, 64), torch.nn.Linear(64, 64))
+optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+engine, *_ = dz.initialize(model=model, config={"deterministic": True, "optimizer": optimizer})
+assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"]
+tokens = torch.randint(0, 7, (64, 256), generator=torch.Generator().manual_seed(1)).cuda()
+for _ in range(3):
+    engine.backward(engine(tokens).square().mean())
+    engine.step()
+print("weights", [value.cpu().view(torch.int32).sum().item() for value in engine.module_state_dict().values()])
+engine.destroy()
+try:
+    dz.initialize(model=torch.nn.Linear(2, 2), config={"deterministic": True})[0].destroy()
+    del os.environ["CUBLAS_WORKSPACE_CONFIG"]
+    dz.initialize(model=torch.nn.Linear(2, 2), config={"deterministic": True})
+except dz.base.errors.UsageError as error:
+    print("refused", str(error).splitlines()[0])
+"""
+
+
+def test_a_deterministic_run_gives_the_same_bits_again_and_is_refused_where_it_cannot() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "CUBLAS_WORKSPACE_CONFIG"}
+    runs = [
+        subprocess.run([sys.executable, "-c", TWICE], env=environment, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    ]
+    said = [[line for line in run.stdout.splitlines() if line.startswith(("weights", "refused"))] for run in runs]
+    assert said[0] == said[1]
+    assert [line.split()[0] for line in said[0]] == ["weights", "refused"]
 
 
 def test_memory_returns_when_the_engine_goes() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import tempfile
 import time
 from collections import Counter
@@ -26,7 +27,7 @@ from deepseek_zero.report.explain import overlap_share
 from deepseek_zero.sharding import group as group_file
 from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.sharding.plan import Tier
-from deepseek_zero.tiers.disk import DiskExtent
+from deepseek_zero.tiers.disk import Disk, DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
@@ -402,13 +403,26 @@ def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(stage: int
 
 
 @pytest.mark.ranks(2)
-def test_a_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
+def test_a_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_path: Path) -> None:
     mine = tmp_path / f"rank{dist.get_rank()}"
-    if dist.get_rank() == 0:
-        mine.mkdir()
-    place = {"device": "nvme", "nvme_path": str(mine)}
-    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="No such file or directory"):
+    if dist.get_rank() == 1:
+        mine.write_text("a file, so nothing can be made below it")
+    place = {"device": "nvme", "nvme_path": str(mine / "states")}
+    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"):
         engine_of(3, {"offload_param": place, "offload_optimizer": place})
+
+
+@pytest.mark.ranks(2)
+def test_a_directory_that_is_missing_is_made_for_its_owner_alone(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    states = tmp_path / "new" / "states"
+    place = {"device": "nvme", "nvme_path": str(states)}
+    engine_of(3, {"offload_param": place, "offload_optimizer": place}).destroy()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path, states.parent, states)] == [0o755, 0o700, 0o700]
+
+
+def test_a_directory_that_is_missing_has_the_room_of_its_disk(tmp_path: Path) -> None:
+    assert Disk.free_bytes(tmp_path / "new" / "states") > 0
 
 
 @pytest.mark.ranks(2)

@@ -78,8 +78,8 @@ class Comm:
     transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.
     """
 
-    def __init__(self, device: torch.device, *, deterministic: bool = False, transport: str = "fastest") -> None:
-        self.name, self.meter, self.deterministic = "engine", Meter(), deterministic
+    def __init__(self, device: torch.device, *, transport: str = "fastest") -> None:
+        self.name, self.meter = "engine", Meter()
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._links: Links | None = None

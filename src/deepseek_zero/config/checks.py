@@ -146,6 +146,9 @@ def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
     """Keys that only matter where a place is open, or only where it is not."""
     states = lookup(values, "zero_optimization.offload_optimizer.device")
     is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
+    paths = [lookup(values, f"zero_optimization.{name}.nvme_path") for name in ("offload_optimizer", "offload_param")]
+    if is_open and not any(paths) and (value := lookup(values, "memory_budget.disk")) is not None:
+        problems.add("memory_budget.disk", "names no disk", "name a directory on it as nvme_path, or remove it", value)
     for name in ("host", "disk"):
         if not is_open and (value := lookup(values, f"memory_budget.{name}")) is not None:
             fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'

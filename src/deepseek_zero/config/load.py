@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.base.log import log_once
+from deepseek_zero.base.log import log_first, log_once
 from deepseek_zero.config.checks import check
 from deepseek_zero.config.normalise import Normaliser
 from deepseek_zero.config.problems import Problems
@@ -45,6 +45,8 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     problems.raise_if_any()
     for note in problems.notes:
         _warn(note)
+    if problems.ignored:
+        log_first(f"config {document.source}: without effect here: {'; '.join(problems.ignored)}")
     return RawConfig(values, frozenset(normaliser.autos), document.source, source, tuple(problems.notes))
 
 

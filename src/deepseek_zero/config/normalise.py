@@ -15,7 +15,7 @@ from typing import Any, get_args
 from pydantic.fields import FieldInfo
 
 from deepseek_zero.config.coerce import NO_INF, Mismatch, coerce, quoted_number
-from deepseek_zero.config.fields import AUTO, Section
+from deepseek_zero.config.fields import AUTO, Section, Status
 from deepseek_zero.config.problems import Problems
 from deepseek_zero.config.schema import Config
 from deepseek_zero.config.table import advice, declared, rows, subsection
@@ -108,6 +108,8 @@ class Normaliser:
             return _SILENT
         if note:
             self.problems.warn(path, note)
+        if about.get("status") == Status.ACCEPTED and found != info.default:
+            self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found
 
     def _open_object(self, given: dict[str, Any], path: str) -> dict[str, Any]:

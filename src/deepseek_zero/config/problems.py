@@ -33,11 +33,12 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The problems and warnings met while one configuration is read."""
+    """The problems and warnings met while one configuration is read; ignored: keys that change nothing, and why."""
 
     source: str
     found: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
 
     def add(self, key: str, what: str, fix: str = "", value: Any = None) -> None:
         """Record an error."""
@@ -46,6 +47,10 @@ class Problems:
     def warn(self, key: str, note: str) -> None:
         """Record something that is accepted and deserves a line."""
         self.notes.append(f"config {self.source}: {key}: {note}")
+
+    def without_effect(self, key: str, value: Any, reason: str) -> None:
+        """Record a key that is off its default and changes nothing."""
+        self.ignored.append(f"{key} = {_short(value)} ({reason})")
 
     def raise_if_any(self) -> None:
         """Raise one error that lists them all; a NotBuiltError where nothing else is wrong."""

@@ -109,7 +109,12 @@ class Config(Section):
         example=["Linear"],
         needs={"zero_optimization.stage": 3},
     )
-    deterministic: bool = effective(False, "Ours. The same bits on every run, also on CUDA.", example=True)
+    deterministic: bool = effective(
+        False,
+        "Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an "
+        "operation that has none raises.",
+        example=True,
+    )
     transport: Literal["fastest", "gloo"] = effective(
         "fastest",
         "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only.",
@@ -138,7 +143,7 @@ class Config(Section):
         10, "Steps between two summary lines; null or inf prints none.", unit="steps", example=5, inf=None, ge=1
     )
     wall_clock_breakdown: bool = effective(False, "Time forward, backward and step, each on its own.", example=True)
-    memory_breakdown: bool = effective(False, "Log memory at the points of a step.", example=True)
+    memory_breakdown: bool = effective(False, "Log the memory in use beside each summary line.", example=True)
     dump_state: bool = effective(False, "Log the assembled parts once at the start.", example=True)
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"

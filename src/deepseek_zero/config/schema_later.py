@@ -1,4 +1,4 @@
-"""Sections of DeepSpeed's grammar that nothing here reads yet: kept typed, so that a file that leaves them off loads.
+"""Sections of DeepSpeed's grammar of which little is read yet: kept typed, so that a file that leaves them off loads.
 
 Most have a switch (`gate`): while it is off the other keys are not read, as in DeepSpeed; switched on, it is an
 error that names the part which brings it.
@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from deepseek_zero.config.fields import Part, Section, accepted, later, section
+from deepseek_zero.config.fields import Part, Section, accepted, effective, later, section
 
 _ON: tuple[str, ...] = ("enabled",)
-_DISK = "how a disk is spoken to, not what is on it"
+_ON_DISK: dict[str, Any] = {
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_optimizer.device": "nvme",
+    "zero_optimization.offload_optimizer.nvme_path": "states",
+}
 
 
 class Aio(Section):
-    block_size: int = accepted(1_048_576, "Bytes of the largest single request to a disk.", _DISK, ge=4096)
-    queue_depth: int = accepted(8, "Transfers under way at once, each in a thread of its own.", _DISK, ge=1)
+    block_size: int = effective(
+        1_048_576, "Largest single request to a disk.", unit="bytes", example=65536, needs=_ON_DISK, ge=4096
+    )
+    queue_depth: int = effective(
+        8, "Transfers under way at once, each in a thread of its own.", example=2, needs=_ON_DISK, ge=1
+    )
     intra_op_parallelism: int = accepted(1, "Threads per transfer.", "a transfer has one; queue_depth says how many")
     thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")

@@ -124,10 +124,10 @@ class MemoryBudget(Section):
     )
     disk: int | None = effective(
         None,
-        'Of the disk, with device "auto"; null: what is free.',
+        'Of the disk under nvme_path, with device "auto"; null: what is free.',
         unit="bytes",
         example=1_000_000_000,
-        needs=_PLACED,
+        needs={**_PLACED, "zero_optimization.offload_optimizer.nvme_path": "states"},
         inf=None,
         ge=0,
     )
@@ -347,8 +347,9 @@ class ActivationCheckpointing(Section):
     device: Literal["none", "cpu", "nvme"] = effective(
         "none", "Ours. Where inputs of checkpoints are parked between forward and backward, in one slab.", example="cpu"
     )
-    nvme_path: str | None = accepted(
+    nvme_path: str | None = effective(
         None,
-        "Ours. Directory on the disk that holds them.",
-        "it is where, not what; without it device nvme is an error",
+        "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing.",
+        example="parked",
+        needs={"activation_checkpointing.device": "nvme"},
     )

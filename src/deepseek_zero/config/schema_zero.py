@@ -16,9 +16,7 @@ _AHEAD = {
     "zero_optimization.offload_optimizer.device": "cpu",
     "zero_optimization.offload_param.device": "cpu",
 }
-_PLACE = "it is where, not what; without it device nvme is an error"
 _WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
-_PIN = "it says how memory is held, not what is in it; only a GPU's copies care"
 # DeepSpeed's own list; a class whose package is not installed is never met and costs nothing.
 MOE_BLOCKS = (
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
@@ -35,13 +33,25 @@ class OffloadParam(Section):
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
-    nvme_path: str | None = accepted(None, "Directory on the disk that holds the weights.", _PLACE)
+    nvme_path: str | None = effective(
+        None,
+        "Directory of the weights with device nvme, for each rank's unnamed file; made, for its owner alone (0700), "
+        "where it is missing.",
+        example="states",
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "nvme"},
+    )
     buffer_count: int = accepted(5, "Buffers between disk and host memory.", _WINDOW, ge=1)
     buffer_size: int = accepted(100_000_000, "Size of one such buffer.", _WINDOW, unit="elements", ge=1)
     max_in_cpu: int = accepted(
         1_000_000_000, "Weights kept in host memory beside the disk.", _WINDOW, unit="elements", ge=0, inf=sys.maxsize
     )
-    pin_memory: bool = accepted(True, "Keep offloaded weights in page-locked memory.", _PIN)
+    pin_memory: bool = effective(
+        True,
+        "Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, either may ask "
+        "(DeepSpeed's default: false).",
+        example=False,
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "cpu"},
+    )
 
 
 class OffloadOptimizer(Section):
@@ -54,7 +64,13 @@ class OffloadOptimizer(Section):
         auto_is_value=True,
         needs={"zero_optimization.stage": 3},
     )
-    nvme_path: str | None = accepted(None, "Directory on the disk that holds the optimizer states.", _PLACE)
+    nvme_path: str | None = effective(
+        None,
+        "Directory of the optimizer states with device nvme, for each rank's unnamed file; made, for its owner alone "
+        "(0700), where it is missing.",
+        example="states",
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"},
+    )
     buffer_count: int = effective(
         4,
         "Tiles of optimizer state that may be on their way from the disk, and as many to it, besides the one that is "
@@ -62,7 +78,13 @@ class OffloadOptimizer(Section):
         ge=1,
         example=2,
     )
-    pin_memory: bool = accepted(True, "Keep offloaded states in page-locked memory.", _PIN)
+    pin_memory: bool = effective(
+        True,
+        "Beside a GPU, page-lock the host memory of offloaded states; both sections share it, either may ask "
+        "(DeepSpeed's default: false).",
+        example=False,
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
+    )
     pipeline: bool = effective(
         True, "Update weights that are offloaded too when the next forward comes to them; the same bits.", example=False
     )

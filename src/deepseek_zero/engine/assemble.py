@@ -32,6 +32,7 @@ from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.tuning import KEYS as TUNED
+from .determinism import Determinism
 from .observe import ObserverSettings
 from .preemption import Preemption, PreemptionSettings
 from .saving import Saver
@@ -94,6 +95,7 @@ class Parts:
     vertical: VerticalOrder | None = None
     saver: Saver = field(default_factory=Saver)
     preemption: Preemption | None = None
+    determinism: Determinism | None = None
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -110,6 +112,7 @@ class Parts:
             f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
             f"schedule {self.schedule}",
             f"recomputation {self.recompute.settings if self.recompute is not None else None}",
+            f"deterministic algorithms: {self.determinism is not None}",
             f"micro-batches in vertical order: {self.vertical.micro_batches if self.vertical is not None else 1}",
             *units,
             str(self.runtime.gatherer.schedule),
@@ -154,7 +157,6 @@ def plan_settings_of(config: Config) -> PlanSettings:
         mean=config.gradient_allreduce_op == "mean",
         prescale=config.prescale_gradients,
         predivide=config.gradient_predivide_factor,
-        deterministic=config.deterministic,
         transport=config.transport,
         weight_tier=TIERS[zero.offload_param.device],
         state_tier=TIERS[zero.offload_optimizer.device],
@@ -227,6 +229,11 @@ def observer_settings_of(config: Config) -> ObserverSettings:
     )
 
 
+def data_settings_of(config: Config) -> DataSettings:
+    """What a loader made by the engine is told."""
+    return DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last)
+
+
 def flops_settings_of(config: Config) -> FlopsSettings | None:
     """Which forward's operations are counted; None for none."""
     chosen = config.flops_profiler
@@ -262,7 +269,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     """
     settings = plan_settings_of(config)
     refuse_wrapped(model)
-    comm = Comm(mesh.device, deterministic=settings.deterministic, transport=settings.transport)
+    comm = Comm(mesh.device, transport=settings.transport)
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
@@ -285,7 +292,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         settings,
         step_settings,
         observer_settings_of(config),
-        DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last),
+        data_settings_of(config),
         saving,
         placement,
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
@@ -299,6 +306,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
             f"schedule {parts.schedule}",
             f"vertical {slices}",
             f"save on signal {saving.on_signal}",
+            f"deterministic {config.deterministic}",
         ],
         "the configuration",
         "Ranks take their batches and their learning rates in step, and save in step.",
@@ -306,6 +314,8 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     )
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
+    if config.deterministic:
+        parts.determinism = together(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
     return parts
 
 

@@ -233,6 +233,8 @@ class Engine(nn.Module):
             self.parts.vertical.remove()
         if self.parts.preemption is not None:
             self.parts.preemption.release()
+        if self.parts.determinism is not None:
+            self.parts.determinism.release()
         self.observer.close()
 
     def __getattr__(self, name: str) -> Any:

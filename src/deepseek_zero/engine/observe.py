@@ -174,6 +174,7 @@ class Observer:
                 log_once(f"memory: {format_bytes(record.memory_bytes)}")
 
     def close(self) -> None:
+        self.monitor.close()
         if self.writer is not None:
             self.writer.close()
             self.writer = None

@@ -147,8 +147,10 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
     wanted = {settings.weight_tier, settings.state_tier}
     wanted |= {tier for rest in settings.rests for tier in (rest.weights, rest.states)}
     if Tier.HOST in wanted:
-        pinned = device.type == "cuda" and (zero.offload_optimizer.pin_memory or zero.offload_param.pin_memory)
-        memories[Tier.HOST] = HostMemory(pinned=pinned)
+        asks = any(
+            section.pin_memory for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"
+        )
+        memories[Tier.HOST] = HostMemory(pinned=asks and device.type == "cuda")
     if Tier.NVME in wanted:
         path = Path(zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path or "")
         threads = DiskSettings(config.aio.queue_depth, config.aio.block_size)

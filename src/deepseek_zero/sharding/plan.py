@@ -155,7 +155,6 @@ class PlanSettings:
     mean: bool = True
     prescale: bool = False
     predivide: float = 1.0
-    deterministic: bool = False
     transport: str = "fastest"
     weight_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.DEVICE

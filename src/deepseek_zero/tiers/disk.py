@@ -88,9 +88,9 @@ class Disk:
 
     @staticmethod
     def free_bytes(directory: Path) -> int:
-        """What this user can still have of the disk under a directory; 0 where there is none."""
+        """What this user can still have of the disk under a directory, which may be made yet; 0 where there is none."""
         try:
-            found = os.statvfs(directory)
+            found = os.statvfs(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
         except OSError:
             return 0  # opening a file there says why
         return found.f_bavail * found.f_frsize
@@ -357,8 +357,9 @@ def _view(piece: Tensor) -> memoryview:
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
-    """(descriptor of a file without a name, whether it goes past the page cache)."""
+    """(descriptor of a file without a name, whether it goes past the page cache).  Makes the directory if need be."""
     try:
+        _make_private(directory)
         for flag in (os.O_DIRECT, 0):
             descriptor, page = _unnamed(directory, flag), private_pages(PAGE, torch.uint8)
             try:
@@ -371,6 +372,13 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
     except OSError as error:
         raise _refusal(error, directory, "opening a file for states") from error
     raise AssertionError("unreachable: the plain file either opened or raised")
+
+
+def _make_private(directory: Path) -> None:
+    """Make a directory, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    for path in [path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()]:
+        with suppress(FileExistsError):  # another rank was faster
+            path.mkdir(0o700)
 
 
 def _unnamed(directory: Path, flag: int) -> int:

@@ -240,6 +240,21 @@ def test_an_old_and_a_new_key_together_are_an_error(given: dict[str, Any]) -> No
     assert "Cannot provide deprecated parameter" in complaint(given)
 
 
+def test_keys_without_effect_are_named_in_one_line_where_they_are_off_their_default(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    load(zero(stage=3, reduce_scatter=False, contiguous_gradients=True, allgather_bucket_size=2e8))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "INFO: config dict: without effect here: zero_optimization.reduce_scatter = False (stages 1 to 3" in line
+    assert "zero_optimization.allgather_bucket_size = 200000000 (one all-gather" in line
+    assert "contiguous" not in line
+
+
+def test_a_disk_without_a_place_on_it_has_no_budget() -> None:
+    given = {**zero(stage=3, offload_optimizer={"device": "auto"}), "memory_budget": {"disk": 1e9}}
+    assert "memory_budget.disk = 1000000000 (from dict): names no disk" in complaint(given)
+
+
 def test_a_warning_is_logged_once_per_process(capsys: pytest.CaptureFixture[str]) -> None:
     for _ in range(2):
         load(zero(max_reuse_distance=123), origin="test_a_warning_is_logged_once")

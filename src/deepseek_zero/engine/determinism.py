@@ -1,0 +1,79 @@
+"""The same bits on every run: torch computes by deterministic algorithms while an engine that asks for it lives.
+
+Our own sums have one order anyway (`ordered_sum`); what is left to chance is torch's kernels, which add with atomics or
+choose by the clock.  The switch is the process's, so engines share it: the last to go puts it back.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+from ..base.errors import UsageError
+
+WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+
+
+@dataclass(frozen=True)
+class _Switches:
+    """How torch chooses its algorithms."""
+
+    deterministic: bool = True
+    warns_only: bool = False
+    tries_cudnn: bool = False  # cuDNN's fastest algorithm, by the clock: not the same one in every run
+
+    @staticmethod
+    def now() -> _Switches:
+        return _Switches(
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch.backends.cudnn.benchmark,
+        )
+
+    def set(self) -> None:
+        torch.use_deterministic_algorithms(self.deterministic, warn_only=self.warns_only)
+        torch.backends.cudnn.benchmark = self.tries_cudnn
+
+
+class Determinism:
+    """One engine's hold on the switches; `release`, or the end of `owner`, lets go of it."""
+
+    _holds: ClassVar[int] = 0
+    _before: ClassVar[_Switches] = _Switches()
+
+    def __init__(self, owner: Any, device: torch.device) -> None:
+        _size_workspace(device)
+        if not Determinism._holds:
+            Determinism._before = _Switches.now()
+        Determinism._holds += 1
+        _Switches().set()
+        self._end = weakref.finalize(owner, Determinism._let_go)
+        self._end.atexit = False
+
+    def release(self) -> None:
+        """Put the switches back unless another engine holds them; calling it twice is harmless."""
+        self._end()
+
+    @classmethod
+    def _let_go(cls) -> None:
+        cls._holds -= 1
+        if not cls._holds:
+            cls._before.set()
+
+
+def _size_workspace(device: torch.device) -> None:
+    """cuBLAS adds in one order only in a workspace of fixed size, which it asks for once, when it starts."""
+    if device.type != "cuda" or WORKSPACE in os.environ:
+        return
+    if torch.cuda.is_initialized():
+        raise UsageError(
+            f"deterministic is true, but CUDA has started without {WORKSPACE}.",
+            "cuBLAS reads it once, when it starts; without it matrix products may differ from run to run.",
+            f"set {WORKSPACE}={WORKSPACE_SIZE} before the program starts, or build the model on the CPU and the engine "
+            "before anything touches the GPU.",
+        )
+    os.environ[WORKSPACE] = WORKSPACE_SIZE

@@ -1,0 +1,139 @@
+"""Who reads what a configuration key became: recorders over its sections and over the settings made of them.
+
+A key may travel: section -> settings -> settings.  Passing it on proves nothing, and neither does printing it; so a
+read counts where code outside the assembly (engine/assemble.py, and for sections engine/tiers.py) asks for the value.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import pkgutil
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import deepseek_zero
+from deepseek_zero.config import Config
+from deepseek_zero.config.fields import Section
+from deepseek_zero.config.table import subsection
+
+PACKAGE = str(Path(deepseek_zero.__file__).parent)
+PASS_ON = ("/engine/assemble.py",)
+PASS_SECTIONS_ON = (*PASS_ON, "/engine/tiers.py")
+PRINTS = {"__repr__", "describe", "__post_init__"}  # __post_init__ refuses; it uses nothing
+READERS_OF_CONFIG = f"{PACKAGE}/config/"
+
+Leaf = tuple[type, str]
+
+
+@cache
+def settings_classes() -> tuple[type, ...]:
+    """Every dataclass of the library that carries settings."""
+    found = set()
+    for module in pkgutil.walk_packages(deepseek_zero.__path__, "deepseek_zero."):
+        if module.name.startswith(("deepseek_zero._dropin", "deepseek_zero.__main__")):
+            continue
+        for value in vars(importlib.import_module(module.name)).values():
+            named = isinstance(value, type) and (value.__name__.endswith("Settings") or value.__name__ in SETTINGS)
+            if named and dataclasses.is_dataclass(value) and value.__module__.startswith("deepseek_zero"):
+                found.add(value)
+    return tuple(found)
+
+
+SETTINGS = ("Policy", "Keep")
+
+
+@cache
+def home_of(path: str) -> Leaf:
+    """The section of a dotted key, and its name there."""
+    *sections, name = path.split(".")
+    model: type[Section] = Config
+    for section in sections:
+        inner = subsection(model.model_fields[section])
+        assert inner is not None
+        model = inner
+    return model, name
+
+
+@dataclasses.dataclass
+class Reads:
+    """What was asked for while this was recording.
+
+    used: fields somebody used.  touched: sections' fields that anybody in the library read, the assembly included.
+    values: all values a field of settings had.
+    """
+
+    used: set[Leaf] = dataclasses.field(default_factory=set)
+    touched: set[Leaf] = dataclasses.field(default_factory=set)
+    values: dict[Leaf, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
+
+    def saw(self, kind: type, name: str, file: str, function: str) -> None:
+        if not file.startswith(PACKAGE) or file.startswith(READERS_OF_CONFIG) or function in PRINTS:
+            return
+        is_section = issubclass(kind, Section)
+        if is_section:
+            self.touched.add((kind, name))
+        if not file.endswith(PASS_SECTIONS_ON if is_section else PASS_ON):
+            self.used.add((kind, name))
+
+    def built(self, made: Any) -> None:
+        for field in dataclasses.fields(made):
+            self.values[type(made), field.name].add(repr(object.__getattribute__(made, field.name)))
+
+
+@contextmanager
+def recording() -> Iterator[Reads]:
+    """Record every read of sections and settings, and every value settings are built with."""
+    reads, undo = Reads(), list[Callable[[], None]]()
+    for kind in (Section, *settings_classes()):
+        undo.append(_replace(kind, "__getattribute__", _asking(kind, reads)))
+    for kind in settings_classes():
+        undo.append(_replace(kind, "__init__", _building(kind, reads)))
+    try:
+        yield reads
+    finally:
+        for step in undo:
+            step()
+
+
+def _replace(kind: type, name: str, value: Any) -> Callable[[], None]:
+    own = vars(kind).get(name)
+    setattr(kind, name, value)
+    return lambda: setattr(kind, name, own) if own is not None else delattr(kind, name)
+
+
+def _asking(kind: type, reads: Reads) -> Any:
+    plain = kind.__getattribute__
+    sections = issubclass(kind, Section)
+
+    def ask(self: Any, name: str) -> Any:
+        cls = type(self)
+        if not name.startswith("_") and name in (cls.model_fields if sections else cls.__dataclass_fields__):
+            code = sys._getframe(1).f_code
+            reads.saw(cls, name, code.co_filename, code.co_name)
+        return plain(self, name)
+
+    return ask
+
+
+def _building(kind: Any, reads: Reads) -> Any:
+    plain = kind.__init__
+
+    @functools.wraps(plain)
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        if type(self) is kind:
+            reads.built(self)
+
+    return build
+
+
+def carriers(moved: Reads, still: Reads) -> set[Leaf]:
+    """Fields of settings that had other values in one run than in the other."""
+    return {leaf for leaf in {*moved.values, *still.values} if moved.values.get(leaf) != still.values.get(leaf)}
