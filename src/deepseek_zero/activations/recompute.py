@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
+from ..base.capabilities import Capability
 from ..base.device import default_device
 from ..sharding.saved import others_see
 from ..tiers.disk import Disk, DiskSettings
@@ -50,6 +51,10 @@ class Recompute:
         self.settings = settings
         self.parking = _parking_for(settings)
         self.profile = Profile() if settings.profile else None
+
+    def capabilities(self) -> list[Capability]:
+        """How inputs come and go where they wait for backward."""
+        return self.parking.memory.capabilities() if self.parking is not None else []
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """function(*args, **kwargs), to be computed again in backward.

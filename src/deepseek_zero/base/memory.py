@@ -11,18 +11,22 @@ import ctypes
 import gc
 import mmap
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from .capabilities import Capability
 from .errors import OutOfMemoryError
 
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
+HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
 NAME = "deepseek_zero"  # what /proc/PID/maps calls these pages; nobody can open them by it
 KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of a model for a laptop take
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
@@ -39,13 +43,19 @@ def keep_freed_memory() -> bool:
     in every unit's backward.  True if it was changed: not where the user has set it (MALLOC_TRIM_THRESHOLD_,
     GLIBC_TUNABLES), nor where another allocator or C library is in force.
     """
-    if any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")):
+    if _heap_variables():
         return False
     try:
         change = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return False
     return bool(change(_MMAP_THRESHOLD, LARGEST_ON_HEAP) and change(_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def _heap_variables() -> list[str]:
+    """What the user has set of the C library's heap."""
+    names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+    return [name for name in names if name in os.environ]
 
 
 @contextmanager
@@ -60,6 +70,42 @@ def no_collection() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def capabilities(*, keeps_freed: bool) -> list[Capability]:
+    """What the system grants this process.  keeps_freed: what `keep_freed_memory` said."""
+    return [_huge_pages(), _written_pages(), _freed_memory(keeps_freed)]
+
+
+def _freed_memory(is_kept: bool) -> Capability:
+    name, stated = "freed memory", _heap_variables()
+    if is_kept:
+        return Capability(name, f"up to {KEPT_BYTES >> 20} MiB are kept for the next use")
+    if stated:
+        return Capability(name, f"as {', '.join(stated)} says")
+    return Capability(name, "returned to the system", "only glibc's own allocator can be told to keep it")
+
+
+def _huge_pages() -> Capability:
+    name = "memory of states"
+    try:
+        said = re.search(r"\[(\w+)\]", Path(HUGE_PAGES_SWITCH).read_text(encoding="ascii"))
+    except OSError:
+        said = None
+    if said is not None and said[1] in ("always", "madvise"):
+        return Capability(name, "huge pages")
+    why = f"{HUGE_PAGES_SWITCH} says {said[1] if said else 'nothing'}: 512 page faults in place of one"
+    return Capability(name, f"pages of {PAGE} bytes", why)
+
+
+def _written_pages() -> Capability:
+    name = "weights that ranks share"
+    try:
+        os.pread(_page_map(os.getpid()), _ENTRY, 0)
+    except OSError as error:
+        why = f"/proc/self/pagemap cannot be read ({error.strerror}), so nobody knows whether they were written"
+        return Capability(name, "mapped anew after each use", why)
+    return Capability(name, "stay mapped")
 
 
 def private_pages(numel: int, dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """`deepseek-zero doctor`: what this machine has, and what that means for training here.
 
-Looks only: it starts no process group and allocates nothing on a GPU.  Called by cli/__init__.py, which imports it late
-because it imports torch.
+Looks only: it starts no process group, allocates nothing on a GPU, and what it writes to a disk has no name.
+cli/__init__.py imports it late because it imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import os
 import platform
+import resource
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -24,14 +25,19 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from deepseek_zero.base import memory
 from deepseek_zero.base.dropin import DIRECTORY, is_dropin_active
+from deepseek_zero.base.errors import StorageError
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.machine import THREAD_VARIABLES, Machine, allowed_cores
+from deepseek_zero.tiers.disk import Disk
 
 GIB = 2**30
 
 MIN_SHM_GIB, MIN_DISK_GIB, MIN_MEMORY_GIB = 1.0, 5.0, 4.0
 """Below these a small training run is likely to fail; a matter of experience, not of arithmetic."""
+
+MIN_OPEN_FILES = 256
 
 SHM = Path("/dev/shm")
 
@@ -72,6 +78,8 @@ def findings() -> list[Finding]:
         *_formats(machine),
         *_backends(machine),
         *_spaces(),
+        _open_files(),
+        *_grants(),
         _default_launch(machine),
     ]
 
@@ -177,6 +185,35 @@ def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
     verdict = Verdict.GOOD if usage.free >= least_gib * GIB else Verdict.BAD
     short = "" if verdict is Verdict.GOOD else f"; less than {least_gib:g} GiB is tight"
     return Finding(name, f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}", f"{meaning}{short}", verdict)
+
+
+def _open_files() -> Finding:
+    """Descriptors: sockets and shared pages between the ranks of a host, disk tiers, data loader workers."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = "" if soft == hard else f", up to {_limit(hard)} with `ulimit -n`"
+    if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
+        return Finding("open files", f"{soft}{most}", "tight: ranks and data loader workers need more", Verdict.NOTE)
+    return Finding("open files", f"{_limit(soft)}{most}", "ranks and data loader workers share them out of this")
+
+
+def _limit(number: int) -> str:
+    return "no limit" if number == resource.RLIM_INFINITY else str(number)
+
+
+def _grants() -> Iterator[Finding]:
+    """What a run here would list as its capabilities, as far as one process can tell."""
+    found = memory.capabilities(keeps_freed=memory.keep_freed_memory())
+    for directory in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
+        try:
+            disk = Disk(directory)
+        except StorageError as error:
+            yield Finding(f"states on '{directory}'", "cannot rest there", str(error), Verdict.NOTE)
+            continue
+        found += disk.capabilities()
+        disk.close()
+    for each in found:
+        verdict = Verdict.NOTE if each.lacks else Verdict.GOOD
+        yield Finding(each.name, each.way, each.lacks or "the fastest way", verdict)
 
 
 def _default_launch(machine: Machine) -> Finding:

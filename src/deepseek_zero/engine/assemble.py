@@ -15,8 +15,11 @@ from torch.optim import Optimizer
 
 from ..activations.recompute import Recompute, RecomputeSettings, configure
 from ..activations.vertical import VerticalOrder
+from ..base import memory
+from ..base.capabilities import Capabilities, Capability, as_text
+from ..base.device import has_fast_bf16
 from ..base.errors import UsageError
-from ..base.memory import keep_freed_memory
+from ..base.log import log_first
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Keep
 from ..comm.agreement import agree, together
@@ -95,6 +98,7 @@ class Parts:
     vertical: VerticalOrder | None = None
     saver: Saver = field(default_factory=Saver)
     preemption: Preemption | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
 
     def describe(self) -> list[str]:
@@ -274,8 +278,9 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
     settings = with_places(settings, placement, model, comm, _optimizer_name(config, client), mesh.device)
+    capabilities = number_formats(settings.policy, mesh.device)
     if mesh.device.type == "cpu":
-        keep_freed_memory()
+        capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)
     admit(tiers, model, settings, comm, _optimizer_name(config, client))
     runtime = wrap_model(model, settings, comm, mesh.device, tiers)
@@ -316,7 +321,20 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
     if config.deterministic:
         parts.determinism = together(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
+    capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])
+    parts.capabilities = Capabilities.of_ranks(comm.texts(as_text(capabilities), "what each rank's machine grants"))
+    if parts.capabilities.fallbacks:
+        log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts
+
+
+def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
+    """Whether the device computes in the run's 16 bits, or converts."""
+    if policy.compute is not torch.bfloat16:
+        return []
+    if has_fast_bf16(device):
+        return [Capability("bf16 arithmetic", "in hardware")]
+    return [Capability("bf16 arithmetic", "by conversion", f"this {device.type.upper()} has no units for it")]
 
 
 def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:

@@ -189,7 +189,8 @@ class Engine(nn.Module):
             places, about = unit_places(self.runtime, self.optimizer), self.plan().partition("\n")[0]
             draw_plan(places, self.runtime.gatherer.schedule, picture, about)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
-        return "\n".join([self.plan(), *self._where_steps_went(), *parked])
+        capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
+        return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *parked])
 
     def _where_steps_went(self) -> list[str]:
         settings, gatherer, comm = self.runtime.settings, self.runtime.gatherer, self.runtime.comm

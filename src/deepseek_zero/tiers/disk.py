@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, give_back, private_pages
 from ..base.quantities import format_bytes
@@ -70,10 +71,21 @@ class Disk:
         self.directory, self.settings = directory, settings or DiskSettings()
         self.reserved_bytes, self.traffic, self.lock = 0, Traffic(), threading.Lock()
         self.descriptor, self.is_direct = _open_unnamed(directory)
+        self.promises_room = True  # whether the file system sets aside what is reserved
         self._pool = ThreadPoolExecutor(self.settings.threads, "deepseek_zero disk")
         # No job is under way when this object goes, since jobs hold it; and a finalizer may run anywhere (inside
         # Thread.start, even), so it must not join threads: an executor's end with it by themselves.
         self._end = weakref.finalize(self, os.close, self.descriptor)
+
+    def capabilities(self) -> list[Capability]:
+        name = f"states on '{self.directory}'"
+        if not self.is_direct:
+            why = "the file system refuses O_DIRECT; each block is written twice: to the cache, and from there"
+            return [Capability(name, "through the page cache", why)]
+        if not self.promises_room:
+            why = "the file system knows no fallocate; a full disk shows at a write"
+            return [Capability(name, "past the page cache, room not set aside", why)]
+        return [Capability(name, "past the page cache")]
 
     def admit(self, nbytes: int, sharers: int) -> None:
         """Raise `StorageError` if `sharers` ranks cannot have so many bytes each."""
@@ -101,7 +113,7 @@ class Disk:
             return Extent(torch.empty(0, dtype=dtype))
         padded = -(-numel * dtype.itemsize // PAGE) * PAGE
         with _named(self, f"reserving {format_bytes(padded)} for {what}"):
-            _allocate(self.descriptor, self.reserved_bytes, padded)
+            self.promises_room &= _allocate(self.descriptor, self.reserved_bytes, padded)
         start, self.reserved_bytes = self.reserved_bytes, self.reserved_bytes + padded
         chunk = min(-(-chunk_numel * dtype.itemsize // PAGE) * PAGE, padded)
         return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
@@ -361,12 +373,15 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
     try:
         _make_private(directory)
         for flag in (os.O_DIRECT, 0):
-            descriptor, page = _unnamed(directory, flag), private_pages(PAGE, torch.uint8)
+            descriptor = -1
             try:
+                descriptor = _unnamed(directory, flag)
+                page = private_pages(PAGE, torch.uint8)
                 os.pwritev(descriptor, [_view(page)], 0)  # some file systems take the flag and refuse what follows
                 return descriptor, flag != 0
             except OSError as error:
-                os.close(descriptor)
+                if descriptor >= 0:
+                    os.close(descriptor)
                 if error.errno != errno.EINVAL or not flag:
                     raise
     except OSError as error:
@@ -393,13 +408,16 @@ def _unnamed(directory: Path, flag: int) -> int:
         os.unlink(name)
 
 
-def _allocate(descriptor: int, offset: int, nbytes: int) -> None:
+def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
+    """Make the file longer; False where the file system cannot set the room aside."""
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
-        os.ftruncate(descriptor, offset + nbytes)  # a file system that cannot promise; a full disk shows at a write
+        os.ftruncate(descriptor, offset + nbytes)
+        return False
+    return True
 
 
 class _named:

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from ..base.capabilities import Capability
+from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, lock_pages, private_pages
 from ..base.quantities import format_bytes
@@ -24,6 +26,12 @@ class HostMemory:
 
     def __init__(self, *, pinned: bool = False) -> None:
         self.pinned, self.reserved_bytes, self.traffic = pinned, 0, Traffic()
+
+    def capabilities(self) -> list[Capability]:
+        name = "states on the host"
+        if self.pinned or default_device().type != "cuda":
+            return [Capability(name, "page-locked" if self.pinned else "in place")]
+        return [Capability(name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it')]
 
     def admit(self, nbytes: int, sharers: int) -> None:
         """Raise `OutOfMemoryError` if `sharers` ranks cannot have so many bytes each."""

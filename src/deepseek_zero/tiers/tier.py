@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from ..base.capabilities import Capability
 from .device import Allowance
 from .traffic import Traffic, TransferEvent
 
@@ -168,6 +169,9 @@ class Memory(Protocol):
     traffic: Traffic
     reserved_bytes: int
 
+    def capabilities(self) -> list[Capability]:
+        """How bytes come and go here, and what a faster way would need."""
+
     def admit(self, nbytes: int, sharers: int) -> None:
         """Raise if so many bytes cannot be had by each of `sharers` ranks of this host; reserves nothing."""
 
@@ -193,6 +197,10 @@ class Tiers:
         """What was moved until now is not asked for."""
         for memory in self.memories.values():
             memory.traffic.reset()
+
+    def capabilities(self) -> list[Capability]:
+        """How bytes come and go in each memory."""
+        return [each for memory in self.memories.values() for each in memory.capabilities()]
 
     def record(self, events: list[TransferEvent] | None) -> None:
         """From now on every transfer that is asked for gets an entry there; None: no longer."""

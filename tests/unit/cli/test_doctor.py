@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 
 from deepseek_zero.cli import doctor
 from deepseek_zero.cli.machine import Machine
 
-EXPECTED = {"python", "torch", "CPU cores", "memory", "bf16", "fp16", "gloo", "nccl", "shared memory", "disk here"}
+EXPECTED = {
+    "python",
+    "torch",
+    "CPU cores",
+    "memory",
+    "bf16",
+    "fp16",
+    "gloo",
+    "nccl",
+    "shared memory",
+    "disk here",
+    "open files",
+    "memory of states",
+}
 
 
 def test_the_json_holds_every_finding_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -49,3 +63,16 @@ def test_a_number_format_is_told_by_the_device_that_trains(
     on_gpu: bool, gpu_has_it: bool, flags: list[str], value: str
 ) -> None:
     assert doctor._format("bf16", on_gpu, gpu_has_it, flags).value == value
+
+
+def test_the_doctor_says_where_states_could_rest_and_how_fast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = {one.name: one for one in doctor.findings()}
+    assert found[f"states on '{tmp_path}'"].value in ("past the page cache", "through the page cache")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_tight_limit_of_open_files_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (64, 4096))
+    found = doctor._open_files()
+    assert (found.value, found.verdict) == ("64, up to 4096 with `ulimit -n`", doctor.Verdict.NOTE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -235,9 +236,15 @@ def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
 # -- failures
 
 
-def test_a_directory_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"nowhere' failed: No such file.*\n.*\n.*make that directory"):
-        Disk(tmp_path / "nowhere")
+def test_a_directory_that_does_not_exist_is_made_for_this_user_alone(tmp_path: Path) -> None:
+    Disk(tmp_path / "new" / "inner").close()
+    assert [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "new", tmp_path / "new" / "inner")] == [0o700] * 2
+
+
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match=r"inner' failed: Not a directory"):
+        Disk(tmp_path / "file" / "inner")
 
 
 def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:

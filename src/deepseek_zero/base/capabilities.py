@@ -1,0 +1,60 @@
+"""What the machine lets a run do, and where the run makes do with a slower way: one record, in place of silence.
+
+Whoever has a second way says which one it took (`Capability`); the engine collects what all ranks say (`Capabilities`),
+logs the slower ways once, and shows all of them in `explain()`.  `deepseek-zero doctor` asks the same of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Self
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One choice.  name: what is done.  way: how.  lacks: what a faster way would need; "" where there is none."""
+
+    name: str
+    way: str
+    lacks: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.way}" + (f" ({self.lacks})" if self.lacks else "")
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """The choices of all ranks: each with the ranks that made it, in ascending order."""
+
+    size: int = 1
+    ranks_of: dict[Capability, list[int]] = field(default_factory=dict)
+
+    @classmethod
+    def of_ranks(cls, texts: Sequence[str]) -> Self:
+        """From one `as_text` per rank."""
+        found: dict[Capability, list[int]] = {}
+        for rank, text in enumerate(texts):
+            for row in json.loads(text):
+                found.setdefault(Capability(*row), []).append(rank)
+        return cls(len(texts), found)
+
+    @property
+    def fallbacks(self) -> list[str]:
+        """A line for each slower way."""
+        return [self._line(each) for each in self.ranks_of if each.lacks]
+
+    def explain(self) -> list[str]:
+        """A line for each choice."""
+        return [self._line(each) for each in self.ranks_of]
+
+    def _line(self, each: Capability) -> str:
+        ranks = self.ranks_of[each]
+        whose = "" if len(ranks) == self.size else f" [rank {', '.join(map(str, ranks))}]"
+        return f"{each}{whose}"
+
+
+def as_text(capabilities: Sequence[Capability]) -> str:
+    """One rank's choices, as `Capabilities.of_ranks` reads them."""
+    return json.dumps([astuple(each) for each in capabilities])

@@ -1,0 +1,67 @@
+"""Every slower way that a run takes is said: once in the log, and in explain(), with the ranks that take it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.base.log import log_first
+from deepseek_zero.tiers import disk
+
+OPEN = os.open
+
+
+def engine_on(path: Path) -> Any:
+    offload = {"device": "nvme", "nvme_path": str(path)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload},
+    }
+    torch.manual_seed(0)
+    return deepseek_zero.initialize(model=nn.Linear(8, 8), config=config)[0]
+
+
+class Heard(logging.Handler):
+    """The texts that the library logs on this rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def refuses_direct_io(path: Any, flags: int, *rest: Any, **names: Any) -> int:
+    """os.open of a file system that knows no O_DIRECT."""
+    if flags & os.O_DIRECT:
+        raise OSError(errno.EINVAL, "Invalid argument")
+    return OPEN(path, flags, *rest, **names)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_whose_file_system_refuses_direct_io_says_so(tmp_path: Path) -> None:
+    log_first.cache_clear()
+    heard, rank = Heard(), dist.get_rank()
+    logging.getLogger("deepseek_zero").addHandler(heard)
+    try:
+        with patch.object(disk.os, "open", refuses_direct_io if rank == 1 else OPEN):
+            engines = [engine_on(tmp_path) for _ in range(2)]
+    finally:
+        logging.getLogger("deepseek_zero").removeHandler(heard)
+    line = next(line.strip() for line in engines[0].explain().splitlines() if "through the page cache" in line)
+    assert line.endswith("[rank 1]"), line
+    said = [text for text in heard.texts if "slower ways" in text]
+    assert len(said) == (1 if rank == 0 else 0), "once, by the rank that speaks for all"
+    assert all(line in text for text in said)
