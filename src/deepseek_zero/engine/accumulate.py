@@ -55,7 +55,7 @@ def _accumulate(engine: Engine, accumulation: int) -> None:
     """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""
     engine._accumulation = accumulation
     engine.micro_steps = engine.global_steps * accumulation
-    runtime, policy, scaler = engine.runtime, engine.runtime.settings.policy, engine.parts.scaler
+    runtime, policy = engine.runtime, engine.runtime.settings.policy
     runtime.settings = replace(runtime.settings, accumulation=accumulation)
     if engine.optimizer is not None:
         engine.optimizer.flush()
@@ -67,6 +67,3 @@ def _accumulate(engine: Engine, accumulation: int) -> None:
         if dtype != group.plan.grad.dtype:
             group.plan = replace(group.plan, grad=replace(group.plan.grad, dtype=dtype))
             group.gradient.buffer = group.gradient.waiting.buffer = None
-    factor = 1.0 / accumulation
-    needed = scaler is not None or factor != 1.0
-    runtime.output_factor = (lambda: factor * (scaler.scale if scaler is not None else 1.0)) if needed else None

@@ -286,9 +286,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     runtime = wrap_model(model, settings, comm, mesh.device, tiers)
     scaler = scaler_of(config)
     optimizer = ShardedOptimizer(runtime, groups, make, step_settings, scaler) if make is not None else None
-    factor = 1.0 / config.gradient_accumulation_steps
-    if scaler is not None or factor != 1.0:
-        runtime.output_factor = lambda: factor * (scaler.scale if scaler is not None else 1.0)
+    runtime.loss_factor.scaler = scaler
     slices, saving = config.zero_optimization.vertical_micro_batches, saving_settings_of(config)
     parts = Parts(
         runtime,

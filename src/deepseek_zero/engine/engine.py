@@ -71,8 +71,10 @@ class Engine(nn.Module):
             return self.module(*args, **kwargs)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """The loss as it must be differentiated: times the loss scale, divided by the accumulation steps."""
-        return loss.float() * self._loss_factor(scale_wrt_gas)
+        """The loss times the loss scale, divided by the accumulation steps: `engine.scale(loss).backward()` is
+        `engine.backward(loss)`.  A tensor of any shape; the model's outputs alone need no scaling.
+        """
+        return self.runtime.loss_factor.apply(loss, by_accumulation=scale_wrt_gas)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation
@@ -83,19 +85,15 @@ class Engine(nn.Module):
         runtime = self.runtime
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
-        factor = self._loss_factor(scale_wrt_gas)
-        held, runtime.output_factor = runtime.output_factor, None
         try:
             with self.observer.timed("backward"):
                 if loss.requires_grad:
-                    (loss if factor == 1.0 else loss.float() * factor).backward(retain_graph=retain_graph)
+                    self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if runtime.backwards == done:
                     runtime.catch_up()
         except BaseException as error:
             runtime.comm.post_error(error)
             raise
-        finally:
-            runtime.output_factor = held
         self.observer.loss(loss)
         return loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
 
@@ -168,10 +166,6 @@ class Engine(nn.Module):
             yield
         finally:
             self._boundary = held
-
-    def _loss_factor(self, scale_wrt_gas: bool) -> float:
-        scale = self.parts.scaler.scale if self.parts.scaler is not None else 1.0
-        return scale / self._accumulation if scale_wrt_gas else scale
 
     # -- looking
 

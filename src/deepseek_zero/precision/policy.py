@@ -5,7 +5,7 @@ Owns dtypes and casts; knows nothing of ranks.  Called by sharding (buffers), op
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
@@ -107,16 +107,25 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
     """`value` with every floating tensor in it cast to dtype; containers of the usual kinds are walked, others kept."""
     if dtype is None:
         return value
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_inputs(value, cast)
+
+
+def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with change(tensor) for every tensor in it.  Containers are new ones: the caller's stay as they are."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+        return change(value)
     if isinstance(value, Mapping):
-        items = {key: cast_inputs(item, dtype) for key, item in value.items()}
+        items = {key: map_inputs(item, change) for key, item in value.items()}
         return items if type(value) is dict else _rebuilt(value, items)
     if isinstance(value, (list, tuple)):
-        cast = [cast_inputs(item, dtype) for item in value]
-        return type(value)(*cast) if hasattr(value, "_fields") else type(value)(cast)
+        changed = [map_inputs(item, change) for item in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: cast_inputs(getattr(value, f.name), dtype) for f in fields(value) if f.init}
+        changes = {f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init}
         return replace(value, **changes)
     return value
 

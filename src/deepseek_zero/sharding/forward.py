@@ -17,7 +17,7 @@ from torch import nn
 
 from ..base.clock import BETWEEN
 from ..base.device import ends_recomputation
-from ..precision.policy import cast_inputs
+from ..precision.policy import cast_inputs, map_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
 from .saved import weight_hooks
@@ -39,11 +39,11 @@ class Phase(Enum):
 class Active:
     """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
 
-    was_here: its weights were gathered before.
+    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.
     """
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit, self.was_here = unit, unit.state is not UnitState.AT_REST
+    def __init__(self, unit: Unit, *, is_border: bool) -> None:
+        self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.AT_REST, is_border
         self.contexts: list[Any] = []
 
 
@@ -59,7 +59,8 @@ class Forward:
         self.count = 0
         self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
         self._structure = Structure(runtime.model, runtime.groups)
-        self._alone: nn.Module | None = None  # a part of the root that runs outside any forward
+        self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
+        self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
 
     @property
     def runtime(self) -> Runtime:
@@ -79,12 +80,15 @@ class Forward:
             self.runtime.comm.meter.clock.enter("forward")
             schedule = self.runtime.gatherer.schedule
             self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
-        self.active.append(Active(unit))
+        is_border = self._is_outermost() and self.runtime.loss_factor.has_border
+        self.active.append(Active(unit, is_border=is_border))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if unit is self.runtime.root and begins_a_step:
             self._structure.check()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
         self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
+        if is_border:
+            args, kwargs = self._inside((args, kwargs))
         if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
             dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
@@ -94,6 +98,25 @@ class Forward:
             context.__enter__()
             self.active[-1].contexts.append(context)
         return args, kwargs
+
+    def _is_outermost(self) -> bool:
+        """Whether a forward here is one that backward will come out of and go into: recorded, and not recomputed."""
+        if self.active or self._parts or not torch.is_grad_enabled():
+            return False
+        return self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted
+
+    def _inside(self, given: Any) -> Any:
+        """Arguments whose gradients leave the engine without its factor."""
+        return map_inputs(given, partial(hooks.input_alias, self.runtime)) if tensors_in(given) else given
+
+    def _outside(self, output: Any) -> Any:
+        """An output whose gradients get the engine's factor on their way in."""
+        return map_tensors(output, partial(hooks.output_alias, self.runtime))
+
+    def forget(self) -> None:
+        """No forward is under way: an exception has ended them."""
+        self.active.clear()
+        self._parts.clear()
 
     def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
         return torch.float32 if unit.is_lifted else self.runtime.settings.policy.compute
@@ -129,8 +152,12 @@ class Forward:
             for tensor in tensors_in(result):
                 hooks.watch_output(self.runtime, unit.number, tensor)
         if unit is self.runtime.root and not self.active:
-            result = self._end_forward(result, training)
-            return result if output is not None else None
+            self._end_forward(training)
+        if active.is_border:
+            result = self._outside(result)
+            output = result if output is not None else None
+        if unit is self.runtime.root and not self.active:
+            return output
         keep = self.runtime.gatherer.schedule.kept if training else frozenset()
         if self.runtime.phase is Phase.BACKWARD:
             is_done = unit.is_tile and not active.was_here
@@ -140,26 +167,39 @@ class Forward:
             unit.release()
         return output
 
-    def _end_forward(self, output: Any, training: bool) -> Any:
+    def _end_forward(self, training: bool) -> None:
         if self.runtime.phase is not Phase.FORWARD:
-            return output
+            return
         self.runtime.gatherer.end(self.runtime.gatherer.schedule.kept if training else frozenset())
         self.runtime.phase = Phase.IDLE
         self.runtime.comm.meter.clock.enter(BETWEEN)
         if training:
             self.count += 1
-            if self.runtime.output_factor is not None:
-                return map_tensors(output, partial(hooks.scaled_alias, self.runtime))
-        return output
 
-    def enter_part(self, module: nn.Module) -> None:
-        """Before a part of the root that is called by itself, outside any forward: gather the root.  Collective."""
+    def enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before a part of the root.  One that is called by itself, outside any forward, has the root gathered for it.
+        Collective.
+        """
         runtime = self.runtime
-        if runtime.phase is Phase.IDLE and not self.active and runtime.root.state is UnitState.AT_REST:
-            self._alone = module
+        if self.active:
+            return None
+        is_border = self._is_outermost() and runtime.loss_factor.has_border
+        self._parts.append(module)
+        if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.AT_REST:
+            self._gathered_for = module
             runtime.gatherer.use(runtime.root)
+        return self._inside((args, kwargs)) if is_border else None
 
-    def leave_part(self, module: nn.Module) -> None:
-        if self._alone is module:
-            self._alone = None
+    def leave_part(self, module: nn.Module, output: Any) -> Any:
+        """After a part of the root: what backward must know of one that was called by itself."""
+        if self.active or not self._parts:
+            return output
+        self._parts.pop()
+        if self._gathered_for is module:
+            self._gathered_for = None
             self.runtime.root.release()
+        if self._parts or not self._is_outermost():
+            return output
+        for tensor in tensors_in(output):
+            hooks.watch_output(self.runtime, self.runtime.root.number, tensor)
+        return self._outside(output) if self.runtime.loss_factor.has_border else output

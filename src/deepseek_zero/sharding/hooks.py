@@ -32,14 +32,14 @@ def install(runtime: Runtime) -> list[Any]:
                 hook = _bound(_on_grad, runtime, unit.number)
                 handles.append(member.param.register_post_accumulate_grad_hook(hook))
     for part in _parts_of_root(runtime):
-        handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), prepend=True))
+        handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), with_kwargs=True, prepend=True))
         handles.append(part.register_forward_hook(_bound(_after_part, runtime), always_call=True))
     return handles
 
 
 def _parts_of_root(runtime: Runtime) -> list[nn.Module]:
     """Modules inside the root that own its parameters: a custom generate() may call an embedding by itself."""
-    mine = {id(member.param) for group in runtime.root.sharded for member in group.members}
+    mine = {id(member.param) for group in runtime.root.groups for member in group.members}
     return [
         module
         for module in runtime.root.module.modules()
@@ -52,16 +52,25 @@ def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
     tensor.register_hook(_bound(_on_output_grad, runtime, number))
 
 
-def scaled_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
-    """A view whose incoming gradient is multiplied by the loss scale and divided by the accumulation steps.
+def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """A view whose gradient is multiplied by what it lacks of the engine's factor (loss_factor.py).
 
     An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits)
     send back through it.
     """
+    return _alias(runtime, tensor, _scale)
+
+
+def input_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """A view whose gradient leaves the engine without its factor; a parameter stays itself."""
+    return tensor if isinstance(tensor, nn.Parameter) else _alias(runtime, tensor, _unscale)
+
+
+def _alias(runtime: Runtime, tensor: Tensor, hook: Callable[..., Any]) -> Tensor:
     if not tensor.requires_grad:
         return tensor
     alias = tensor.view_as(tensor)
-    alias.register_hook(_bound(_scale, runtime))
+    alias.register_hook(_bound(hook, runtime))
     return alias
 
 
@@ -105,12 +114,12 @@ def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, 
     return runtime.forward.leave(runtime.units[number], (args, kwargs), output)
 
 
-def _before_part(runtime: Runtime, module: nn.Module, args: Any) -> None:
-    runtime.forward.enter_part(module)
+def _before_part(runtime: Runtime, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return runtime.forward.enter_part(module, args, kwargs)
 
 
-def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
-    runtime.forward.leave_part(module)
+def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> Any:
+    return runtime.forward.leave_part(module, output)
 
 
 def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
@@ -127,7 +136,13 @@ def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:
 
 
 def _scale(runtime: Runtime, grad: Tensor) -> Tensor:
-    return grad * runtime.output_factor() if runtime.output_factor is not None else grad
+    factor = runtime.loss_factor.at_output()
+    return grad if factor == 1.0 else grad * factor
+
+
+def _unscale(runtime: Runtime, grad: Tensor) -> Tensor:
+    factor = runtime.loss_factor.at_output()
+    return grad if factor == 1.0 else grad * (1.0 / factor)
 
 
 def _on_backward_end(runtime: Runtime) -> None:

@@ -8,7 +8,6 @@ Called by engine.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +20,7 @@ from .buffer import Route
 from .forward import Forward, Phase
 from .gatherer import Gatherer
 from .group import FlatGroup
+from .loss_factor import LossFactor
 from .plan import PlanSettings
 from .reducer import Reducer
 from .state_dict import shard_state_dicts
@@ -36,7 +36,7 @@ class Runtime:
         self.comm, self.route = route.comm, route
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
-        self.output_factor: Callable[[], float] | None = None  # loss scale / accumulation, for a plain loss.backward()
+        self.loss_factor = LossFactor(self)
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
         self.gatherer = Gatherer(units, settings, self.comm, route.turns)
@@ -108,6 +108,7 @@ class Runtime:
 
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
+        self.loss_factor.refuse_gradient_of_gradient()
         if self.phase is Phase.BACKWARD:
             self.recover()  # the backward before this one never ended
         self._backward_id = backward_id()
@@ -203,6 +204,7 @@ class Runtime:
         self.reducer.wait()
         self.route.ferry.land()
         self.reducer.late.clear()
+        self.loss_factor.is_recorded = False
         for group in self.trained_groups:
             group.gradient.drop()
         if not self.settings.streams:  # gathered weights would have their pages again a moment later
@@ -221,7 +223,7 @@ class Runtime:
         if self.phase is Phase.IDLE:
             return
         interrupted, self.phase = self.phase, Phase.IDLE
-        self.forward.active.clear()
+        self.forward.forget()
         with torch.no_grad():
             self.gatherer.end(frozenset())
             self.gatherer.release_all()
