@@ -47,6 +47,7 @@ class Recorder:
         with pytest.MonkeyPatch.context() as patch:
             for verb in ("create", "write", "truncate", "sync", "make_folder", "sync_folder", "rename", "remove"):
                 patch.setattr(files, verb, self._recorded(verb, getattr(files, verb)))
+            patch.setattr(files, "remove_empty_folder", self._recorded("remove", files.remove_empty_folder))
             patch.setattr(files, "remove_folder", self._remove_folder)
             yield
 
@@ -63,7 +64,7 @@ class Recorder:
     def _remove_folder(self, path: Path) -> None:
         """Name by name, since a crash may come between two."""
         for child in sorted(path.iterdir()):
-            files.remove(child)
+            self._remove_folder(child) if child.is_dir() else files.remove(child)
         with self._lock:
             path.rmdir()
             self.operations.append(("remove", (path,)))
@@ -104,7 +105,7 @@ class Disk:
     def _sync(self, descriptor: int) -> None:
         self._open[descriptor].synced = bytes(self._open[descriptor].data)
 
-    def _make_folder(self, path: Path) -> None:
+    def _make_folder(self, path: Path, mode: int = 0o700) -> None:
         folder, name = self._at(path)
         folder.names[name] = Folder()
 

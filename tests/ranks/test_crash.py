@@ -8,6 +8,8 @@ import random
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,10 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.checkpoint.catalogue import folder_of, latest_tag
+from deepseek_zero.checkpoint.convert import convert_to_safetensors
+from deepseek_zero.checkpoint.layouts import layout_of
 from deepseek_zero.checkpoint.manifest import MANIFEST, Manifest
-from deepseek_zero.checkpoint.verify import verify
+from deepseek_zero.checkpoint.verify import glance, verify
 from tests.crash import Disk, Recorder
 
 KILLS = 200 if os.environ.get("DEEPSEEK_ZERO_FULL") else 20
@@ -80,6 +84,69 @@ def test_every_prefix_of_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_pat
                 assert found in known[number : number + 2], f"after {count} operations ({operation[0]}), kept {kept}"
                 shutil.rmtree(left)
     assert number == 3
+
+
+@pytest.mark.ranks(1)
+def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told(tmp_path: Path) -> None:
+    """DeepSpeed's layout and single files change at once.  Files of a folder that exists move one by one: then a
+    mixture of two exports must be recognised as one.
+    """
+    root, left = tmp_path / "made", tmp_path / "left"
+    root.mkdir()
+    engine = engine_of()
+    engine.parts.saving_settings = replace(engine.parts.saving_settings, layout="deepspeed")
+
+    def convert(into: Path) -> None:
+        engine.save_checkpoint(root / "source")
+        convert_to_safetensors(root / "source", into, max_shard_bytes=60)
+
+    ways: dict[str, Callable[[Path], object]] = {
+        "theirs": lambda path: engine.save_checkpoint(path, tag="it"),
+        "whole": lambda path: engine.export(path),
+        "cut": lambda path: engine.export(path, max_shard_bytes=60),
+        "converted": convert,
+        "one.safetensors": lambda path: engine.export(path),
+        "one.pth": lambda path: engine.export(path),
+    }
+    for name, make in ways.items():
+        recorder, known = Recorder(root), [""]
+        ends = [0]
+        place = Path("it") if name == "theirs" else Path()
+        with recorder.recording():
+            for _ in range(2):
+                step(engine)
+                make(root / name)
+                found = glance(root / name / place)[0]
+                assert found is not None
+                known.append(found.run or str(weights_of(root / name)))
+                ends.append(len(recorder.operations))
+        assert len(set(known)) == 3
+        disk, told = Disk(root), set[str]()
+        for count, operation in enumerate(recorder.operations, 1):
+            number = next(save for save, end in enumerate(ends) if count <= end) - 1
+            disk.apply(operation)
+            if operation[0] not in ("write", "create", "sync"):  # they change nothing that has a name already
+                for kept in (1.0, 0.0, 0.5):
+                    disk.leave(left, random.Random(count), kept)
+                    path = folder_of(left / name, "it") if name == "theirs" else left / name
+                    said = f"{name} after {count} operations ({operation[0]}), kept {kept}"
+                    if layout_of(path) is None:
+                        assert known[number] == "", said
+                    elif faults := verify(path):
+                        assert name in ("cut", "converted"), f"{said}: {faults}"
+                        told.add(str(faults[0]))
+                    else:
+                        manifest = glance(path)[0]
+                        assert manifest is not None
+                        assert (manifest.run or str(weights_of(path))) in known[number : number + 2], said
+                    shutil.rmtree(left)
+        assert not told or any("different exports" in each for each in told), name
+
+
+def weights_of(path: Path) -> dict[str, list[float]]:
+    """Of a file of torch.save, which has no identity."""
+    state = torch.load(path, weights_only=True)
+    return {name: value.reshape(-1).tolist() for name, value in state.items()}
 
 
 @pytest.mark.ranks(2)

@@ -64,7 +64,7 @@ def test_an_exported_folder_holds_the_weights_as_they_compute(
     else:
         assert not differences({n: v for n, v in found.items() if n not in statistics}, drop(expected, statistics))
     with safe_open(tmp_path / "one" / "model.safetensors", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
+        assert file.metadata()["format"] == "pt"
     engine.export(tmp_path / "many", max_shard_bytes=400)
     assert not differences(read(tmp_path / "many"), found)
     assert len(list((tmp_path / "many").glob("model-*-of-*.safetensors"))) > world

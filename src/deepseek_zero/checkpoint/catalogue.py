@@ -32,10 +32,11 @@ from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
 from .deepspeed_read import is_deepspeed
+from .draft import WRITING
+from .layouts import Layout, layout_of
 from .manifest import LATEST, MANIFEST, NEWEST, Manifest, together
 from .verify import NOTHING, Fault, Share, glance, verify
 
-WRITING = ".writing"
 FORGOTTEN_SECONDS = 3600.0
 MOST_TOLD = 3  # faults named of one checkpoint that is passed over
 
@@ -67,12 +68,13 @@ class Entry:
         return self.manifest is not None and not self.faults
 
     @property
-    def is_deepspeed(self) -> bool:
-        return is_deepspeed(self.folder)
+    def layout(self) -> Layout | None:
+        return layout_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir() if path.is_file())
+        paths = self.folder.iterdir() if self.folder.is_dir() else [self.folder]
+        return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 @dataclass(frozen=True)
@@ -133,10 +135,14 @@ def latest_tag(directory: Path) -> str | None:
 
 def entry_of(directory: Path, tag: str, *, glancing: bool = True) -> Entry:
     """One tag, which must be there."""
-    folder = folder_of(directory, tag)
-    manifest, faults = glance(folder) if glancing else glance(folder, NOTHING)
-    saved = folder / MANIFEST
-    return Entry(tag, folder, manifest, (saved if saved.exists() else folder).stat().st_mtime, tuple(faults))
+    return entry_at(folder_of(directory, tag), tag, glancing=glancing)
+
+
+def entry_at(path: Path, tag: str, *, glancing: bool = True) -> Entry:
+    """A checkpoint or export by its path, which must be there."""
+    manifest, faults = glance(path) if glancing else glance(path, NOTHING)
+    saved = path / MANIFEST
+    return Entry(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
 
 
 def folder_of(directory: Path, tag: str) -> Path:
@@ -181,6 +187,12 @@ def tags_in(directory: Path) -> list[str]:
     return visible + [
         tag for path, tag, state in _hidden(directory) if state == "replaced" and folder_of(directory, tag) == path
     ]
+
+
+def is_one(path: Path) -> bool:
+    """Whether a path is one checkpoint or export, not a directory of checkpoints (which may hold an export, too)."""
+    layout = layout_of(path)
+    return layout is not None and (layout.has_states or not tags_in(path))
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -261,7 +273,7 @@ def outdated(entries: Sequence[Entry], latest: str | None, keep: Keep) -> list[E
     so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in DeepSpeed's
     layout are nobody's to remove: another program may have written them.
     """
-    entries = [entry for entry in entries if not entry.is_deepspeed]
+    entries = [entry for entry in entries if entry.layout is not Layout.DEEPSPEED]
     complete = [entry for entry in entries if entry.is_complete]
     if keep.last is None or not complete:
         return []

@@ -6,26 +6,32 @@ line and facade/zero_to_fp32.py.
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import secrets
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 
-from . import files
+from ..base.errors import CheckpointError
 from .deepspeed_write import Layout, write_rank
+from .draft import Draft
 from .export import save_torch
-from .shards import (
-    INDEX,
-    MAX_SHARD_BYTES,
-    hidden_beside,
-    open_hidden,
-    plan_shards,
-    put_in_place,
-    shard_names,
-    write_index,
-)
+from .layouts import layout_of
+from .shards import INDEX, MAX_SHARD_BYTES, OURS, plan_shards, shard_names, write_index
 from .source import open_source, tensors_of
 from .tensor_file import TensorFile, dtype_of
+
+
+@contextmanager
+def _draft(out: Path) -> Iterator[Draft]:
+    """Nothing of it is left where the block fails."""
+    draft = Draft(out)
+    draft.open()
+    try:
+        yield draft
+    finally:
+        draft.abandon()  # nothing, once it is in place
 
 
 def convert_to_safetensors(
@@ -44,17 +50,16 @@ def convert_to_safetensors(
     with ExitStack() as stack:
         tensors = tensors_of(open_source(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
-        names = shard_names(len(shards))
-        open_hidden(out)
-        hidden = hidden_beside(out)
+        names, run = shard_names(len(shards)), secrets.token_hex(8)
+        draft = stack.enter_context(_draft(out))
         for name, entries in zip(names, shards, strict=True):
-            with TensorFile(hidden / name, entries) as file:
+            with TensorFile(draft.path / name, entries, run) as file:
                 for entry in entries:
                     for low, part in tensors[entry.name].parts():
                         file.write(entry.name, low, part)
         if len(names) > 1:
-            write_index(hidden / INDEX, shards, names)
-        put_in_place(out)
+            write_index(draft.path / INDEX, shards, names)
+        draft.put_folder(OURS, INDEX)
         return names
 
 
@@ -75,10 +80,9 @@ def convert_to_pth(
         tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
         state = {name: lazy.contiguous() for name, lazy in tensors.items()}
         state |= {name: state[first] for name, first in source.tied.items() if first in state}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    save_torch(state, hidden_beside(out))
-    hidden_beside(out).replace(out)
-    files.sync_folder(out.parent)
+    with _draft(out) as draft:
+        save_torch(state, draft.path / out.name)
+        draft.put_file()
 
 
 def convert_to_deepspeed(
@@ -91,8 +95,15 @@ def convert_to_deepspeed(
     """
     with ExitStack() as stack:
         source = open_source(path, tag, stack)
+        found = layout_of(source.folder)
+        if found is not None and not found.has_states:
+            raise CheckpointError(
+                f"{source.folder} holds weights alone.",
+                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it without them.",
+                "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
+            )
         layout = Layout.of(source, stage, ranks)
-        open_hidden(out)
+        draft = stack.enter_context(_draft(out))
         for rank in layout.files:
-            write_rank(source, hidden_beside(out), layout, rank)
-        put_in_place(out)
+            write_rank(source, draft.path, layout, rank)
+        draft.put_folder()

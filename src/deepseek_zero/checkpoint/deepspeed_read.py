@@ -31,6 +31,7 @@ from .state import dtype_name
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+IDENTITY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
 # What DeepSpeed itself puts beside the caller's client_state.
 KNOWN = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
@@ -199,7 +200,9 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     models = [first]
     if is_third:
         models += [open_file(folder / MODEL_OF_RANK.format(rank)) for rank in range(1, ranks)]
-    optimizers = [each["optimizer_state_dict"] for each in _optimizer_files(folder, ranks, first)]
+    files = _optimizer_files(folder, ranks, first)
+    optimizers = [each["optimizer_state_dict"] for each in files]
+    _refuse_others(folder, [*enumerate(models), *enumerate(files)])
     buffers = set(first["buffer_names"] or ())
     found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third))
     found.buffers = [{name: each["module"][name] for name in buffers if name in each["module"]} for each in models]
@@ -222,6 +225,22 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     client = {name: value for name, value in first.items() if name not in KNOWN}
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
+    return found
+
+
+def read_state_dict(path: Path) -> DeepSpeedCheckpoint:
+    """The tensors of a file of torch.save that holds a state dict: weights alone, mapped."""
+    state = open_file(path)
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights.")
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    names = {name: name for name in tensors}
+    found = DeepSpeedCheckpoint(path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names}))
+    found.manifest.format, found.manifest.version, found.buffers = "torch.save", 1, [{}]
+    _add_module(found, {"module": tensors}, set())
+    for facts in found.manifest.parameters.values():
+        facts["trained"] = True
+    found.plain = {"groups": [], "trainer": {}, "client": {}}
     return found
 
 
@@ -259,6 +278,19 @@ def open_file(path: Path) -> dict[str, Any]:
         ) from None
 
 
+def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+    """Raise if files that this library wrote are of different saves, or of other ranks than their names say."""
+    told = [(rank, (each.get("ds_config") or {}).get(IDENTITY)) for rank, each in files]
+    own = next((each["run"] for _, each in told if each is not None), None)
+    for rank, each in told:
+        if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
+            raise CheckpointError(
+                f"{folder} holds a file of rank {rank} that is of another rank or another save: {each}, not {own}.",
+                "Files were exchanged, or copied from another checkpoint.",
+                "copy the whole folder, or load another tag.",
+            )
+
+
 def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list[dict[str, Any]]:
     named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
     numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == 0}
@@ -280,7 +312,9 @@ def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     names = {name: tied.get(name, name) for name in first["module"]}
     dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], extra={"names": names, "groups": []})
+    told = (first.get("ds_config") or {}).get(IDENTITY) or {}
+    run, extra = str(told.get("run", "")), {"names": names, "groups": []}
+    return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], run=run, format="DeepSpeed", version=0, extra=extra)
 
 
 def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -18,9 +18,9 @@ from . import files
 from .catalogue import remove_replaced
 from .deepspeed_read import KNOWN
 from .deepspeed_write import SCRIPT, Layout, write_rank
+from .draft import Draft
 from .manifest import together
 from .save import SaveSettings, publish, refuse_others, save
-from .shards import hidden_beside, open_hidden
 from .source import open_source
 from .state import Contents, is_number
 
@@ -46,14 +46,18 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
     comm, slices = contents.runtime.comm, directory / ".slices.saving"
     together(comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(misfit(contents), directory / tag))
     made: list[Path] = []
+    draft: Draft | None = None
     try:
         folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
         final = directory / folder.name
-        made += [folder, hidden_beside(final)]
-        _rewrite(folder, final, contents)
-        together(comm, "saving: the name", lambda: _finish(final, slices, settings) if comm.rank == 0 else "")
+        made, opened = [folder], Draft(final)
+        draft = opened
+        _rewrite(folder, draft, contents)
+        together(comm, "saving: the name", lambda: _finish(opened, slices, settings) if comm.rank == 0 else "")
     except CheckpointError:
         if comm.rank == 0:
+            if draft is not None:
+                draft.abandon()
             _abandon(made, slices)
         raise
     return final
@@ -65,7 +69,7 @@ def _abandon(made: list[Path], slices: Path) -> None:
         with suppress(OSError):
             files.remove_folder(folder)
     with suppress(OSError):  # another job's may be there
-        slices.rmdir()
+        files.remove_empty_folder(slices)
 
 
 def _refuse(problem: str, final: Path) -> str:
@@ -77,36 +81,37 @@ def _refuse(problem: str, final: Path) -> str:
     return ""
 
 
-def _rewrite(folder: Path, final: Path, contents: Contents) -> None:
-    """Make DeepSpeed's files of the slices in `folder`, beside `final`."""
+def _rewrite(folder: Path, draft: Draft, contents: Contents) -> None:
+    """Make DeepSpeed's files of the slices in `folder`."""
     comm = contents.runtime.comm
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 
     def write() -> str:
         with ExitStack() as stack:
-            source = open_source(folder, None, stack)
+            source = open_source(folder, None, stack, checks=False)  # written just now
             layout = replace(Layout.of(source), scaling=scaling)
             if comm.rank in layout.files:
-                with files.saying(f"writing '{hidden_beside(final)}'"):
-                    write_rank(source, hidden_beside(final), layout, comm.rank)
+                with files.saying(f"writing '{draft.path}'"):
+                    write_rank(source, draft.path, layout, comm.rank)
         return ""
 
-    together(comm, "saving: DeepSpeed's folder", lambda: _open(final) if comm.rank == 0 else "")
+    together(comm, "saving: DeepSpeed's folder", lambda: _open(draft) if comm.rank == 0 else "")
     together(comm, "saving: DeepSpeed's files", write)
 
 
-def _open(final: Path) -> str:
-    open_hidden(final)
+def _open(draft: Draft) -> str:
+    draft.open()
     return ""
 
 
-def _finish(final: Path, slices: Path, settings: SaveSettings) -> str:
-    hidden = hidden_beside(final)
+def _finish(draft: Draft, slices: Path, settings: SaveSettings) -> str:
+    final = draft.final
     with files.saying(f"completing '{final}'"):
-        files.sync_folder(hidden)
+        draft.finish()
         files.replace_text(final.parent / "zero_to_fp32.py", SCRIPT)
-        publish(hidden, final, latest=settings.latest)
+        publish(draft.path, final, latest=settings.latest)
+        draft.close()
         remove_replaced(final)
         files.remove_folder(slices)
     return ""

@@ -7,8 +7,8 @@ Called by convert.py and engine/saving.py.
 
 from __future__ import annotations
 
-import os
 import pickle
+import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,9 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..precision.loss_scale import LossScaleSettings
+from . import files
 from .deepspeed_read import (
+    IDENTITY,
     KNOWN,
     MODEL,
     MODEL_OF_RANK,
@@ -35,7 +37,7 @@ from .deepspeed_read import (
 from .filling import KEPT_OPTIONS
 from .manifest import MOMENT, WEIGHT, WHOLE
 from .source import Source, tensors_of
-from .tensor_file import cast, private
+from .tensor_file import cast, dtype_named
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
 SUB_GROUP = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
@@ -50,11 +52,14 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class Layout:
-    """The checkpoint to be: its stage, its number of ranks, what its weights compute in, how its loss is scaled."""
+    """The checkpoint to be: its stage, its number of ranks, what its weights compute in, which save it is of, how its
+    loss is scaled.
+    """
 
     stage: int
     ranks: int
     dtype: torch.dtype
+    run: str
     scaling: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     @classmethod
@@ -63,7 +68,8 @@ class Layout:
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
         low = next((dtype for dtype in (torch.bfloat16, torch.float16) if str(dtype)[6:] in rows), torch.float32)
-        return cls(manifest.stage if stage is None else stage, ranks or manifest.world_size, low)
+        run = manifest.run or secrets.token_hex(8)
+        return cls(manifest.stage if stage is None else stage, ranks or manifest.world_size, low, run)
 
     @property
     def files(self) -> list[int]:
@@ -80,12 +86,14 @@ def write_rank(source: Source, folder: Path, layout: Layout, rank: int) -> None:
     if layout.stage:
         prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
         state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
-        told = {"optimizer_state_dict": state, "ds_config": _config(layout), "ds_version": LAYOUT}
+        told = {"optimizer_state_dict": state, "ds_config": _config(layout, rank), "ds_version": LAYOUT}
         _save(told, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def _config(layout: Layout) -> dict[str, Any]:
+def _config(layout: Layout, rank: int) -> dict[str, Any]:
+    """DeepSpeed reads none of it back; it is the one place where we can say which save and rank a file is of."""
     return {
+        IDENTITY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
@@ -140,7 +148,7 @@ def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
         **{name: trainer[name] for name in ("skipped_steps", "global_steps", "global_samples")},
         "dp_world_size": layout.ranks,
         "mp_world_size": 1,
-        "ds_config": _config(layout),
+        "ds_config": _config(layout, rank),
         "ds_version": LAYOUT,
         **client,
     }
@@ -179,7 +187,7 @@ def _computes_in(own: torch.dtype, layout: Layout) -> torch.dtype:
 
 def _frozen(source: Source, layout: Layout, name: str, rank: int) -> Tensor:
     facts = source.manifest.parameters[name]
-    numel, own = prod(facts["shape"]), getattr(torch, facts["dtype"])
+    numel, own = prod(facts["shape"]), dtype_named(facts["dtype"])
     cut = part_of(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
     values = torch.zeros(-(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout))
     for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
@@ -210,9 +218,7 @@ def _numbers(source: Source, names: Sequence[str]) -> dict[str, Any]:
     """The counters, which the parameters of a group share."""
     found = source.manifest.scalars.get(names[0], {}) if names else {}
     return {
-        key: each["value"]
-        if each["dtype"] is None
-        else torch.tensor(each["value"], dtype=getattr(torch, each["dtype"]))
+        key: each["value"] if each["dtype"] is None else torch.tensor(each["value"], dtype=dtype_named(each["dtype"]))
         for key, each in found.items()
     }
 
@@ -403,7 +409,5 @@ _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    with open(path, "wb", opener=private) as file:
-        torch.save(state, file, pickle_module=_PICKLE)
-        file.flush()
-        os.fsync(file.fileno())
+    with files.saying(f"writing '{path}'"), files.new_file(path) as stream:
+        torch.save(state, stream, pickle_module=_PICKLE)

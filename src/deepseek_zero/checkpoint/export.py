@@ -6,7 +6,7 @@ only a torch file (`.pth`) needs it whole, on rank 0.  Called by engine/exportin
 
 from __future__ import annotations
 
-import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -16,27 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..base.errors import CheckpointError
 from ..comm.collectives import Comm, hand_out
 from ..sharding.access import whole
 from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
 from ..sharding.runtime import Runtime
 from . import files
+from .draft import Draft
 from .manifest import together
-from .shards import (
-    INDEX,
-    MAX_SHARD_BYTES,
-    hidden_beside,
-    open_hidden,
-    plan_shards,
-    put_in_place,
-    shard_names,
-    write_index,
-)
+from .shards import INDEX, MAX_SHARD_BYTES, OURS, plan_shards, shard_names, write_index
 from .state import persistent_buffers, state_names
-from .tensor_file import Entry, TensorFile, cast, private
+from .tensor_file import Entry, TensorFile, cast
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
+FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; anything else is a folder
 
 
 @dataclass(frozen=True)
@@ -117,15 +111,15 @@ def _of_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
 class _Files:
     """This rank's files.  A disk that refuses is remembered, so that the rank still takes part in every gather."""
 
-    def __init__(self, folder: Path, shards: dict[str, list[Entry]]) -> None:
-        self.folder, self.shards = folder, shards
+    def __init__(self, folder: Path, shards: dict[str, list[Entry]], run: str) -> None:
+        self.folder, self.shards, self.run = folder, shards, run
         self._stack = ExitStack()
         self._file_of: dict[str, TensorFile] = {}
-        self._problem: OSError | None = None
+        self._problem: Exception | None = None
 
     def open(self) -> str:
         for name, entries in self.shards.items():
-            file = self._stack.enter_context(TensorFile(self.folder / name, entries))
+            file = self._stack.enter_context(TensorFile(self.folder / name, entries, self.run))
             self._file_of |= {entry.name: file for entry in entries}
         return ""
 
@@ -135,7 +129,7 @@ class _Files:
             return
         try:
             file.write(name, 0, values)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:
             self._problem = error
 
     def close(self) -> str:
@@ -146,7 +140,7 @@ class _Files:
 
     def abandon(self) -> None:
         """Let go of files that will not be used."""
-        with suppress(OSError):
+        with suppress(OSError, CheckpointError):
             self._stack.close()
 
 
@@ -158,31 +152,25 @@ def export_safetensors(
     File k is rank k's (modulo their number): with as many files as ranks all of them write at once.  Nothing is to be
     seen in `directory` before everything is on the disk.
     """
-    comm = runtime.comm
+    comm, draft = runtime.comm, Draft(directory)
     shards = plan_shards(entries_of(runtime, settings), settings.max_shard_bytes)
     names = shard_names(len(shards))
-    hidden = hidden_beside(directory)
-    mine = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-    files = _Files(hidden, mine)
 
-    def finish() -> str:
+    def finish() -> None:
         if len(names) > 1:
-            write_index(hidden / INDEX, shards, names)
+            write_index(draft.path / INDEX, shards, names)
         if companions is not None:
-            companions(hidden)
-        put_in_place(directory)
-        return ""
+            companions(draft.path)
+        draft.put_folder(OURS, INDEX)
 
-    together(comm, "export: the folder", lambda: _only_first(comm, lambda: open_hidden(directory)))
     try:
-        together(comm, "export: this rank's files", files.open)
-        for name, values in whole_values(runtime, settings):
-            files.put(name, values)
-            del values  # or its group would stay while the next one is gathered
-        together(comm, "export: this rank's tensors", files.close)
-    finally:
-        files.abandon()
-    together(comm, "export: the names", lambda: finish() if comm.rank == 0 else "")
+        run = together(comm, "export: the folder", lambda: _begin(comm, draft))[0]
+        mine = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
+        _write(runtime, settings, _Files(draft.path, mine, run))
+        together(comm, "export: the names", lambda: _only_first(comm, finish))
+    except Exception:
+        draft.abandon()
+        raise
     return names
 
 
@@ -192,25 +180,46 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     A safetensors file is written tensor by tensor.  torch.save wants everything at once: rank 0 holds the whole model
     in host memory, in the dtype asked for.
     """
-    comm, hidden = runtime.comm, hidden_beside(path)
-    together(
-        comm, "export: the folder", lambda: _only_first(comm, lambda: path.parent.mkdir(parents=True, exist_ok=True))
-    )
-    if path.suffix == ".safetensors":
-        entries = entries_of(runtime, settings)
-        files = _Files(hidden.parent, {hidden.name: entries} if comm.rank == 0 else {})
-        try:
-            together(comm, "export: the file", files.open)
-            for name, values in whole_values(runtime, settings):
-                files.put(name, values)
-                del values
-            together(comm, "export: the tensors", files.close)
-        finally:
-            files.abandon()
-    else:
-        state = consolidated(runtime, settings)
-        together(comm, "export: the file", lambda: save_torch(state, hidden) if state is not None else "")
-    together(comm, "export: the name", lambda: _only_first(comm, lambda: _rename(hidden, path)))
+    comm, draft = runtime.comm, Draft(path)
+    try:
+        run = together(comm, "export: the folder", lambda: _begin(comm, draft))[0]
+        if path.suffix == ".safetensors":
+            mine = {path.name: entries_of(runtime, settings)} if comm.rank == 0 else {}
+            _write(runtime, settings, _Files(draft.path, mine, run))
+        else:
+            state = consolidated(runtime, settings)
+            into = draft.path / path.name
+            together(comm, "export: the file", lambda: save_torch(state, into) if state is not None else "")
+        together(comm, "export: the name", lambda: _only_first(comm, draft.put_file))
+    except Exception:
+        draft.abandon()
+        raise
+
+
+def _begin(comm: Comm, draft: Draft) -> str:
+    """Rank 0 opens the draft and says which export this is."""
+    if comm.rank:
+        return ""
+    if draft.final.is_dir() and draft.final.suffix in FILE_SUFFIXES:
+        raise CheckpointError(f"{draft.final} is a folder.", "Its name is that of a file.", "name another file.")
+    if draft.final.is_file() and draft.final.suffix not in FILE_SUFFIXES:
+        raise CheckpointError(
+            f"{draft.final} is a file.", "An export is a folder.", "name a folder, or a file that ends in .pth."
+        )
+    draft.open()
+    return secrets.token_hex(8)
+
+
+def _write(runtime: Runtime, settings: ExportSettings, mine: _Files) -> None:
+    """Gather every tensor on every rank, and write this rank's."""
+    try:
+        together(runtime.comm, "export: this rank's files", mine.open)
+        for name, values in whole_values(runtime, settings):
+            mine.put(name, values)
+            del values  # or its group would stay while the next one is gathered
+        together(runtime.comm, "export: this rank's tensors", mine.close)
+    finally:
+        mine.abandon()
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
@@ -228,11 +237,9 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
 
 
 def save_torch(state: dict[str, Any], path: Path) -> str:
-    """torch.save, readable by its owner alone and on the disk when this returns."""
-    with open(path, "wb", opener=private) as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
+    """torch.save into a new file, readable by its owner alone and on the disk when this returns."""
+    with files.saying(f"writing '{path}'"), files.new_file(path) as stream:
+        torch.save(state, stream)
     return ""
 
 
@@ -240,8 +247,3 @@ def _only_first(comm: Comm, action: Callable[[], None]) -> str:
     if comm.rank == 0:
         action()
     return ""
-
-
-def _rename(hidden: Path, path: Path) -> None:
-    os.replace(hidden, path)
-    files.sync_folder(path.parent)

@@ -1,17 +1,19 @@
-"""Every change that a checkpoint makes to a disk, in a dozen verbs.
+"""Every change that a checkpoint, an export or a conversion makes to a disk, in a dozen verbs.
 
 What must survive a power cut is synced before anything points at it; a test replays every prefix of these calls,
-without what was not synced.  Files are 0600, folders 0700.  Called by shard.py, save.py and catalogue.py.
+without what was not synced.  Files are 0600, folders 0700.  A test finds whoever changes a disk without these verbs.
 """
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any, cast
 
 from ..base.errors import CheckpointError
 
@@ -89,8 +91,53 @@ def replace_text(path: Path, text: str) -> None:
     sync_folder(path.parent)
 
 
-def make_folder(path: Path) -> None:
-    os.mkdir(path, 0o700)
+class Stream(io.RawIOBase):
+    """A new file that is written from front to back by whoever wants an object to write into (torch.save)."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._offset = descriptor, 0
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append."""
+        view = memoryview(data).cast("B")
+        write(self._descriptor, view, self._offset)
+        self._offset += len(view)
+        return len(view)
+
+
+@contextmanager
+def new_file(path: Path) -> Iterator[IO[bytes]]:
+    """A new file to write into, on the disk when the block ends."""
+    descriptor = create(path)
+    try:
+        yield cast(IO[bytes], Stream(descriptor))
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path, mode: int = 0o700) -> None:
+    os.mkdir(path, mode)
+
+
+def make_folders(path: Path) -> None:
+    """A directory that the user has named, with those above it, as open as the user's own; nothing where it is."""
+    missing = []
+    while not path.exists():
+        missing.append(path)
+        path = path.parent
+    for each in reversed(missing):
+        with suppress(FileExistsError):  # another rank's, or another job's
+            make_folder(each, 0o777)
+        sync_folder(each.parent)
+
+
+def make_private(path: Path) -> None:
+    """Let a file that somebody else has written be its owner's alone."""
+    os.chmod(path, 0o600)
 
 
 def sync_folder(path: Path) -> None:
@@ -109,6 +156,10 @@ def rename(source: Path, target: Path) -> None:
 
 def remove(path: Path) -> None:
     os.unlink(path)
+
+
+def remove_empty_folder(path: Path) -> None:
+    os.rmdir(path)
 
 
 def remove_folder(path: Path) -> None:

@@ -22,6 +22,7 @@ from ..sharding.group import FlatGroup, Member
 from .manifest import BUFFER, MOMENT, OWED, WEIGHT, WHOLE, Manifest
 from .reading import Reader, Wanted
 from .state import Contents, persistent_buffers
+from .tensor_file import dtype_named
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
 KEPT_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
@@ -196,4 +197,4 @@ def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
 def _number(number: dict[str, Any]) -> Any:
     if number["dtype"] is None:
         return number["value"]
-    return torch.tensor(number["value"], dtype=getattr(torch, number["dtype"]))
+    return torch.tensor(number["value"], dtype=dtype_named(number["dtype"]))

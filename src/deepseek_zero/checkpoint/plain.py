@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError
+from .tensor_file import dtype_named
 
 MARKS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__")
 
@@ -71,5 +72,5 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         case {"__tensor__": path}:
             return tensors[path]
         case {"__dtype__": name}:
-            return getattr(torch, name)
+            return dtype_named(name)
     return {key: decode(item, tensors) for key, item in value.items()}

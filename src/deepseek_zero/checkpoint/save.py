@@ -7,13 +7,10 @@ engine/saving.py.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import os
 import secrets
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +22,8 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from . import files, rng
-from .catalogue import WRITING, is_checkpoint, remove_replaced, replaced_by
+from .catalogue import is_checkpoint, remove_replaced, replaced_by
+from .draft import Draft
 from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, tag_to_save, together
 from .plain import encode
 from .state import (
@@ -67,14 +65,14 @@ class Saving:
         self._comm = contents.runtime.comm
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
-        self._lock = -1
 
         def look() -> str:
             self._plain = _plain(contents, self._tensors)
             return tag
 
         tag = _agreed_tag(together(self._comm, "saving: the values", look), settings.tag_validation)
-        self.final, self.hidden = directory / tag, directory / f".{tag}.saving"
+        self._draft = Draft(directory / tag)
+        self.final, self.hidden = self._draft.final, self._draft.path
         self.run = together(self._comm, "saving: the directory", self._prepare)[0]
         try:
             digests = together(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
@@ -90,7 +88,7 @@ class Saving:
             else:
                 self.shard.start()
         except Exception:
-            self._abandon()
+            self._draft.abandon()
             raise
 
     @property
@@ -104,7 +102,7 @@ class Saving:
             indexes = together(self._comm, "saving: this rank's index", self._index)
             together(self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else "")
         except Exception:
-            self._abandon()
+            self._draft.abandon()
             raise
         return self.final
 
@@ -146,7 +144,7 @@ class Saving:
         chunks = [list(asdict(chunk).values()) for chunk in self.shard.chunks()]
         with files.saying(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
-        return json.dumps({"chunks": chunks, "scalars": self._scalars})
+        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.shard.head_crc})
 
     # -- rank 0's part
 
@@ -155,14 +153,7 @@ class Saving:
         if self._comm.rank:
             return ""
         refuse_others(self.final)
-        with files.saying(f"saving to '{self.final}'"):
-            self.final.parent.mkdir(parents=True, exist_ok=True)
-            if self.hidden.exists():
-                _refuse_if_written(self.hidden)
-                files.remove_folder(self.hidden)  # of a save that never finished
-            files.make_folder(self.hidden)
-            self._lock = files.create(self.hidden / WRITING)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._draft.open()
         return secrets.token_hex(8)
 
     def _finish(self, indexes: list[str]) -> str:
@@ -178,25 +169,15 @@ class Saving:
         self._manifest.chunks = [Chunk(*values) for index in found for values in index["chunks"]]
         for index in found:
             self._manifest.scalars.update(index["scalars"])
+        heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
+        self._manifest.extra["heads"] = heads
         self._manifest.plain = self._plain
         with files.saying(f"completing '{self.final}'"):
             files.write_text(self.hidden / MANIFEST, self._manifest.text())
-            files.remove(self.hidden / WRITING)
-            files.sync_folder(self.hidden)
+            self._draft.finish()
             publish(self.hidden, self.final, latest=self.settings.latest)
-        self._unlock()
+        self._draft.close()
         return ""
-
-    def _abandon(self) -> None:
-        """A rank has failed: what was written takes room and is good for nothing."""
-        if self._comm.rank == 0 and self._lock >= 0:
-            with suppress(OSError):
-                files.remove_folder(self.hidden)
-            self._unlock()
-
-    def _unlock(self) -> None:
-        os.close(self._lock)
-        self._lock = -1
 
 
 def refuse_others(final: Path) -> None:
@@ -248,19 +229,6 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
             raise CheckpointError(f"{said}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
         log_once(f"{said}; rank 0's is used.")
     return tag_to_save(tags[0])
-
-
-def _refuse_if_written(hidden: Path) -> None:
-    """Raise if another job is writing there at this moment."""
-    with suppress(FileNotFoundError), open(hidden / WRITING, "rb") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise CheckpointError(
-                f"'{hidden}' is being written by another job.",
-                "Two jobs save under one tag into one directory.",
-                "give each job a directory of its own.",
-            ) from None
 
 
 def _digests(contents: Contents) -> dict[str, str]:

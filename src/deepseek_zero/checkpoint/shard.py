@@ -34,6 +34,7 @@ class ShardWriter:
 
     def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str]) -> None:
         head = header_of(entries, metadata)
+        self.head_crc = zlib.crc32(head)
         self.path, self.nbytes = path, len(head) + sum(entry.nbytes for entry in entries)
         with self._saying():
             self._descriptor = _open(path)

@@ -1,23 +1,20 @@
-"""A folder of safetensors files as Hugging Face lays it out, and how it appears all at once.
+"""A folder of safetensors files as Hugging Face lays it out.
 
-    model.safetensors                                 where everything fits one file
-    model-00001-of-00003.safetensors ...              otherwise, and
-    model.safetensors.index.json                      which tensor is in which
-
-Called by export.py (all ranks of an engine) and convert.py (one process).
+model.safetensors                                 where everything fits one file
+model-00001-of-00003.safetensors ...              otherwise, and
+model.safetensors.index.json                      which tensor is in which
 """
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import CheckpointError
 from . import files
-from .tensor_file import Entry, private
+from .tensor_file import Entry
 
 STEM, INDEX = "model", "model.safetensors.index.json"
 OURS = ("model.safetensors", "model-*-of-*.safetensors", INDEX)  # what an export before this one may have left
@@ -53,47 +50,39 @@ def write_index(path: Path, shards: Sequence[Sequence[Entry]], names: Sequence[s
     total = sum(entry.nbytes for shard in shards for entry in shard)
     where = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-    with open(path, "w", encoding="utf-8", opener=private) as file:
-        file.write(text + "\n")
+    files.write_text(path, text + "\n")
 
 
-def hidden_beside(final: Path) -> Path:
-    """Where something is made that will be called `final`."""
-    return final.with_name(f".{final.name}.saving")
+def files_of(path: Path) -> list[Path]:
+    """The safetensors files that a path means: itself, those of its index, or its only one."""
+    if path.is_file():
+        return [path]
+    index, single = path / INDEX, path / f"{STEM}.safetensors"
+    if single.exists():
+        return [single]
+    if index.exists():
+        return [path / _inside(name, index) for name in _named(index)]
+    raise CheckpointError(
+        f"{path} holds no {single.name} and no {INDEX}.",
+        "Weights are read from safetensors only, so that reading them never runs code.",
+        "name a safetensors file or a folder of them; `save_pretrained` writes such a folder.",
+    )
 
 
-def open_hidden(final: Path) -> None:
-    """Make the folder in which a folder is made."""
-    hidden = hidden_beside(final)
-    if final.exists() and not final.is_dir():
+def _named(index: Path) -> list[str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(where.values()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{index} is no index: {error!r}.", "", "download or export the weights again.") from None
+
+
+def _inside(name: Any, index: Path) -> str:
+    """A file's name that stays in the index's own folder."""
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
         raise CheckpointError(
-            f"{final} is a file.", "An export is a folder.", "name a folder, or a file that ends in .pth."
+            f"{index} names the file {name!r:.80}, which is not in its folder.",
+            "An index that leads elsewhere would have other files read than those you named.",
+            "get the weights from where you trust them, or mend the index by hand.",
         )
-    final.parent.mkdir(parents=True, exist_ok=True)
-    if hidden.exists():  # an export that never finished
-        shutil.rmtree(hidden)
-    hidden.mkdir(mode=0o700)
-
-
-def put_in_place(final: Path) -> None:
-    """Let a finished folder have its name; into a folder that exists its files move one by one, the index last.
-
-    A folder that exists may hold what is not ours (a tokenizer), so it is not replaced; weights of an export before
-    this one are removed, since a reader would take them first.
-    """
-    hidden = hidden_beside(final)
-    made = sorted(path.name for path in hidden.iterdir())
-    for name in made:
-        os.chmod(hidden / name, 0o600)
-        files.sync_file(hidden / name)
-    files.sync_folder(hidden)
-    if not final.exists():
-        os.rename(hidden, final)
-    else:
-        old = {path.name for pattern in OURS for path in final.glob(pattern)}
-        for name in sorted(old - set(made)):
-            (final / name).unlink()
-        for name in sorted(made, key=lambda each: each == INDEX):
-            os.replace(hidden / name, final / name)
-        hidden.rmdir()
-    files.sync_folder(final.parent)
+    return name

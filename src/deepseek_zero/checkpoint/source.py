@@ -17,12 +17,15 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from .catalogue import latest_tag
-from .deepspeed_read import is_deepspeed, read_deepspeed
+from .catalogue import is_one, latest_tag
+from .deepspeed_read import read_deepspeed, read_state_dict
+from .layouts import Layout, layout_of
 from .load import plain_values
 from .manifest import BUFFER, MANIFEST, WEIGHT, Manifest, checked_tag
 from .reading import Reader
-from .tensor_file import Entry, cast
+from .tensor_file import Entry, cast, dtype_named
+from .verify import foreign_manifest, refuse, verify
+from .weights import WeightFiles
 
 STRETCH = 1 << 24  # elements that are read at once
 
@@ -86,19 +89,50 @@ class Lazy:
         return Entry(self.name, tuple(self.shape), self.dtype)
 
 
-def open_source(path: Path, tag: str | None, stack: ExitStack) -> Source:
-    """The checkpoint at `path`: a folder of one, or the folder of several that has `latest` (or `tag`) in it."""
+@dataclass(frozen=True)
+class Weights:
+    """`Values` of an export, which has weights alone."""
+
+    files: WeightFiles
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return kind == WEIGHT and name in self.files.shapes
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        return []
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        return self.files.read(name, start, stop)
+
+    def whole(self, name: str, key: str) -> Tensor:
+        raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        return self.files.whole(name).reshape(-1)
+
+
+def open_source(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> Source:
+    """The checkpoint or export at `path`: one of them, or the folder of several that has `latest` (or `tag`) in it.
+
+    checks: read every byte first, and raise where one is not what was written.
+    """
     folder = folder_of(path, tag)
-    if (folder / MANIFEST).exists() or not is_deepspeed(folder):
-        manifest = Manifest.read(folder / MANIFEST)
-        return Source(folder, manifest, plain_values(folder, manifest), Reader(folder, manifest.chunks, stack))
-    found = read_deepspeed(folder)
-    return Source(folder, found.manifest, found.plain, found)
+    if checks:
+        refuse(folder, verify(folder, again=True))
+    layout = layout_of(folder)
+    if layout is Layout.SAFETENSORS:
+        nothing: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
+        return Source(folder, foreign_manifest(folder, layout), nothing, Weights(WeightFiles(folder, stack)))
+    if layout in (Layout.DEEPSPEED, Layout.TORCH):
+        found = read_deepspeed(folder) if layout is Layout.DEEPSPEED else read_state_dict(folder)
+        return Source(folder, found.manifest, found.plain, found)
+    manifest = Manifest.read(folder / MANIFEST)
+    return Source(folder, manifest, plain_values(folder, manifest), Reader(folder, manifest.chunks, stack))
 
 
 def folder_of(path: Path, tag: str | None) -> Path:
     """Where a checkpoint lies: `path` itself if it is one, else the tag in it."""
-    if tag is None and ((path / MANIFEST).exists() or is_deepspeed(path)):
+    if tag is None and is_one(path):
         return path
     chosen = tag if tag is not None else latest_tag(path)
     if not chosen:
@@ -124,6 +158,6 @@ def tensors_of(source: Source, dtype: torch.dtype | None = None, *, exclude_froz
 
 
 def _lazy(source: Source, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> Lazy:
-    own: torch.dtype = getattr(torch, facts["dtype"])
+    own: torch.dtype = dtype_named(facts["dtype"])
     wanted = dtype if dtype is not None and own.is_floating_point else own
     return Lazy(source, name, torch.Size(facts["shape"]), wanted)

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,6 +22,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..precision.policy import cast_master
+from . import files
 
 # The format's names of what torch calls its dtypes.
 DTYPES: dict[torch.dtype, str] = {
@@ -33,11 +36,27 @@ DTYPES: dict[torch.dtype, str] = {
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
 NAMED = {name: dtype for dtype, name in DTYPES.items()}
+# The dtypes that a file may name in torch's words: a name from a file is looked up here, never in torch.
+ALLOWED: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+        "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32".split()
+    )
+    if hasattr(torch, name)
+}
+# Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with zeros in its own
+# place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass them over.
+RUN, HEAD, SUMS = "deepseek_zero.run", "deepseek_zero.header", "deepseek_zero.crc32"
+NO_SUM = "0" * 8
 MOST_HEADER_BYTES = 100_000_000  # safetensors' own limit
 SPOKEN = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -72,9 +91,16 @@ def header_of(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def private(path: str, flags: int) -> int:
-    """An opener for `open`: what it creates is its owner's alone."""
-    return os.open(path, flags, 0o600)
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype that a file names in torch's words; a CheckpointError where it is none that a file may name."""
+    found = ALLOWED.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise CheckpointError(
+            f"{name!r:.80} is no dtype that a checkpoint may name.",
+            "The file is damaged, or was written by a newer version.",
+            "load another tag.",
+        )
+    return found
 
 
 @dataclass(frozen=True)
@@ -97,10 +123,17 @@ class Place:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself."""
+    """What a safetensors file says of itself.  crc: CRC-32 of the header's own bytes, its length included."""
 
     places: dict[str, Place]
     metadata: dict[str, str]
+    crc: int = 0
+
+    @property
+    def sums(self) -> dict[str, int]:
+        """CRC-32 of the tensors' bytes, as far as the file has them; a ValueError where it has nonsense."""
+        told = json.loads(self.metadata.get(SUMS, "{}"))
+        return {name: int(text, 16) for name, text in told.items()}
 
 
 def read_header(path: Path) -> Header:
@@ -112,25 +145,44 @@ def read_header(path: Path) -> Header:
             begin = 8 + size
             if length < 8 or begin > length or size > MOST_HEADER_BYTES:
                 raise broken(path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten")
-            document = json.loads(file.read(size))
+            text = file.read(size)
+        document = json.loads(text)
         metadata = dict(document.pop("__metadata__", None) or {})
         places = {name: _place(begin, facts) for name, facts in document.items()}
+        header = Header(places, metadata, zlib.crc32(size.to_bytes(8, "little") + text))
+        _ = header.sums
     except FileNotFoundError:
         raise broken(path, "is missing") from None
     except OSError as error:
         raise broken(path, f"cannot be read: {error.strerror or error}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise broken(path, "has a header that cannot be understood: it was overwritten") from None
+    own = metadata.get(HEAD)
+    if own is not None and f"{zlib.crc32(_without_sum(size, text, own)):08x}" != own:
+        raise broken(path, "has another header than was written: its checksum differs")
+    reached = begin
+    for place in sorted(places.values(), key=lambda each: (each.start, each.stop)):
+        if place.start != reached or place.num_bytes != place.numel * place.dtype.itemsize:
+            raise broken(path, "has a header whose tensors do not lie end to end: it was overwritten")
+        reached = place.stop
     end = max((place.stop for place in places.values()), default=begin)
     if end != length:
         how = "it was cut short" if length < end else "something was added to it"
         raise broken(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
-    return Header(places, metadata)
+    return header
+
+
+def _without_sum(size: int, text: bytes, own: str) -> bytes:
+    """A header's bytes as they were summed."""
+    field = f'"{HEAD}": "{{}}"'
+    return size.to_bytes(8, "little") + text.replace(field.format(own).encode(), field.format(NO_SUM).encode(), 1)
 
 
 def _place(begin: int, facts: dict[str, Any]) -> Place:
     start, stop = facts["data_offsets"]
     shape = tuple(int(size) for size in facts["shape"])
+    if min((int(start), *shape)) < 0:
+        raise ValueError(f"{shape} from {start} on")
     return Place(begin + int(start), begin + int(stop), NAMED[facts["dtype"]], shape)
 
 
@@ -170,28 +222,40 @@ class TensorReader:
 
 
 class TensorFile:
-    """A safetensors file under construction; on the disk when its block ends without an error."""
+    """A safetensors file under construction; on the disk when its block ends without an error.
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+    The header comes last, since it has the checksums of what was written.  Errors are CheckpointErrors.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], run: str = "") -> None:
+        """run: the identity of the export that the file is of."""
         # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
-        ordered = sorted(entries, key=lambda each: -each.dtype.itemsize)
-        head = header_of(ordered, metadata or {"format": "pt"})
-        self._start, self._places, place = len(head), dict[str, tuple[Entry, int]](), 0
-        for entry in ordered:
-            self._places[entry.name] = (entry, place)
+        self._entries = sorted(entries, key=lambda each: -each.dtype.itemsize)
+        self.path, self._run, self._places, place = path, run, dict[str, tuple[Entry, int]](), 0
+        self._sums = dict.fromkeys((entry.name for entry in entries), 0)
+        self._done = dict.fromkeys(self._sums, 0)
+        self._start = len(self._head(NO_SUM))
+        for entry in self._entries:
+            self._places[entry.name] = (entry, self._start + place)
             place += entry.nbytes
-        self._file = open(path, "wb", opener=private)  # noqa: SIM115 (closed by __exit__)
-        self._file.write(head)
-        self._file.truncate(self._start + place)
+        with self._saying():
+            self._descriptor = files.create(path)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Elements from `start` on of a tensor, flat, in C order; cast to what the file says."""
+        """Elements from `start` on of a tensor, flat, in C order, from its first to its last; cast to what the file
+        says.
+        """
+        entry, place = self._places[name]
+        if start != self._done[name]:
+            raise AssertionError(f"'{name}' is written at {start}, its next element is {self._done[name]}")
         if not values.numel():
             return
-        entry, place = self._places[name]
-        self._file.seek(self._start + place + start * entry.dtype.itemsize)
         flat = cast(values.detach().reshape(-1).to("cpu"), entry.dtype).contiguous()
-        self._file.write(flat.view(torch.uint8).numpy().data)
+        data = flat.view(torch.uint8).numpy().data
+        with self._saying():
+            files.write(self._descriptor, data, place + start * entry.dtype.itemsize)
+        self._sums[name] = zlib.crc32(data, self._sums[name])
+        self._done[name] += flat.numel()
 
     def __enter__(self) -> TensorFile:
         return self
@@ -201,12 +265,24 @@ class TensorFile:
 
     def close(self, *, is_complete: bool = True) -> None:
         """Have it on the disk, if it is to be used."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
         try:
             if is_complete:
-                self._file.flush()
-                os.fsync(self._file.fileno())
+                head = self._head(f"{zlib.crc32(self._head(NO_SUM)):08x}")
+                with self._saying():
+                    files.write(descriptor, memoryview(head), 0)
+                    files.sync(descriptor)
         finally:
-            self._file.close()
+            os.close(descriptor)
+
+    def _head(self, own: str) -> bytes:
+        sums = json.dumps({name: f"{crc:08x}" for name, crc in self._sums.items()})
+        return header_of(self._entries, {"format": "pt", RUN: self._run, HEAD: own, SUMS: sums})
+
+    def _saying(self) -> AbstractContextManager[None]:
+        return files.saying(f"writing '{self.path}'")
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,9 +298,9 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
     """A dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None."""
     if asked is None or isinstance(asked, torch.dtype):
         return asked
-    found = SPOKEN.get(asked) or getattr(torch, asked.removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointError(f"{asked!r} is no dtype.", fix=f"use one of {', '.join(SPOKEN)}, or a torch.dtype.")
+    found = SPOKEN.get(asked) or ALLOWED.get(asked.removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(f"{asked!r:.80} is no dtype.", fix=f"use one of {', '.join(SPOKEN)}, or a torch.dtype.")
     return found
 
 

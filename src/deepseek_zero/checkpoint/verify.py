@@ -1,7 +1,7 @@
 """Whether a checkpoint is what was saved: the files all there, whole and of one run, every byte with its checksum.
 
 `glance` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both say what
-is wrong and raise nothing.  Called by catalogue.py, load.py, reading.py and cli/checkpoint_pages.py.
+is wrong and raise nothing, of every layout that the library writes (layouts.py).
 """
 
 from __future__ import annotations
@@ -9,14 +9,19 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..base.errors import CheckpointError
 from .ahead import Piece, Span, pieces
-from .deepspeed_read import Record, files_of, is_deepspeed, read_deepspeed, records_of
+from .deepspeed_read import Record, read_deepspeed, read_state_dict, records_of
+from .deepspeed_read import files_of as deepspeeds_files
+from .layouts import Layout, layout_of
 from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
-from .tensor_file import Header, Place, read_header
+from .shards import files_of
+from .tensor_file import RUN, Header, Place, read_header
 
 Seen = Callable[[int], None]
 
@@ -47,8 +52,8 @@ NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
-    if _is_deepspeeds(folder):
-        return _glance_at_deepspeeds(folder)
+    if (layout := layout_of(folder)) not in (Layout.SLICES, None):
+        return _glance_at_others(folder, layout)
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return None, [manifest]
@@ -64,9 +69,11 @@ def verify(
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
     will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
-    if _is_deepspeeds(folder):
-        faults = _glance_at_deepspeeds(folder)[1] if share.rank == 0 else []
-        return faults + [fault for path in _mine(files_of(folder), share) for fault in check_zip(path, seen or _nobody)]
+    if (layout := layout_of(folder)) not in (Layout.SLICES, None):
+        faults = _glance_at_others(folder, layout)[1] if share.rank == 0 else []
+        check = _check_export if layout is Layout.SAFETENSORS else _check_zip
+        paths = _files_of(folder, layout)[share.rank :: share.of]
+        return faults + [fault for path in paths for fault in check(path, seen or _nobody)]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
@@ -90,31 +97,96 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
         return Fault(MANIFEST, f"cannot be used: {error.what}")
 
 
-def _is_deepspeeds(folder: Path) -> bool:
-    return not (folder / MANIFEST).exists() and is_deepspeed(folder)
-
-
-def _glance_at_deepspeeds(folder: Path) -> tuple[Manifest | None, list[Fault]]:
-    """What DeepSpeed's files say of themselves, in the words of our manifest."""
+def _glance_at_others(path: Path, layout: Layout) -> tuple[Manifest | None, list[Fault]]:
+    """What files that are no slices say of themselves, in the words of our manifest."""
     try:
-        found = read_deepspeed(folder)
+        found = foreign_manifest(path, layout)
     except CheckpointError as error:
-        return None, [Fault(folder.name, f"cannot be used: {error.what}")]
-    found.manifest.plain = {"trainer": found.plain["trainer"]}
-    return found.manifest, []
+        return None, [Fault(path.name, f"cannot be used: {error.what}")]
+    return found, []
 
 
-def _mine(paths: Sequence[Path], share: Share) -> Sequence[Path]:
-    return [path for number, path in enumerate(paths) if number % share.of == share.rank]
+def _files_of(path: Path, layout: Layout) -> list[Path]:
+    """The files that are compared with what they say of themselves; missing ones are the glance's to tell."""
+    if layout is Layout.DEEPSPEED:
+        return deepspeeds_files(path)
+    if layout is Layout.TORCH:
+        return [path]
+    with suppress(CheckpointError):
+        return [each for each in files_of(path) if each.is_file()]
+    return []
 
 
-def check_zip(path: Path, seen: Seen) -> Iterator[Fault]:
+def foreign_manifest(path: Path, layout: Layout) -> Manifest:
+    """Names, shapes and dtypes out of files that have no manifest; a CheckpointError where they cannot be used."""
+    if layout is Layout.SAFETENSORS:
+        return _export_manifest(path)
+    found = read_deepspeed(path) if layout is Layout.DEEPSPEED else read_state_dict(path)
+    found.manifest.plain = {"trainer": found.plain.get("trainer", {})}
+    return found.manifest
+
+
+def _export_manifest(path: Path) -> Manifest:
+    paths = files_of(path)
+    headers = {each: read_header(each) for each in paths}
+    runs = {header.metadata.get(RUN) for header in headers.values()}
+    if len(runs) > 1:
+        raise CheckpointError(
+            f"the files of {path} are of different exports: {', '.join(sorted(map(str, runs)))}.",
+            "An export that was cut off may have replaced some of an older one's.",
+            "export again into an empty folder.",
+        )
+    parameters: dict[str, dict[str, Any]] = {}
+    for each, header in headers.items():
+        for name, place in header.places.items():
+            if name in parameters:
+                raise CheckpointError(
+                    f"'{name}' is in {each.name} and in another file of {path} too.",
+                    fix="export again into an empty folder.",
+                )
+            parameters[name] = {"shape": list(place.shape), "dtype": str(place.dtype)[6:], "trained": True}
+    run = next(iter(runs), None) or ""
+    return Manifest(1, 0, {}, parameters, {}, [], None, {}, [], plain={"trainer": {}}, run=run, format="safetensors")
+
+
+def _check_export(path: Path, seen: Seen) -> Iterator[Fault]:
+    """Compare every tensor with the CRC-32 that an export of ours has in its header; others are only read."""
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
+        return
+    known = {name: Record(name, place.start, place.stop, None) for name, place in header.places.items()}
+    yield from _check_records(path, [replace(each, crc=header.sums.get(each.name)) for each in known.values()], seen)
+
+
+def what_is_compared(path: Path) -> str:
+    """What a verdict of `verify` rests on where it is not a checksum for every chunk; empty where it is."""
+    layout = layout_of(path)
+    if layout is Layout.DEEPSPEED:
+        with suppress(CheckpointError):
+            if read_deepspeed(path).manifest.run:
+                return ""
+        return "torch's CRC-32 of each record is all these files have: one of another rank or save is not told apart"
+    if layout is Layout.TORCH:
+        return "torch's CRC-32 of each record is all this file has"
+    if layout is Layout.SAFETENSORS and not all(read_header(each).sums for each in _files_of(path, layout)):
+        return "another program wrote this, without checksums: its tensors were only read"
+    return ""
+
+
+def _check_zip(path: Path, seen: Seen) -> Iterator[Fault]:
     """Compare every record of a file of torch.save with the CRC-32 that its directory has."""
     try:
         records = records_of(path)
     except CheckpointError as error:
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
+    yield from _check_records(path, records, seen)
+
+
+def _check_records(path: Path, records: Sequence[Record], seen: Seen) -> Iterator[Fault]:
+    records = sorted(records, key=lambda each: each.start)
     with open(path, "rb", buffering=0) as file:
         spans = {Span(file.fileno(), each.start, each.stop): each for each in records}
         sums: dict[Record, int | OSError] = dict.fromkeys(records, 0)
@@ -172,6 +244,7 @@ def _glance_at(path: Path, chunks: Sequence[Chunk], manifest: Manifest) -> tuple
     mine, theirs = getattr(manifest, "run", None), header.metadata.get("run")
     if mine and theirs and mine != theirs:
         return None, [Fault(path.name, f"is of another save: it says {theirs}, the manifest {mine}")]
+    saved = getattr(manifest, "extra", {}).get("heads", {}).get(path.name)
     faults = []
     for chunk in chunks:
         place = header.places.get(chunk.entry)
@@ -179,6 +252,9 @@ def _glance_at(path: Path, chunks: Sequence[Chunk], manifest: Manifest) -> tuple
             faults.append(Fault(path.name, f"{_called(chunk)} is not in the file", chunk.name))
         elif place.numel != chunk.stop - chunk.start:
             faults.append(Fault(path.name, f"{_called(chunk)} has {place.numel:,} elements in the file", chunk.name))
+    if saved is not None and header.crc != saved:  # a dtype, perhaps, which no chunk's checksum knows
+        told = f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
+        return None, faults or [Fault(path.name, told)]
     return header, faults
 
 

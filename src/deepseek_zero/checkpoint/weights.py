@@ -7,9 +7,8 @@ facade/huggingface.py.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,43 +26,10 @@ from ..sharding.init import Init, take_slice
 from ..sharding.layout import boxes
 from ..sharding.runtime import Runtime
 from .manifest import together
-from .shards import INDEX, STEM
+from .shards import files_of
 from .state import persistent_buffers, state_names
-
-
-def files_of(path: Path) -> list[Path]:
-    """The safetensors files that a path means: itself, those of its index, or its only one."""
-    if path.is_file():
-        return [path]
-    index, single = path / INDEX, path / f"{STEM}.safetensors"
-    if single.exists():
-        return [single]
-    if index.exists():
-        return [path / _inside(name, index) for name in _named(index)]
-    raise CheckpointError(
-        f"{path} holds no {single.name} and no {INDEX}.",
-        "Weights are read from safetensors only, so that reading them never runs code.",
-        "name a safetensors file or a folder of them; `save_pretrained` writes such a folder.",
-    )
-
-
-def _named(index: Path) -> list[str]:
-    try:
-        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        return sorted(set(where.values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index} is no index: {error!r}.", "", "download or export the weights again.") from None
-
-
-def _inside(name: str, index: Path) -> str:
-    """A file's name that stays in the index's own folder."""
-    if name != Path(name).name or name in ("", ".", ".."):
-        raise CheckpointError(
-            f"{index} names the file {name!r}, which is not in its folder.",
-            "An index that leads elsewhere would have other files read than those you named.",
-            "get the weights from where you trust them, or mend the index by hand.",
-        )
-    return name
+from .tensor_file import RUN
+from .verify import ALL, Share, refuse, some, verify
 
 
 class WeightFiles:
@@ -72,6 +38,7 @@ class WeightFiles:
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self._file_of: dict[str, Any] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}  # of all the files
         for file in files_of(path):
             try:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
@@ -81,20 +48,48 @@ class WeightFiles:
                     "It is missing, damaged or no safetensors file.",
                     "get it again.",
                 ) from None
+            self.metadata |= opened.metadata() or {}
             for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise CheckpointError(
+                        f"'{name}' is in {file.name} and in another file of {path} too.",
+                        "An export that was cut off may have left files of an older one.",
+                        "get the weights again, into an empty folder.",
+                    )
                 self._file_of[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
 
     def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
         """The flat elements [start, stop) in parts, each with its place."""
-        view = self._file_of[name].get_slice(name)
+        with _readable(name):
+            view = self._file_of[name].get_slice(name)
         for offset, size, place in boxes(self.shapes[name], start, stop):
             within = tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
-            yield place, (view[within] if within else view[...]).reshape(-1)
+            with _readable(name):
+                part = (view[within] if within else view[...]).reshape(-1)
+            yield place, part
 
     def whole(self, name: str) -> Tensor:
-        found: Tensor = self._file_of[name].get_tensor(name)
+        with _readable(name):
+            found: Tensor = self._file_of[name].get_tensor(name)
         return found
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{name}' cannot be read: {error}.", "", "get the weights again.") from error
+
+
+def _refuse_damaged(path: Path, share: Share = ALL) -> str:
+    """Read this rank's share of the files that an export of ours wrote: no others say what their bytes were."""
+    with ExitStack() as stack:
+        is_ours = RUN in WeightFiles(path, stack).metadata
+    if is_ours:
+        refuse(path, verify(path, share, again=True))
+    return ""
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
@@ -107,6 +102,8 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
             opened.append((files, match(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict)))
             return ""
 
+        share = Share(runtime.comm.rank, runtime.comm.size)
+        together(runtime.comm, "loading weights: checksums", lambda: _refuse_damaged(path, share))
         together(runtime.comm, "loading weights: the names", look)
         files, found = opened[0]
         runtime.gatherer.release_all()
@@ -130,6 +127,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         return
     session = Init()
     with ExitStack() as stack, torch.no_grad():
+        _refuse_damaged(Path(path))
         files = WeightFiles(Path(path), stack)
         found = match(files, shapes_of(model), tied_of(model), Path(path), strict=strict)
         for name, param in model.named_parameters():
@@ -182,7 +180,7 @@ def match(
     unexpected = [name for name in files.shapes if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} lacks {_some(missing) or 'nothing'} and has {_some(unexpected) or 'nothing'} too many.",
+            f"{path} lacks {some(missing) or 'nothing'} and has {some(unexpected) or 'nothing'} too many.",
             "strict=True wants the same names on both sides.",
             "build the model these weights belong to, or pass strict=False.",
         )
@@ -193,7 +191,7 @@ def match(
     ]
     if different:
         raise CheckpointError(
-            f"{len(different)} shape(s) differ: {_some(different)}.",
+            f"{len(different)} shape(s) differ: {some(different)}.",
             fix="build the model with the sizes these weights were saved with.",
         )
     return {name: there for name, there in found.items() if there}
@@ -231,7 +229,3 @@ def _store(group: FlatGroup) -> None:
     for extent in extents:
         if extent is not None:
             extent.store(0, extent.memory.numel()).wait()
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -59,6 +59,7 @@ class Shard:
         self._error: Exception | None = None
         self._is_over = False
         self.blocked_seconds = self.seconds = 0.0
+        self.head_crc = 0  # of the file's header
 
     def start(self) -> None:
         """Write in a thread from now on; only where all of it `rests_in_place`."""
@@ -114,6 +115,7 @@ class Shard:
         writer = ShardWriter(
             self.path, [Entry(each.chunk.entry, each.shape, each.dtype) for each in origins], self.metadata
         )
+        self.head_crc = writer.head_crc
         try:
             flow = Flow(self._batches, lambda batch: batch.stretches, FlowSettings())
             while (batch := flow.take()) is not None:

@@ -5,11 +5,10 @@ Called by cli/checkpoint.py, which imports it late because it imports torch.
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -20,21 +19,24 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from deepseek_zero.base.errors import CheckpointError, NotBuiltError, UsageError
+from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.base.quantities import format_bytes, format_count
 from deepseek_zero.checkpoint import catalogue
 from deepseek_zero.checkpoint.catalogue import Entry, Keep
-from deepseek_zero.checkpoint.manifest import MANIFEST, MOMENT, WHOLE, Manifest
-from deepseek_zero.checkpoint.tensor_file import read_header
-from deepseek_zero.checkpoint.verify import Fault, Seen, without_checksum
+from deepseek_zero.checkpoint.convert import convert_to_deepspeed, convert_to_pth, convert_to_safetensors
+from deepseek_zero.checkpoint.layouts import Layout
+from deepseek_zero.checkpoint.manifest import MOMENT, WHOLE, Manifest
+from deepseek_zero.checkpoint.source import open_source
+from deepseek_zero.checkpoint.tensor_file import dtype_named, read_header
+from deepseek_zero.checkpoint.verify import Fault, Seen, what_is_compared, without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
 
-CONVERTERS = {
-    "safetensors": "convert_to_safetensors",
-    "pth": "convert_to_torch",
-    "deepspeed": "convert_to_deepspeed",
+CONVERTERS: dict[str, Callable[..., Any]] = {
+    "safetensors": convert_to_safetensors,
+    "pth": convert_to_pth,
+    "deepspeed": convert_to_deepspeed,
 }
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}
 
@@ -44,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
     """Print what a directory or one checkpoint holds."""
-    if tag is None and not _is_checkpoint(where):
+    if tag is None and not catalogue.is_one(where):
         _inspect_directory(where, as_json=as_json)
         return
     entry = _entries(where, tag)[0]
@@ -57,7 +59,7 @@ def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
     console = _console()
     console.print(_facts_table(entry, facts))
     console.print(_tensors_table(tensors))
-    console.print(_plan_table(entry.manifest))
+    _print_plan(console, entry.manifest)
     _print_faults(console, entry.faults)
 
 
@@ -97,15 +99,18 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "complete": entry.is_complete,
         "faults": [_fault(fault) for fault in entry.faults],
     }
+    layout = entry.layout
+    facts["layout"] = layout.value if layout is not None else None
     if manifest is not None:
+        has_states = layout is not None and layout.has_states
         facts |= {
-            "ranks": manifest.world_size,
-            "stage": manifest.stage,
+            "ranks": manifest.world_size if has_states else None,
+            "stage": manifest.stage if has_states else None,
             "optimizer": manifest.optimizer,
             "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
             "chunks": len(manifest.chunks),
             "chunks_without_checksum": without_checksum(manifest),
-            "format": f"{manifest.format} {manifest.version}",
+            "format": f"{manifest.format} {manifest.version}" if layout is Layout.SLICES else manifest.format,
             "run": getattr(manifest, "run", None),
         }
     return facts
@@ -117,6 +122,8 @@ def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
     assert manifest is not None
     found = {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()}
     found |= {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()}
+    if entry.layout is not Layout.SLICES:
+        return _foreign_tensors(entry, found)
     headers = {}
     for file in {chunk.file for chunk in manifest.chunks} - {fault.file for fault in entry.faults}:
         headers[file] = read_header(entry.folder / file).places
@@ -131,15 +138,30 @@ def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
     return found
 
 
+def _foreign_tensors(entry: Entry, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Of files without a manifest of ours."""
+    with ExitStack() as stack:
+        source = open_source(entry.folder, None, stack, checks=False)
+        for name, facts in found.items():
+            facts["states"] = source.values.keys(MOMENT, name)
+            count = math.prod(facts["shape"]) * (1 + len(facts["states"]))
+            facts["num_bytes"] = count * dtype_named(facts["dtype"]).itemsize
+    return found
+
+
 def _facts_table(entry: Entry, facts: dict[str, Any]) -> Table:
     table = _table(f"checkpoint {entry.tag}", "what", "")
     table.show_header = False
     table.add_row("folder", str(entry.folder))
-    table.add_row("step", f"{facts['step']}, saved {_when(entry)}")
-    table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
-    table.add_row("optimizer", facts["optimizer"] or "none")
+    saved = f"saved {_when(entry)}"
+    table.add_row("step", f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}")
+    if facts["ranks"] is not None:
+        table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
+        table.add_row("optimizer", facts["optimizer"] or "none named")
     table.add_row("parameters", format_count(facts["num_parameters"]))
-    table.add_row("size", f"{format_bytes(facts['num_bytes'])} in {facts['chunks']} chunks")
+    table.add_row(
+        "size", format_bytes(facts["num_bytes"]) + (f" in {facts['chunks']} chunks" if facts["chunks"] else "")
+    )
     if facts["chunks_without_checksum"]:
         table.add_row("checksums", f"{facts['chunks_without_checksum']} chunks have none")
     table.add_row("format", facts["format"] + (f", run {facts['run']}" if facts["run"] else ""))
@@ -156,7 +178,7 @@ def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
     return table
 
 
-def _plan_table(manifest: Manifest) -> Table:
+def _print_plan(console: Console, manifest: Manifest) -> None:
     """Units that share a plan share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     columns = list(dict.fromkeys(column for plan in manifest.plan.values() for column in plan))
@@ -164,11 +186,13 @@ def _plan_table(manifest: Manifest) -> Table:
         rows.setdefault(tuple(plan.get(column) or "" for column in columns), []).append(
             unit.rpartition("/")[0] or "root"
         )
+    if not rows:
+        return
     table = _table("plan", *columns, "units")
     for row, units in rows.items():
         names = ", ".join(dict.fromkeys(units))
         table.add_row(*row, names if len(names) < 60 else f"{units[0]} and {len(units) - 1} more")
-    return table
+    console.print(table)
 
 
 # -- verify
@@ -192,8 +216,8 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
 
 def _verdict(entry: Entry, faults: Sequence[Fault]) -> dict[str, Any]:
     unknown = without_checksum(entry.manifest) if entry.manifest is not None else None
-    told = [_fault(fault) for fault in faults]
-    return {"tag": entry.tag, "good": not faults, "chunks_without_checksum": unknown, "faults": told}
+    told, note = [_fault(fault) for fault in faults], "" if faults else what_is_compared(entry.folder)
+    return {"tag": entry.tag, "good": not faults, "chunks_without_checksum": unknown, "note": note, "faults": told}
 
 
 def _print_verdict(console: Console, entry: Entry, faults: Sequence[Fault]) -> None:
@@ -202,7 +226,8 @@ def _print_verdict(console: Console, entry: Entry, faults: Sequence[Fault]) -> N
         _print_faults(console, faults)
         return
     unknown = without_checksum(entry.manifest) if entry.manifest is not None else 0
-    note = f"; {unknown} chunks have no checksum and were only read" if unknown else ""
+    note = f"{unknown} chunks have no checksum and were only read" if unknown else what_is_compared(entry.folder)
+    note = f"; {note}" if note else ""
     console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
 
 
@@ -229,26 +254,14 @@ def convert(where: Path, tag: str | None, out: Path, how: tuple[str, str | None]
         raise UsageError(
             f"{out} is there already.", why="Nothing is overwritten.", fix="Name a place that is not there."
         )
-    source = where if tag is None and _is_checkpoint(where) else _folder(where, tag)
-    write = _converter(form)
+    source = where if tag is None and catalogue.is_one(where) else _folder(where, tag)
     with Console(stderr=True).status(f"converting {source} to {form}"):
-        write(source, out, *([DTYPES[dtype]] if form != "deepspeed" else []))
+        CONVERTERS[form](source, out, *([DTYPES[dtype]] if form != "deepspeed" else []))
     written = sum(path.stat().st_size for path in [out, *out.rglob("*")] if path.is_file())
     if as_json:
         _print_json({"source": str(source), "out": str(out), "to": form, "num_bytes": written})
     else:
         _console().print(f"{source} -> {out}: {form}, {format_bytes(written)}")
-
-
-def _converter(form: str) -> Callable[..., Any]:
-    name = CONVERTERS[form]
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module("deepseek_zero.checkpoint.convert"), name)
-    except (ModuleNotFoundError, AttributeError) as error:
-        raise NotBuiltError(
-            f"converting to {form} is not built yet.", f"There is no checkpoint.convert.{name}."
-        ) from error
-    return found
 
 
 def _folder(where: Path, tag: str | None) -> Path:
@@ -287,14 +300,10 @@ def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as
 # -- what all share
 
 
-def _is_checkpoint(where: Path) -> bool:
-    return (where / MANIFEST).exists()
-
-
 def _entries(where: Path, tag: str | None) -> list[Entry]:
     """The checkpoints that a command line means; a UsageError where there is none."""
-    if tag is None and _is_checkpoint(where):
-        return [catalogue.entry_of(where.absolute().parent, where.absolute().name)]
+    if tag is None and catalogue.is_one(where):
+        return [catalogue.entry_at(where, where.absolute().name)]
     entries = catalogue.checkpoints(where)
     chosen = [entry for entry in entries if tag is None or entry.tag == tag]
     if chosen:

@@ -236,6 +236,9 @@ class Engine(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            own = getattr(type(self), name, None)
+            if isinstance(own, property) and own.fget is not None:
+                return own.fget(self)  # an AttributeError inside it led here: that one is to be seen, not ours
             if name == "module":  # not there yet
                 raise
             return getattr(self.module, name)

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.export import ExportSettings, export_file, export_safetensors
+from ..checkpoint import files
+from ..checkpoint.export import FILE_SUFFIXES, ExportSettings, export_file, export_safetensors
 from ..checkpoint.shards import MAX_SHARD_BYTES
 from ..checkpoint.tensor_file import dtype_of
 from ..checkpoint.weights import load_weights_into
 from ..sharding.runtime import Runtime
-
-FILES = (".safetensors", ".pth", ".pt", ".bin")  # suffixes that mean one file; anything else is a folder
 
 
 def export(
@@ -34,7 +33,7 @@ def export(
     that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point tensors; None: what they compute in.
     """
     target, settings = Path(path), ExportSettings(dtype_of(dtype), max_shard_bytes, exclude_frozen)
-    if target.suffix in FILES:
+    if target.suffix in FILE_SUFFIXES:
         export_file(runtime, target, settings)
     else:
         export_safetensors(runtime, target, settings, partial(_write_config, runtime, settings))
@@ -60,4 +59,4 @@ def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> N
         dtypes = [group.weight.spec.dtype for group in runtime.groups]
         dtype = next((settings.dtype_for(each) for each in dtypes if each.is_floating_point), torch.float32)
         document["dtype"] = str(dtype).removeprefix("torch.")
-        path.write_text(json.dumps(document, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        files.replace_text(path, json.dumps(document, indent=2, sort_keys=True) + "\n")

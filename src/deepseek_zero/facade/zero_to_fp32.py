@@ -19,15 +19,18 @@ import torch
 from torch import nn
 
 from ..base.errors import CheckpointError
+from ..checkpoint import files
 from ..checkpoint.convert import convert_to_safetensors
 from ..checkpoint.deepspeed_read import MODEL, MODEL_OF_RANK
+from ..checkpoint.draft import Draft
 from ..checkpoint.export import save_torch
 from ..checkpoint.manifest import MANIFEST
 from ..checkpoint.shards import MAX_SHARD_BYTES, plan_shards, shard_names
 from ..checkpoint.source import Lazy, open_source, tensors_of
-from ..checkpoint.tensor_file import dtype_of, private
+from ..checkpoint.tensor_file import dtype_of
 
 M = TypeVar("M", bound=nn.Module)
+BIN_INDEX = "pytorch_model.bin.index.json"
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -128,7 +131,16 @@ def _lazy_state(path: str | Path, tag: str | None, dtype: torch.dtype | str, exc
 
 def _write_torch_shards(lazy: dict[str, Lazy], out: Path, most: int) -> None:
     """One file in memory at a time; tied names stand in the file of their tensor."""
-    out.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = Draft(out)
+    draft.open()
+    try:
+        _write_torch_files(lazy, draft.path, most)
+        draft.put_folder(("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX)
+    finally:
+        draft.abandon()  # nothing, once it is in place
+
+
+def _write_torch_files(lazy: dict[str, Lazy], out: Path, most: int) -> None:
     shards = plan_shards([each.entry for name, each in lazy.items() if name == each.name], most)
     names = shard_names(len(shards), "pytorch_model", "bin")
     where: dict[str, str] = {}
@@ -140,8 +152,7 @@ def _write_torch_shards(lazy: dict[str, Lazy], out: Path, most: int) -> None:
     if len(names) > 1:
         total = sum(entry.nbytes for entries in shards for entry in entries)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
-        with open(out / "pytorch_model.bin.index.json", "w", encoding="utf-8", opener=private) as index:
-            index.write(text + "\n")
+        files.write_text(out / BIN_INDEX, text + "\n")
 
 
 def _bytes_of(size: str | int | None) -> int:

@@ -7,33 +7,41 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from typer.testing import CliRunner, Result
 
 import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import CheckpointError, UsageError
+from deepseek_zero.checkpoint.deepspeed_read import records_of
+from tests.crash import flip
 
 SHARD = "rank_00000.safetensors"
+
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "steps_per_print": None,
+    "bf16": {"enabled": True},
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3},
+}
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5))
 
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three checkpoints of a small bf16 run."""
     directory = tmp_path_factory.mktemp("run")
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "steps_per_print": None,
-        "bf16": {"enabled": True},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": 3},
-    }
-    engine, *_ = deepseek_zero.initialize(model=nn.Sequential(nn.Linear(6, 5), nn.BatchNorm1d(5)), config=config)
+    engine, *_ = deepseek_zero.initialize(model=model(), config=CONFIG)
     for _ in range(3):
         engine.backward(engine(torch.randn(4, 6)).square().mean())
         engine.step()
@@ -148,31 +156,91 @@ def test_such_an_error_ends_the_command_with_code_2(monkeypatch: pytest.MonkeyPa
     assert ended.value.code == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "called"),
-    [
-        ([], ("safetensors", "global_step3", None)),
-        (["--to", "pth", "--dtype", "bf16", "--tag", "global_step1"], ("torch", "global_step1", torch.bfloat16)),
-        (["--to", "deepspeed"], ("deepspeed", "global_step3")),
-    ],
-)
-def test_convert_calls_the_converter_with_the_right_folder(
-    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], called: tuple[Any, ...]
+def weights_of(path: Path) -> dict[str, torch.Tensor]:
+    """What a folder of safetensors, such a file or a torch file holds."""
+    if path.is_file() and path.suffix != ".safetensors":
+        return torch.load(path, weights_only=True)
+    paths = [path] if path.is_file() else sorted(path.glob("*.safetensors"))
+    return {name: value for each in paths for name, value in load_file(each).items()}
+
+
+@pytest.fixture(scope="module")
+def forms(pristine: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The same states in every layout that the library writes."""
+    out = tmp_path_factory.mktemp("forms")
+    engine, *_ = deepseek_zero.initialize(model=model(), config=CONFIG | {"checkpoint": {"layout": "deepspeed"}})
+    engine.load_checkpoint(pristine)
+    engine.save_checkpoint(out / "theirs")
+    for name in ("folder", "one.safetensors", "one.pth"):
+        engine.export(out / name, dtype="fp32")
+    engine.export(out / "cut", dtype="fp32", max_shard_bytes=50)
+    return {
+        "slices": pristine / "global_step3",
+        "directory": pristine,
+        "deepspeed": out / "theirs" / "global_step3",
+        "theirs": out / "theirs",
+        **{name: out / name for name in ("folder", "cut", "one.safetensors", "one.pth")},
+    }
+
+
+def test_every_layout_that_the_library_writes_is_read(forms: dict[str, Path], tmp_path: Path) -> None:
+    told = weights_of(forms["folder"])
+    counts = {"slices": 1, "directory": 3, "deepspeed": 1, "theirs": 1}
+    for name, path in forms.items():
+        shown = call("inspect", path)
+        assert shown.exit_code == 0 and ("0.weight" in shown.output or counts.get(name) != 1 or name == "theirs"), name
+        found = data_of("inspect", path)
+        if name not in ("directory", "theirs"):
+            assert found["complete"] and found["parameters"]["0.weight"]["shape"] == [5, 6], name
+            states = {"slices", "deepspeed"}
+            assert found["parameters"]["0.weight"]["states"] == (["exp_avg", "exp_avg_sq"] if name in states else [])
+            assert found["step"] == (3 if name in states else None) and found["num_bytes"] > 0
+        assert call("verify", path).exit_code == 0, name
+        verdicts = data_of("verify", path)
+        assert len(verdicts) == counts.get(name, 1) and all(each["good"] for each in verdicts)
+        for form, out in (("safetensors", "out"), ("pth", "out.pth")):
+            target = tmp_path / name / out
+            assert data_of("convert", path, target, "--to", form, "--dtype", "fp32")["num_bytes"] > 0
+            made = weights_of(target)
+            assert made.keys() == told.keys(), (name, form)
+            assert all(torch.equal(made[each], told[each]) for each in told), (name, form)
+        if name in counts:
+            assert call("convert", path, tmp_path / name / "ds", "--to", "deepspeed").exit_code == 0, name
+        else:
+            refused = call("convert", path, tmp_path / name / "ds", "--to", "deepspeed").exception
+            assert isinstance(refused, CheckpointError) and "weights alone" in str(refused)
+
+
+def test_verify_says_what_it_could_compare(forms: dict[str, Path], tmp_path: Path) -> None:
+    genuine = Path(__file__).parents[2] / "data" / "deepspeed" / "stage2"
+    assert "torch's CRC-32" in call("verify", genuine).output
+    assert "torch's CRC-32" in call("verify", forms["one.pth"]).output
+    assert "CRC" not in call("verify", forms["deepspeed"]).output + call("verify", forms["folder"]).output
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert "without checksums" in call("verify", tmp_path).output
+
+
+def test_verify_finds_a_flipped_bit_in_every_layout(forms: dict[str, Path], tmp_path: Path) -> None:
+    for name in ("slices", "deepspeed", "folder", "cut", "one.safetensors", "one.pth"):
+        source, copy = forms[name], tmp_path / name
+        shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
+        path = copy if copy.is_file() else max(copy.glob("*.[sp]*t*"), key=lambda each: each.stat().st_size)
+        records = records_of(path) if path.suffix in (".pt", ".pth") else []
+        largest = max(records, key=lambda each: each.stop - each.start, default=None)
+        flip(path, largest.stop - 1 if largest is not None else int(path.stat().st_size * 0.6))
+        assert call("verify", copy).exit_code == 1, name
+        refused = call("convert", copy, tmp_path / "out" / name)
+        assert isinstance(refused.exception, CheckpointError), name
+
+
+@pytest.mark.parametrize("form", ["safetensors", "pth", "deepspeed"])
+def test_a_mistake_of_ours_in_a_converter_is_no_refusal(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    calls = []
+    monkeypatch.setattr("deepseek_zero.checkpoint.convert.open_source", _mistaken)
+    result = call("convert", directory, tmp_path / "out", "--to", form)
+    assert type(result.exception) is AttributeError
 
-    def stand_in(form: str) -> Any:
-        def write(folder: Path, out: Path, *dtype: Any) -> None:
-            calls.append((form, folder.name, *dtype))
-            out.mkdir()
-            (out / "written").write_text("12345")
 
-        return write
-
-    export = ModuleType("export")
-    for form in ("safetensors", "torch", "deepspeed"):
-        setattr(export, f"convert_to_{form}", stand_in(form))
-    monkeypatch.setitem(sys.modules, "deepseek_zero.checkpoint.convert", export)
-    found = data_of("convert", directory, tmp_path / "out", *words)
-    assert calls == [called]
-    assert (found["out"], found["num_bytes"]) == (str(tmp_path / "out"), 5)
+def _mistaken(*_: Any, **__: Any) -> None:
+    raise AttributeError("a wrong name")

@@ -347,3 +347,12 @@ def test_a_seeds_configuration_goes_through_the_door_as_it_is(number: str, tmp_p
     engine.backward(loss)
     engine.step()
     assert engine.global_steps == 1
+
+
+def test_a_wrong_name_inside_a_property_is_not_taken_for_a_name_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = engine_with(CONFIG)
+    monkeypatch.setattr(engine, "mesh", object())
+    with pytest.raises(AttributeError, match="'object' object has no attribute 'device'"):
+        _ = engine.device

@@ -1,0 +1,119 @@
+"""What is made under a hidden name, and takes its place at once when it is on the disk.
+
+    .<name>.saving/            the hidden folder
+    .<name>.saving/.writing    locked by the job that writes there, for as long as it does
+
+The kernel lets go of the lock when that process ends, on whichever host, so that what a dead job has left is nobody's.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from ..base.errors import CheckpointError
+from . import files
+
+WRITING = ".writing"
+
+
+def hidden_beside(final: Path) -> Path:
+    """Where something is made that will be called `final`."""
+    return final.with_name(f".{final.name}.saving")
+
+
+class Draft:
+    """A hidden folder.  One process opens it and puts it in place; others may write into `path` meanwhile."""
+
+    def __init__(self, final: Path) -> None:
+        self.final, self.path, self._lock = final, hidden_beside(final), -1
+
+    def open(self) -> None:
+        """Make the folder, and lock it.  CheckpointError where another job is writing there."""
+        with files.saying(f"saving to '{self.final}'"):
+            files.make_folders(self.final.parent)
+            if self.path.is_dir():
+                self._refuse_if_written()
+                files.remove_folder(self.path)  # of a save that never finished
+            elif self.path.exists():
+                files.remove(self.path)  # an older version made files so
+            files.make_folder(self.path)
+            self._lock = files.create(self.path / WRITING)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def finish(self) -> None:
+        """All of it is written: have its names on the disk."""
+        with suppress(FileNotFoundError):
+            files.remove(self.path / WRITING)
+        files.sync_folder(self.path)
+
+    def abandon(self) -> None:
+        """What was written takes room and is good for nothing; nothing where this process did not open it."""
+        if self._lock >= 0:
+            with suppress(OSError):
+                files.remove_folder(self.path)
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    # -- files for others, which are put in place among what is not ours
+
+    def put_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
+        """Let the folder have its name; into a folder that exists its files move one by one, the one named `last` last.
+
+        A folder that exists may hold what is not ours (a tokenizer), so it is not replaced.  What matches the patterns
+        `ours` and is not written again was left by an export before this one, and is removed: a reader would take it.
+        """
+        made = self._seal()
+        with files.saying(f"completing '{self.final}'"):
+            if not self.final.exists():
+                files.rename(self.path, self.final)
+            else:
+                for name in sorted({path.name for each in ours for path in self.final.glob(each)} - set(made)):
+                    files.remove(self.final / name)
+                for name in sorted(made, key=lambda each: each == last):
+                    files.rename(self.path / name, self.final / name)
+                files.sync_folder(self.final)
+                files.remove_empty_folder(self.path)
+            files.sync_folder(self.final.parent)
+        self.close()
+
+    def put_file(self) -> None:
+        """Let the only file of the folder, which has the final name already, have its place."""
+        self._seal()
+        with files.saying(f"completing '{self.final}'"):
+            files.rename(self.path / self.final.name, self.final)
+            files.remove_empty_folder(self.path)
+            files.sync_folder(self.final.parent)
+        self.close()
+
+    def _seal(self) -> list[str]:
+        """The names made; the files are their owner's alone and on the disk, whoever wrote them."""
+        made = sorted(path.name for path in self.path.iterdir() if path.name != WRITING)
+        with files.saying(f"completing '{self.final}'"):
+            for name in made:
+                files.make_private(self.path / name)
+                files.sync_file(self.path / name)
+            self.finish()
+        return made
+
+    def _refuse_if_written(self) -> None:
+        with suppress(FileNotFoundError), open(self.path / WRITING, "rb") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise CheckpointError(
+                    f"'{self.path}' is being written by another job.",
+                    "Two jobs write under one name into one directory.",
+                    "give each job a directory of its own.",
+                ) from None
+            except OSError:  # a file system without locks
+                return
