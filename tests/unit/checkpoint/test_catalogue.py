@@ -179,6 +179,7 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
         place = read_header(folder / chunk.file).places[chunk.entry]
         object.__setattr__(chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop]))
     object.__setattr__(known, "run", run)
+    known.extra.pop("heads", None)  # headers are written again here, as an older version had them
     monkeypatch.setattr(Manifest, "read", lambda path: known)
 
 
