@@ -23,8 +23,10 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from deepseek_zero.base import dropin
+from deepseek_zero.base import dropin, log
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
+
+log.install()  # pytest has configured logging, so a door would leave it at that
 
 POOLS = pytest.StashKey[dict[int, RankPool]]()
 

@@ -106,7 +106,7 @@ def test_one_rank_reads_what_two_wrote(tmp_path: Path, stage: int) -> None:
     rank = dist.get_rank()
     dist.barrier()
     dist.destroy_process_group()
-    os.environ["WORLD_SIZE"] = "1"
+    os.environ["DEEPSEEK_ZERO_ALONE"] = "1"
     alone = build(stage, **BF16)
     assert world() == alone.world_size == 1
     alone.load_checkpoint(tmp_path)

@@ -9,7 +9,6 @@ may take as often as it likes; its place is free when it is dropped.  Called by 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
@@ -19,6 +18,7 @@ from torch import Tensor
 from ..base.device import backward_id, queue_backward_callback
 from ..base.memory import PAGE, give_back_holes
 from ..base.quantities import format_bytes
+from ..comm.links import ranks_of_this_host
 from ..tiers.tier import Memory, Ticket
 from .form import Form
 from .passage import ALIGNMENT, Passage, Stay, rounded
@@ -137,7 +137,7 @@ class Parking:
         return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
 
     def _reserve(self, nbytes: int) -> Slab:
-        self.memory.admit(nbytes, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        self.memory.admit(nbytes, ranks_of_this_host())
         self.slabs.append(Slab(self.memory, nbytes, self._chunk_bytes))
         return self.slabs[-1]
 

@@ -18,6 +18,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from .errors import UsageError
+from .world import local_rank
 
 CPU = torch.device("cpu")
 DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")  # the second is DeepSpeed's name for it
@@ -89,11 +90,6 @@ def without_torch_function() -> Any:
     it).
     """
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def local_rank() -> int:
-    """This process's number on its host (LOCAL_RANK, which every launcher sets)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Rank-aware logging; nothing else in the house prints.
 
-`log` speaks on every rank; `log_once` speaks on rank 0 only.  The logger is the standard one named "deepseek_zero",
-so a program that configures logging keeps its own format.  Called by every layer.
+`logger.info` and its kin speak on every rank, `log_once` on rank 0 only.  The logger is the standard one named
+"deepseek_zero".  Importing gives it no handler and no level.  The first use of a door does (`speak`), and only where
+the program has not configured logging: a program that has keeps its own handlers, format and level.
 """
 
 from __future__ import annotations
@@ -11,13 +12,18 @@ import os
 import sys
 from functools import cache
 
+from . import world
+from .world import is_rank_zero
+
 logger = logging.getLogger("deepseek_zero")
+
+
+LEVEL = "DEEPSEEK_ZERO_LOG_LEVEL"  # what to say where the program has not configured logging
 
 
 class _RankFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        rank, world = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-        where = f" rank {rank}" if world != "1" else ""
+        where = f" rank {world.rank()}" if world.size() > 1 else ""
         return f"[deepseek_zero{where}] {record.levelname}: {record.getMessage()}"
 
 
@@ -29,20 +35,20 @@ class _StderrHandler(logging.StreamHandler):  # type: ignore[type-arg]
         super().emit(record)
 
 
-def _install() -> None:
+def speak() -> None:
+    """Let the library's lines be seen on stderr, unless the program has configured logging; twice is harmless."""
+    if not logger.hasHandlers():
+        install()
+
+
+def install() -> None:
+    """Write the library's lines to stderr, whatever else the program logs."""
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
-    logger.setLevel(os.environ.get("DEEPSEEK_ZERO_LOG_LEVEL", "INFO").upper())
+    if logger.level == logging.NOTSET:  # nobody has asked for another
+        logger.setLevel(os.environ.get(LEVEL, "INFO").upper())
     logger.propagate = False
-
-
-_install()
-
-
-def is_rank_zero() -> bool:
-    """True on the rank that speaks for all; needs no process group (reads RANK, which every launcher sets)."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @cache

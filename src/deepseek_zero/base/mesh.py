@@ -7,19 +7,19 @@ the doors and by engine/assemble.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from . import world
 from .device import default_device
-from .errors import UsageError
-from .log import log_first
+from .log import log_first, speak
+from .world import discover, meeting_place
 
 # Evidence ends a wait (comm/board.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
-LAUNCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass(frozen=True)
@@ -35,33 +35,34 @@ class Mesh:
         return self.size > 1
 
 
-def shares_gpu() -> bool:
-    """Whether this host runs more ranks than it has GPUs, so that some share one."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
-    return torch.cuda.is_available() and local > torch.cuda.device_count()
+def shares_gpu(local_size: int | None) -> bool:
+    """Whether a host that runs so many ranks has fewer GPUs, so that some share one.  None, unknown: taken for no."""
+    return local_size is not None and torch.cuda.is_available() and local_size > torch.cuda.device_count()
 
 
 def default_backend(device: torch.device) -> str:
-    """gloo on the host; on GPUs NCCL beside it, unless ranks share one, which NCCL refuses."""
-    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and not shares_gpu() else "gloo"
+    """gloo on the host; on GPUs NCCL beside it, unless the launcher says that ranks share one, which NCCL refuses."""
+    is_shared = device.type != "cuda" or shares_gpu(world.local_size())
+    return "gloo" if is_shared else "cpu:gloo,cuda:nccl"
 
 
-def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE) -> bool:
+def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, port: int | None = None) -> bool:
     """Join the group a launcher describes in the environment; True if this process belongs to one afterwards.
 
-    Without a launcher nothing is started (a world of one).  Collective under a launcher.
+    Without a launcher nothing is started (a world of one).  port: where ranks meet if the launcher does not say.
+    UsageError where a launcher says of several processes and not how they meet (base/world.py), or says nonsense.
+    Collective under a launcher.
     """
+    speak()
     if dist.is_available() and dist.is_initialized():
         return True
-    if int(os.environ.get("WORLD_SIZE", "1")) <= 1:
+    found = discover(os.environ)
+    if found.port is None and port is not None:
+        found = replace(found, port=port)
+    found = meeting_place(os.environ, found)
+    if found.size == 1:
         return False
-    missing = [name for name in LAUNCH_VARIABLES if name not in os.environ]
-    if missing:
-        raise UsageError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} but {', '.join(missing)} is not set.",
-            "A world of several processes is described by these four variables.",
-            "start the script with `deepseek-zero run --nproc N script.py` (or torchrun).",
-        )
+    os.environ.update(found.variables())  # where torch looks, and scripts that ask for LOCAL_RANK
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from deepseek_zero.base.errors import DeepSeekZeroError
-from deepseek_zero.base.log import logger
+from deepseek_zero.base.log import logger, speak
 from deepseek_zero.cli.checkpoint import app as checkpoint_app
 from deepseek_zero.cli.dropin import EXEC_HELP, exec_command, show_path
 from deepseek_zero.cli.run import HELP as RUN_HELP
@@ -126,6 +126,7 @@ def _installed(distribution: str) -> str:
 
 def main() -> None:
     """Run the command line; the entry point of the `deepseek-zero` script."""
+    speak()
     try:
         app()
     except DeepSeekZeroError as error:

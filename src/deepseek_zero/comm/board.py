@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import json
-import os
 import socket
 import sys
 import weakref
@@ -20,6 +19,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from ..base.errors import PeerError
+from ..base.world import meeting_address
+from .greeting import Hosts, everyones
 
 CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
@@ -56,17 +57,18 @@ class Position:
 class Board:
     """One small TCPStore per world.  Making one is collective; the methods are local and never wait for a rank."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None = None) -> None:
         self.rank, self.size = rank, size
-        address: list[tuple[str, int] | None] = [None]
+        mine = ""
         if rank == 0:
-            host = _reachable_host() if _spans_hosts() else "127.0.0.1"
+            host = "127.0.0.1" if hosts.is_one else _reachable_host()
             self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            address = [(host, self._store.port)]
+            mine = json.dumps([host, self._store.port])
         # The address travels through the group itself: no private default store, no port the user must know.
-        dist.broadcast_object_list(address, src=0, group=group)
-        if rank != 0 and address[0] is not None:
-            self._store = dist.TCPStore(*address[0], None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+        address = everyones(mine, size, group)[0]
+        if rank != 0:
+            host, port = json.loads(address)
+            self._store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._said: dict[str, str] = {}
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
@@ -160,14 +162,19 @@ def _astray(positions: dict[int, Position], me: int) -> list[int]:
         chain.append(blockers[0])
 
 
-def _spans_hosts() -> bool:
-    world = os.environ.get("WORLD_SIZE", "1")
-    return os.environ.get("LOCAL_WORLD_SIZE", world) != world
-
-
 def _reachable_host() -> str:
     """Rank 0's address for other hosts.  Launchers put it into MASTER_ADDR; a host's own name may mean 127.0.1.1."""
-    return os.environ.get("MASTER_ADDR") or socket.gethostbyname(socket.gethostname())
+    if said := meeting_address():
+        return said
+    found = socket.gethostbyname(socket.gethostname())
+    if not found.startswith("127."):
+        return found
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # the way out; nothing is sent
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:  # no way out of this host
+            return found
 
 
 def _say_goodbye_at_exit(board: Board) -> None:

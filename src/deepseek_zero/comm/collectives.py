@@ -312,7 +312,7 @@ def _agreed(comm: Comm, links: Links, transport: str) -> Transport:
 
 def _between_devices(links: Links, device: torch.device) -> Transport:
     """NCCL where each rank has a GPU of its own, else through the host."""
-    if device.type != "cuda" or shares_gpu():
+    if device.type != "cuda" or shares_gpu(links.hosts.local_size):
         return Staged(links.gloo, links.rank, links.size, device)
     groups = {lane: dist.new_group(backend="nccl", timeout=PATIENCE) for lane in ("gather", "reduce")}
     return Nccl(links.rank, links.size, groups, device)

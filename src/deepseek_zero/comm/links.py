@@ -18,6 +18,7 @@ from typing import ClassVar
 
 import torch.distributed as dist
 
+from ..base import world
 from ..base.mesh import PATIENCE
 from .board import Board, Position
 from .neighbours import find_neighbours
@@ -52,10 +53,10 @@ class Links:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.board = Board(self.rank, self.size, group)
+        self.hosts, neighbours = find_neighbours(self.rank, self.size, group)
+        self.board = Board(self.rank, self.size, self.hosts, group)
         others = [peer for peer in range(self.size) if peer != self.rank]
         self.gloo = Gloo(self.rank, self.size, group, others)
-        neighbours = find_neighbours(self.rank, self.size, group)
         same_host = SameHost(self.rank, self.size, neighbours) if neighbours is not None else None
         near = same_host.peers if same_host is not None else ()
         far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near])
@@ -91,6 +92,25 @@ class Links:
             {name: each.issued for name, each in self._lanes.items()},
             {name: {str(number): what for number, what in each.log} for name, each in self._lanes.items()},
         )
+
+
+def ranks_of_this_host() -> int:
+    """How many ranks of the world run here: counted when the first engine was made, before that the launcher's word.
+
+    Local.
+    """
+    links = Links._current
+    if links is not None and links.world is dist.group.WORLD:
+        return links.hosts.local_size
+    return world.local_size() or world.size()
+
+
+def local_rank() -> int:
+    """This rank's number on its host: as its launcher says, else by counting, else its rank.  Local."""
+    links, said = Links._current, world.stated_local_rank()
+    if said is not None or links is None or links.world is not dist.group.WORLD:
+        return world.local_rank()
+    return links.hosts.near.index(links.rank)
 
 
 def let_threads_rest() -> None:

@@ -8,6 +8,7 @@ to guess.  Called by same_host.py.
 from __future__ import annotations
 
 import array
+import json
 import os
 import secrets
 import select
@@ -19,6 +20,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 import torch.distributed as dist
+
+from .greeting import Hosts, everyones
 
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
@@ -160,8 +163,9 @@ def host_key() -> str:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
-def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> Neighbours | None:
-    """Connect to the ranks of this host; None where there are none, or where the system does not let them.
+def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, Neighbours | None]:
+    """Which ranks share a host, and connections to those of this one; None where there are none, or where the system
+    does not let them.
 
     Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
     """
@@ -169,28 +173,27 @@ def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> Ne
     try:
         key = host_key()
         listener, address = _listen()
-    except (OSError, AttributeError):  # not Linux, or forbidden
-        key = ""
-    everyone: list[tuple[str, str]] = [("", "")] * size
-    dist.all_gather_object(everyone, (key, address), group=group)
-    others = [peer for peer in range(size) if peer != rank and key and everyone[peer][0] == key]
+    except OSError:  # forbidden
+        pass
+    everyone = [json.loads(text) for text in everyones(json.dumps([key, address]), size, group)]
+    hosts = Hosts(rank, tuple(key for key, _ in everyone))
+    others = [peer for peer in hosts.near if peer != rank]
     found: dict[int, socket.socket] = {}
+    is_connected = listener is not None and all(everyone[peer][1] for peer in others)
     try:
-        if listener is not None:
+        if listener is not None and is_connected:
             found = _connect(rank, others, listener, [address for _, address in everyone])
-        complete = True
     except OSError:
-        complete = False
+        is_connected = False
     finally:
         if listener is not None:
             listener.close()
-    outcomes: list[tuple[str, bool]] = [("", False)] * size
-    dist.all_gather_object(outcomes, (key, complete), group=group)
-    if not others or not all(fine for other, fine in outcomes if other == key):
+    outcomes = [json.loads(text) for text in everyones(json.dumps(is_connected), size, group)]
+    if not others or not all(outcomes[peer] for peer in hosts.near):
         for connection in found.values():
             connection.close()
-        return None
-    return Neighbours(found)
+        return hosts, None
+    return hosts, Neighbours(found)
 
 
 def _listen() -> tuple[socket.socket, str]:

@@ -1,7 +1,4 @@
-"""DeepSpeed's `init_distributed` with all its arguments, in front of base/mesh.py's.
-
-Called by scripts, through `deepseek_zero.init_distributed` and `deepseek_zero.comm.init_distributed`.
-"""
+"""DeepSpeed's `init_distributed` with all its arguments, in front of base/mesh.py's."""
 
 from __future__ import annotations
 
@@ -44,7 +41,7 @@ def join(dist_backend: str | None = None, timeout: timedelta | None = None, **op
             fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
         )
     _describe(options)
-    return mesh.init_distributed(dist_backend, timeout or PATIENCE)
+    return mesh.init_distributed(dist_backend, timeout or PATIENCE, options.get("distributed_port"))
 
 
 def _describe(options: dict[str, Any]) -> None:
@@ -58,7 +55,7 @@ def _describe(options: dict[str, Any]) -> None:
     said = {
         "RANK": options.get("rank", -1),
         "WORLD_SIZE": options.get("world_size", -1),
-        "MASTER_PORT": address.port or options.get("distributed_port") or -1,
+        "MASTER_PORT": address.port or -1,
     }
     if address.hostname:
         os.environ.setdefault("MASTER_ADDR", address.hostname)

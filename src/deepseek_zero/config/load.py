@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from deepseek_zero.base.errors import ConfigError
-from deepseek_zero.base.log import log_first, log_once
+from deepseek_zero.base.log import log_first, log_once, speak
 from deepseek_zero.config.checks import check
 from deepseek_zero.config.normalise import Normaliser
 from deepseek_zero.config.problems import Problems
@@ -33,6 +33,7 @@ NONE_GIVEN = "DeepSpeed requires --deepspeed_config to specify configuration fil
 
 def load(source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error") -> RawConfig:
     """Read and check a configuration; `origin` names it in messages, unknown keys raise or warn."""
+    speak()  # every door but `init_distributed` begins by reading a configuration
     document = read(source, origin)
     problems = Problems(document.source)
     if document.duplicates:

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from ..activations import recompute
 from ..base.errors import UsageError
-from ..base.log import is_rank_zero, log_once
+from ..base.log import log_once
 from ..base.mesh import Mesh
+from ..base.world import is_rank_zero
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from ..base.device import allocated_bytes
-from ..base.log import is_rank_zero, log_once, logger
+from ..base.log import log_once, logger
 from ..base.quantities import format_bytes, format_count, format_seconds
+from ..base.world import is_rank_zero
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.monitor import MonitorMaster, MonitorSettings
 from ..report.records import RecordWriter, StepRecord

@@ -5,7 +5,6 @@ Called by assemble.py and, for `deepseek_zero.checkpointing.configure`, by facad
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +18,7 @@ from ..base.device import free_device_bytes
 from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
+from ..comm.links import ranks_of_this_host
 from ..report.estimate import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
 from ..report.lending import buffer_bytes, lent_buffers
 from ..report.placement import Choices, place, split_by_ratio, told
@@ -114,7 +114,7 @@ def _choices(settings: PlanSettings, wish: PlacementSettings, device: torch.devi
 
 def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int, device: torch.device) -> dict[Tier, int]:
     """Bytes of one rank for each memory; the least of what ranks have counts for all.  Collective."""
-    sharers = _sharers(comm)
+    sharers = ranks_of_this_host()
     memory = int(WORTH_FILLING * free_host_bytes()) // sharers
     near = memory if (free := free_device_bytes(device)) is None else int(WORTH_FILLING * free)
     disk = Disk.free_bytes(wish.path) // sharers if wish.path is not None else 0
@@ -184,7 +184,7 @@ def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, op
 
     def ask() -> None:
         for tier, memory in tiers.memories.items():
-            memory.admit(needed[tier], _sharers(comm))
+            memory.admit(needed[tier], ranks_of_this_host())
 
     together(comm, "asking for room", ask)
 
@@ -200,8 +200,3 @@ def resting_bytes(model: nn.Module, settings: PlanSettings, ranks: int, optimize
 def device_bytes_of(config: Config) -> int:
     """What states and buffers may take of the training device."""
     return NO_LIMIT if config.memory_budget.device is None else config.memory_budget.device
-
-
-def _sharers(comm: Comm) -> int:
-    """Ranks on this host."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", comm.size))

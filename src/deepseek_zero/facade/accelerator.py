@@ -6,7 +6,6 @@ drop-in (`deepspeed.accelerator`).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -18,6 +17,7 @@ import torch
 from ..base.device import allocated_bytes, default_device, has_fast_bf16
 from ..base.errors import NotBuiltError, UnknownNameError
 from ..base.mesh import default_backend
+from ..comm.links import ranks_of_this_host
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
@@ -70,7 +70,7 @@ SHARED: dict[str, Callable[..., Any]] = {
 CPU: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
     "current_device_name": lambda: "cpu",
-    "device_count": lambda: int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+    "device_count": ranks_of_this_host,
     "set_device": _nothing,
     "synchronize": _nothing,
     "empty_cache": _nothing,

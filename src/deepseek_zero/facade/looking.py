@@ -6,15 +6,15 @@ Re-exported by `deepseek_zero.utils` and its submodules.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import psutil
 import torch
 
+from ..base import world
 from ..base.device import allocated_bytes, default_device
-from ..base.log import logger
+from ..base.log import logger, speak
 
 LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 _SAID: set[str] = set()
@@ -22,7 +22,8 @@ _SAID: set[str] = set()
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on some ranks; None or a list with -1 means every rank."""
-    if not ranks or -1 in ranks or int(os.environ.get("RANK", "0")) in ranks:
+    speak()
+    if not ranks or -1 in ranks or world.rank() in ranks:
         logger.log(level, message)
 
 
@@ -47,6 +48,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log this process's memory on every rank; nothing unless `force`, as in DeepSpeed."""
     if not force:
         return
+    speak()
     device = default_device()
     host = psutil.virtual_memory()
     parts = [f"allocated {allocated_bytes(device) / 2**30:.2f} GiB"]

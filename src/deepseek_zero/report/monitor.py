@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ..base.errors import NotBuiltError
-from ..base.log import is_rank_zero
+from ..base.world import is_rank_zero
 from .records import csv_line, open_appending
 
 Event = tuple[str, float, int]

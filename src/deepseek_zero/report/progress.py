@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from ..base.log import is_rank_zero
 from ..base.quantities import format_bytes, format_count, format_seconds
+from ..base.world import is_rank_zero
 from .records import StepRecord
 
 

@@ -17,8 +17,8 @@ from types import TracebackType
 from typing import IO, Any
 
 from ..base.errors import UsageError
-from ..base.log import is_rank_zero
 from ..base.quantities import unit_of
+from ..base.world import is_rank_zero
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"

@@ -19,7 +19,6 @@ from deepseek_zero.base.device import (
     has_fast_bf16,
     held_by,
     is_persistent_buffer,
-    local_rank,
     outer_saved_tensor_hooks,
     queue_backward_callback,
     storage_users,
@@ -28,6 +27,7 @@ from deepseek_zero.base.device import (
     without_torch_function,
 )
 from deepseek_zero.base.memory import private_pages
+from deepseek_zero.base.world import local_rank
 
 PRIVATE = (
     "torch.autograd.Variable._execution_engine.queue_callback",

@@ -1,0 +1,163 @@
+"""How processes become ranks: by any launcher's variables, by a group that the program made, or by an error.
+
+Each test starts processes of its own, because who they are is what is tested.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import UsageError
+
+LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment(**more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCH_WORDS}
+    return kept | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", **more}
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def outputs(script: Path, environs: list[Mapping[str, str]]) -> list[str]:
+    """What each process of a script says; all are started at once and must end well."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment(**environ),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        for environ in environs
+    ]
+    try:
+        said = [process.communicate(timeout=90)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
+    return said
+
+
+TRAIN = """
+import os, sys, torch, deepseek_zero
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "steps_per_print": 1,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+    "records": {"path": sys.argv[1] if len(sys.argv) > 1 else None},
+}
+def train():
+    engine = deepseek_zero.initialize(model=model, config=config)[0]
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    return engine
+"""
+
+
+def test_mpirun_without_more_makes_one_world_on_one_host(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + "print('world', train().world_size, os.environ['RANK'], os.environ['LOCAL_RANK'])")
+    port = free_port()
+    names = ("RANK", "LOCAL_RANK")
+    said = outputs(
+        script,
+        [
+            {f"OMPI_COMM_WORLD_{name}": str(rank) for name in names}
+            | {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_SIZE": "2", "MASTER_PORT": port}
+            for rank in range(2)
+        ],
+    )
+    assert "world 2 0 0" in said[0]
+    assert "world 2 1 1" in said[1]
+
+
+DOORS: dict[str, Callable[[torch.nn.Module], object]] = {
+    "initialize": lambda model: deepseek_zero.initialize(model=model, config={"train_batch_size": 1}),
+    "DeepSeekZeRO3": deepseek_zero.DeepSeekZeRO3,
+    "init_distributed": lambda model: deepseek_zero.init_distributed(),
+    "zero.Init": deepseek_zero.zero.Init,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_every_door_refuses_to_train_alone_what_a_launcher_started_together(
+    door: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(UsageError, match=r"Open MPI started 4 processes, and MASTER_ADDR is not set") as caught:
+        DOORS[door](model)
+    assert "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
+    monkeypatch.setenv("RANK", "")
+    with pytest.raises(UsageError, match=r"RANK='' is not a number"):
+        DOORS[door](model)
+
+
+def test_alone_on_purpose_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    monkeypatch.setenv("DEEPSEEK_ZERO_ALONE", "1")
+    engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})[0]
+    assert engine.world_size == 1
+
+
+SPAWN = (
+    TRAIN
+    + """
+def live(rank, port):
+    import torch.distributed as dist
+    from deepseek_zero.base import world
+    from deepseek_zero.comm import links
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    config["records"]["path"] = f"{sys.argv[1]}/records{rank}"
+    config["csv_monitor"] = {"enabled": True, "output_path": f"{sys.argv[1]}/csv{rank}"}
+    engine = train()
+    assert engine.global_rank == engine.local_rank == world.local_rank() == rank
+    assert links.ranks_of_this_host() == 2
+    deepseek_zero.log_dist(f"speaks {rank}", ranks=[1])
+    engine.destroy()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    assert not {"RANK", "WORLD_SIZE", "LOCAL_RANK"} & set(os.environ)
+    torch.multiprocessing.spawn(live, (sys.argv[2],), nprocs=2)
+"""
+)
+
+
+def test_ranks_that_mp_spawn_made_know_who_they_are(tmp_path: Path) -> None:
+    """One rank tells, and writes records, plan and monitor files, though no launcher has set a variable."""
+    script = tmp_path / "spawn.py"
+    script.write_text(SPAWN)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), free_port()],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=90,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["csv0", "records0"]
+    assert said.count("step 1: loss") == 1, said
+    assert "[deepseek_zero rank 0] INFO: step 1: loss" in said
+    assert said.count("speaks") == said.count("[deepseek_zero rank 1] INFO: speaks 1") == 1

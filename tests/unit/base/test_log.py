@@ -1,0 +1,55 @@
+"""Who sees the library's lines: everybody by default, and whoever configures logging as he configured it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+ENGINE = "deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={'train_batch_size': 1})"
+QUIET = "logging.getLogger('deepseek_zero')"
+# what a program does -> what it sees of the library's lines on stderr
+PROGRAMS = {
+    "imports everything and looks": (
+        f"""
+        import deepseek_zero.zero, deepseek_zero.utils, deepseek_zero.comm, deepseek_zero.facade.initialize
+        assert not {QUIET}.handlers and {QUIET}.propagate and {QUIET}.level == logging.NOTSET
+        assert not logging.getLogger().handlers
+        """,
+        [],
+    ),
+    "makes an engine": (ENGINE, ["[deepseek_zero] INFO: no launcher"]),
+    "makes two engines": (f"{ENGINE}; {ENGINE}", ["[deepseek_zero] INFO: no launcher"]),
+    "configures logging first": (
+        f"logging.basicConfig(level='INFO', format='MINE %(message)s'); {ENGINE}",
+        ["MINE no launcher"],
+    ),
+    "configures logging and wants warnings only": (
+        f"logging.basicConfig(format='MINE %(message)s'); {ENGINE}; {QUIET}.warning('a warning')",
+        ["MINE a warning"],
+    ),
+    "gives our logger a handler": (
+        f"{QUIET}.addHandler(logging.StreamHandler()); {QUIET}.setLevel('INFO'); {ENGINE}",
+        ["no launcher"],
+    ),
+    "asks our logger for warnings only": (f"{QUIET}.setLevel('WARNING'); {ENGINE}", []),
+    "logs by log_dist before there is an engine": ("deepseek_zero.log_dist('hello')", ["[deepseek_zero] INFO: hello"]),
+}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_sees_what_it_asked_for(program: str) -> None:
+    source, expected = PROGRAMS[program]
+    done = subprocess.run(
+        [sys.executable, "-c", "import logging, torch, deepseek_zero\n" + textwrap.dedent(source)],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert [line[: len(wanted)] for line, wanted in zip(lines, expected, strict=True)] == expected, done.stderr

@@ -1,0 +1,196 @@
+"""What each launcher's variables mean, row by row, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from deepseek_zero.base import world
+from deepseek_zero.base.device import default_device
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.mesh import default_backend, shares_gpu
+from deepseek_zero.base.world import World, discover, first_host, meeting_place
+
+PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **PLACE}
+SRUN = {
+    "SLURM_JOB_ID": "40007",
+    "SLURM_STEP_ID": "2",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_PROCID": "6",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "3",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9]",
+    "SLURM_NTASKS": "7",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}
+MVAPICH = {f"MV2_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")} | {
+    f"MV2_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")
+}
+
+ROWS = {
+    "nothing": ({}, (0, 1, None, 1, None, None)),
+    "torchrun": (TORCHRUN, (3, 4, 1, 2, "10.0.0.1", 29511)),
+    "a pod of PyTorchJob": (
+        {"RANK": "1", "WORLD_SIZE": "2", **PLACE},
+        (1, 2, None, None, "10.0.0.1", 29511),
+    ),
+    "one process of torchrun": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 1, None, None)),
+    "a device for a lone process": ({"LOCAL_RANK": "3"}, (0, 1, 3, 1, None, None)),
+    "srun": (SRUN, (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2)),
+    "srun with a meeting place": ({**SRUN, **PLACE}, (6, 7, 0, 1, "10.0.0.1", 29511)),
+    "srun under a pmi2 plugin": (
+        {**SRUN, "PMI_RANK": "6", "PMI_SIZE": "7"},
+        (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2),
+    ),
+    "srun, WORLD_SIZE by hand": ({**SRUN, "WORLD_SIZE": "7", **PLACE}, (6, 7, 0, 1, "10.0.0.1", 29511)),
+    "srun torchrun": ({**SRUN, **TORCHRUN}, (3, 4, 1, 2, "10.0.0.1", 29511)),
+    "srun of one task": ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, (0, 1, 0, 1, None, None)),
+    "a batch script without srun": (
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"},
+        (0, 1, None, 1, None, None),
+    ),
+    "mpirun on one host": (OPEN_MPI, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    "mpirun on two hosts": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
+        (1, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "mpirun whose daemons srun started": (
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
+        (1, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "mpiexec of MPICH": ({**MPICH, **PLACE}, (1, 4, 1, 2, "10.0.0.1", 29511)),
+    "mpirun_rsh": (MVAPICH, (1, 2, 1, 2, "127.0.0.1", 29500)),
+    "mpirun, alone on purpose": ({**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "1"}, (0, 1, 0, 1, None, None)),
+    "mpirun, not alone": ({**OPEN_MPI, "DEEPSEEK_ZERO_ALONE": "0"}, (1, 2, 1, 2, "127.0.0.1", 29500)),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_launchers_variables_describe_its_world(name: str) -> None:
+    environ, expected = ROWS[name]
+    found = discover(environ)
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.address, found.port) == expected
+    assert meeting_place(environ, found) is found
+
+
+REFUSED = {
+    "an empty rank": ({**TORCHRUN, "RANK": ""}, r"RANK='' is not a number"),
+    "a rank in words": ({**TORCHRUN, "RANK": "one"}, r"RANK='one' is not a number"),
+    "a negative rank": ({**TORCHRUN, "RANK": "-1"}, r"RANK='-1' is not a number from 0"),
+    "a rank outside": ({**TORCHRUN, "RANK": "4"}, r"RANK=4, but WORLD_SIZE=4"),
+    "a rank without a world": ({"RANK": "1"}, r"RANK=1, but WORLD_SIZE is not set"),
+    "a rank outside a world of one": ({"RANK": "1", "WORLD_SIZE": "1"}, r"RANK=1, but WORLD_SIZE=1"),
+    "an empty size": ({**TORCHRUN, "WORLD_SIZE": ""}, r"WORLD_SIZE='' is not a number"),
+    "a size in words": ({"WORLD_SIZE": "2 "}, r"WORLD_SIZE='2 ' is not a number"),
+    "no ranks at all": ({**TORCHRUN, "WORLD_SIZE": "0"}, r"WORLD_SIZE='0' is not a number from 1"),
+    "a size without a rank": ({"WORLD_SIZE": "2", **PLACE}, r"WORLD_SIZE=2 but RANK is not set"),
+    "a long value": ({"RANK": "9" * 100_000}, r"RANK='9{80}' is not a number"),
+    "a local rank in words": ({**TORCHRUN, "LOCAL_RANK": "x"}, r"LOCAL_RANK='x' is not a number"),
+    "a lone local rank in words": ({"LOCAL_RANK": ""}, r"LOCAL_RANK='' is not a number"),
+    "a local rank outside": ({**TORCHRUN, "LOCAL_RANK": "2"}, r"LOCAL_RANK=2, but .*LOCAL_WORLD_SIZE=2"),
+    "more ranks here than there are": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "5"}, r"LOCAL_WORLD_SIZE=5, but WORLD_SIZE=4"),
+    "no ranks here": ({**TORCHRUN, "LOCAL_WORLD_SIZE": "0"}, r"LOCAL_WORLD_SIZE='0' is not"),
+    "a port in words": ({**TORCHRUN, "MASTER_PORT": "http"}, r"MASTER_PORT='http' is not a number from 1 to 65535"),
+    "a port too high": ({**TORCHRUN, "MASTER_PORT": "65536"}, r"MASTER_PORT='65536' is not"),
+    "a task in words": ({**SRUN, "SLURM_PROCID": "x"}, r"SLURM_PROCID='x' is not a number"),
+    "a task outside": ({**SRUN, "SLURM_PROCID": "7"}, r"SLURM_PROCID=7, but SLURM_STEP_NUM_TASKS=7"),
+    "a step without a task": ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}, r"SLURM_PROCID is not set"),
+    "two sizes": ({**SRUN, "WORLD_SIZE": "8", **PLACE}, r"WORLD_SIZE=8, but Slurm says 7"),
+    "two ranks": ({**OPEN_MPI, "RANK": "0"}, r"RANK=0, but Open MPI says 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_nonsense_is_refused_by_variable_and_value(name: str) -> None:
+    environ, said = REFUSED[name]
+    with pytest.raises(UsageError, match=said) as caught:
+        discover(environ)
+    assert caught.value.why and caught.value.fix
+    assert len(str(caught.value)) < 1000
+
+
+HOMELESS = {
+    "torchrun's words by hand": (
+        {"RANK": "0", "WORLD_SIZE": "2"},
+        r"WORLD_SIZE=2 but MASTER_ADDR, MASTER_PORT are not set",
+        "deepseek-zero run",
+    ),
+    "srun": (
+        {name: value for name, value in SRUN.items() if name != "SLURM_STEP_NODELIST"},
+        r"Slurm started 7 processes, and MASTER_ADDR is not set",
+        "scontrol show hostnames",
+    ),
+    "mpirun": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4"},
+        r"Open MPI started 4 processes, and MASTER_ADDR is not set",
+        "-x MASTER_ADDR",
+    ),
+    "an empty address": ({**MPICH, "MASTER_ADDR": ""}, r"MPICH or Intel MPI started 4 processes", "-genv MASTER_ADDR"),
+}
+
+
+@pytest.mark.parametrize("name", HOMELESS)
+def test_a_world_that_cannot_meet_is_told_what_to_set(name: str) -> None:
+    environ, said, fix = HOMELESS[name]
+    with pytest.raises(UsageError, match=said) as caught:
+        meeting_place(environ, discover(environ))
+    assert fix in caught.value.fix
+    assert "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
+
+
+def test_a_joined_world_is_told_in_torchruns_words() -> None:
+    assert discover(TORCHRUN).variables() == TORCHRUN
+    assert World(1, 2, None, None, "h", 5).variables() == {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "5",
+    }
+
+
+@pytest.mark.parametrize(
+    "hosts, first",
+    [
+        ("h1", "h1"),
+        ("h[0-1,7],g3", "h0"),
+        ("g3,h[0-1]", "g3"),
+        ("r[01-02]n[3,5]", "r01n3"),
+        ("a-b[10-12]-ib", "a-b10-ib"),
+    ],
+)
+def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
+
+
+def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "many")
+    assert world.is_rank_zero()
+    assert (world.rank(), world.size(), world.local_rank()) == (0, 1, 0)
+
+
+def test_before_there_is_a_group_the_launcher_says_who_a_process_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in SRUN.items():
+        monkeypatch.setenv(name, value)
+    assert (world.rank(), world.size(), world.local_rank(), world.local_size()) == (6, 7, 0, 1)
+    assert not world.is_rank_zero()
+
+
+def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [shares_gpu(count) for count in (1, 2, 3, None)] == [False, False, True, False]
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", **PLACE}.items():
+        monkeypatch.setenv(name, value)
+    gpu = torch.device("cuda")
+    assert default_backend(gpu) == "cpu:gloo,cuda:nccl", "two hosts of two GPUs, whose launcher counts no host's ranks"
+    assert default_device() == torch.device("cuda", 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert default_backend(gpu) == "gloo"
