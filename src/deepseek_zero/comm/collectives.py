@@ -2,36 +2,41 @@
 
 Each call returns a `Pending`; its data may be used after `wait()`.  Sums have one order, ranks ascending with
 partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits.
-On gloo every message is sent under a tag made of (lane, sequence, name): a rank that strays finds no partner and
-never delivers wrong bytes, and the board (comm/board.py) turns the silence into a named error.
+A message is known by its lane and its place there, and carries a check of its name (comm/marks.py): a rank that strays
+finds no partner, and the board (comm/board.py) turns the silence into a named error.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..base.device import PerDevice
-from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
+from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import PATIENCE, shares_gpu
 from .board import raised_in
 from .links import Lane, Links
+from .marks import WORLD, Mark, lane_number, lane_of
 from .meter import Event, Meter
 from .same_host import Common, SameHost
-from .transports import Alone, Mark, Nccl, Staged, Transport, Use, Wait, lane_of, nothing
+from .transports import Alone, ConnectionLost, Nccl, Staged, Transport, Use, Wait, first_line, nothing
 
 # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
 TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
 
 Finish = Callable[[], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -52,17 +57,24 @@ class Pending:
     _wait: Wait
     _finish: Finish | None = None
     _done: bool = False
+    _error: Exception | None = None  # it ended so: there is no data, however often somebody asks
 
     def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
         if not self._done:
             self._done = True
             # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no viewed buffer back.
             wait, self._wait = self._wait, nothing
-            wait()
-            del wait
-            finish, self._finish = self._finish, None
-            if finish is not None:
-                finish()
+            try:
+                wait()
+                del wait
+                finish, self._finish = self._finish, None
+                if finish is not None:
+                    finish()
+            except Exception as error:
+                self._error = error
+                raise
 
     def then(self, finish: Finish) -> Pending:
         """This collective followed by local work, done by whoever waits."""
@@ -89,10 +101,13 @@ class Comm:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             links = self._links = Links.of_this_world()
             self.rank, self.size = links.rank, links.size
-            self.name = f"engine {next(links.engines)}"  # made in the same order on every rank of this world
-            weakref.finalize(self, links.forget, self.name).atexit = False
+            self.name, self._number = WORLD, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = links.gloo
-            self._host_transport = _agreed(self, links, transport)
+            self._host_transport, free = _agreed(self, links, transport)
+            self._number = next(links.engines)  # made in the same order on every rank of this world
+            self.name = f"engine {self._number - 1}"
+            links.tags.take(self.name, free)
+            weakref.finalize(self, links.forget, self.name).atexit = False
             self._transport = self._host_transport
             if device.type != "cpu":
                 self._transport = _between_devices(links, device)
@@ -243,37 +258,40 @@ class Comm:
         if links is None:  # a world of one: every slice is already here
             return DONE
         links.board.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
-        lane = links.lane(f"{self.name}/{lane_name}")
+        lane = links.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
         place = self._last = Place(lane, lane.next(what), what, time.perf_counter())
-        tag = zlib.crc32(f"{lane.name}/{place.sequence}/{what}".encode()) & 0x7FFFFFFF
-        try:
-            wait = start(Mark(lane.name, tag, place.arrived))
-        except DeepSeekZeroError:
-            raise
-        except RuntimeError as caught:
-            raise self._lost(links, what, caught) from caught
+        mark = Mark(lane.name, lane.number, place.sequence, zlib.crc32(what.encode()), place.arrived)
+        wait = self._patiently(links, place, lambda: start(mark))
         return Pending(lambda: self._wait(links, wait, place))
 
     def _wait(self, links: Links, wait: Wait, place: Place) -> None:
         began, summed = time.perf_counter(), self.meter.sum_seconds
-        while True:
-            try:
-                wait()
-                break
-            except TimeoutError:
-                if error := links.board.evidence(links.position(place.lane.name, place.sequence), self.name):
-                    self._gave_up = True
-                    raise error from None
-                self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
-            except DeepSeekZeroError:
-                raise
-            except RuntimeError as caught:
-                raise self._lost(links, place.what, caught) from caught
+        self._patiently(links, place, wait)
         ended, lane = time.perf_counter(), lane_of(place.lane.name)
         self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and place.arrived:
             self.meter.events.append(Event(lane, place.what, place.issued, place.arrived[0], (began, ended)))
         links.board.withdraw("waiting")
+
+    def _patiently(self, links: Links, place: Place, action: Callable[[], T]) -> T:
+        """Do what may have to wait for other ranks, until there is evidence that it is in vain.
+
+        PeerError where a rank is gone or astray.  Any other error is this rank's own (no memory, a shape, a dtype): it
+        keeps its type, and the ranks that wait for this one hear of it.
+        """
+        while True:
+            try:
+                return action()
+            except TimeoutError:
+                if error := links.board.evidence(links.position(place.lane.name, place.sequence), self.name):
+                    self._gave_up = True
+                    raise error from None
+                self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
+            except ConnectionLost as caught:
+                raise self._lost(links, place.what, caught) from None
+            except Exception as error:
+                self.post_error(error)
+                raise
 
     def _lost(self, links: Links, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
@@ -281,7 +299,7 @@ class Comm:
         if error := links.board.bad_news(f"rank {self.rank} was in '{what}'", self.name):
             return error
         return PeerError(
-            f"rank {self.rank} lost its connection to another rank in '{what}': {str(caught).splitlines()[0][:200]}",
+            f"rank {self.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
             "A rank was killed, ran out of memory or lost its network.",
             "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
         )
@@ -298,16 +316,20 @@ def hand_out(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sour
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, links: Links, transport: str) -> Transport:
-    """How host tensors travel: as every rank was told, or an error; asked over gloo, which every rank has."""
-    wants_gloo = comm.rows(torch.tensor([int(transport == "gloo")], dtype=torch.uint8), "the transport")
-    if len(set(wants_gloo.flatten().tolist())) > 1:
+def _agreed(comm: Comm, links: Links, transport: str) -> tuple[Transport, int]:
+    """How host tensors travel, as every rank was told, and the slots that are free on every rank (`Tags`).
+
+    Asked over gloo, which every rank has.  ModelMismatchError where ranks were told different things.
+    """
+    table = comm.rows(torch.tensor([int(transport == "gloo"), links.tags.free_slots()]), "a new engine's transport")
+    if len(set(table[:, 0].tolist())) > 1:
         raise ModelMismatchError(
             "ranks differ in their transport: some are told to use gloo, others are not.",
             "Two ranks that talk in different ways never meet.",
             "pass the same configuration on every rank.",
         )
-    return links.gloo if transport == "gloo" else links.fastest
+    free = functools.reduce(operator.and_, table[:, 1].tolist())
+    return links.gloo if transport == "gloo" else links.fastest, free
 
 
 def _between_devices(links: Links, device: torch.device) -> Transport:

@@ -21,9 +21,11 @@ import torch.distributed as dist
 from ..base import world
 from ..base.mesh import PATIENCE
 from .board import Board, Position
+from .marks import engine_of
 from .neighbours import find_neighbours
 from .same_host import SameHost
-from .transports import Gloo, Together, Transport, engine_of
+from .tags import Tags
+from .transports import Gloo, Together, Transport
 
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
@@ -34,6 +36,7 @@ class Lane:
     """A sequence of collectives in one agreed order; different lanes may interleave differently on different ranks."""
 
     name: str
+    number: int
     issued: int = 0
     log: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=LOG_LENGTH))
 
@@ -56,14 +59,15 @@ class Links:
         self.hosts, neighbours = find_neighbours(self.rank, self.size, group)
         self.board = Board(self.rank, self.size, self.hosts, group)
         others = [peer for peer in range(self.size) if peer != self.rank]
-        self.gloo = Gloo(self.rank, self.size, group, others)
+        self.tags = Tags()
+        self.gloo = Gloo(self.rank, self.size, group, others, self.tags)
         same_host = SameHost(self.rank, self.size, neighbours) if neighbours is not None else None
         near = same_host.peers if same_host is not None else ()
-        far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near])
+        far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near], self.tags)
         self.fastest: Transport = far  # shared memory to the ranks of this host, gloo to the others
         if same_host is not None:
             self.fastest = Together(same_host, far, self.rank) if far.peers else same_host
-        self.engines = itertools.count()  # numbers for those that will use it
+        self.engines = itertools.count(1)  # numbers for those that will use it
         self._lanes: dict[str, Lane] = {}
 
     @classmethod
@@ -72,15 +76,16 @@ class Links:
             cls._current = cls()
         return cls._current
 
-    def lane(self, name: str) -> Lane:
+    def lane(self, name: str, number: int) -> Lane:
         """The lane of that name ("engine 0/gather"), made at its first use."""
-        return self._lanes.setdefault(name, Lane(name))
+        return self._lanes.setdefault(name, Lane(name, number))
 
     def forget(self, engine: str) -> None:
         """An engine is gone: its waiting threads may go.  How far it came stays, for ranks that are still behind."""
         for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
             if engine_of(name) == engine:
                 lane.log.clear()
+        self.tags.leave(engine)
         self.gloo.end_engine(engine)
         self.fastest.end_engine(engine)
 

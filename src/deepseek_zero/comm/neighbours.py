@@ -26,7 +26,7 @@ from .greeting import Hosts, everyones
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
 INLINE_BYTES = 1 << 14  # pieces up to this size travel in the message itself
-_HEADER = struct.Struct("<BxxxIQQQ")
+_HEADER = struct.Struct("<BxxxIQQQQ")
 _HELLO = struct.Struct("<I")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
@@ -71,7 +71,8 @@ class Neighbours:
 
     def send(self, rank: int, message: Message) -> None:
         """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.  Never blocks."""
-        header = _HEADER.pack(message.kind, message.tag, message.segment, message.start, message.nbytes)
+        check, tag = message.tag & 0xFFFFFFFF, message.tag >> 32
+        header = _HEADER.pack(message.kind, check, tag, message.segment, message.start, message.nbytes)
         descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
         if self._unsent or descriptors or rank in self.gone or not self._sent(rank, header + message.payload, ()):
             self._unsent.append((rank, header + message.payload, descriptors))
@@ -142,9 +143,10 @@ class Neighbours:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
-        kind, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
+        kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
         payload = bytes(self._buffer[_HEADER.size : count])
-        return Message(Kind(kind), tag, segment, start, nbytes, payload, descriptors[0] if descriptors else -1)
+        descriptor = descriptors[0] if descriptors else -1
+        return Message(Kind(kind), tag << 32 | check, segment, start, nbytes, payload, descriptor)
 
     def _lose(self, rank: int) -> None:
         if rank not in self.gone:

@@ -20,8 +20,9 @@ from torch import Tensor
 
 from ..base.memory import Look, Segment
 from . import transports
+from .marks import Mark, engine_of
 from .neighbours import INLINE_BYTES, Kind, Message, Neighbours
-from .transports import Mark, Use, Wait, engine_of
+from .transports import ConnectionLost, Use, Wait
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
@@ -91,6 +92,7 @@ class SameHost:
         self._handed: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
         self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
         self._flights: dict[int, Flight] = {}  # by tag
+        self._failed: dict[int, Exception] = {}  # by tag: what its use raised, for whoever waits for it
         self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
         self._staged: dict[int, list[Tensor]] = {}  # tag -> copies of pieces that lay in private memory
 
@@ -172,14 +174,21 @@ class SameHost:
         mark: Mark,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
+        tag = mark.tag
         with self._lock:
             for peer, piece in pieces.items():
-                self._offer(peer, piece, mark.tag)
-            awaiting = {peer for peer in boxes if (peer, mark.tag) not in self._offers}
-            self._flights[mark.tag] = Flight(boxes, like, use, awaiting, mark)
-            self._land(mark.tag)
+                self._offer(peer, piece, tag)
+            awaiting = {peer for peer in boxes if (peer, tag) not in self._offers}
+            self._flights[tag] = Flight(boxes, like, use, awaiting, mark)
+            self._land(tag)
             self._receive()
-        return lambda: self._until(lambda: mark.tag not in self._flights, lambda: self._flights[mark.tag].awaiting)
+
+        def wait() -> None:
+            self._until(lambda: tag not in self._flights, lambda: self._flights[tag].awaiting)
+            if error := self._failed.pop(tag, None):
+                raise error
+
+        return wait
 
     def _offer(self, peer: int, piece: Tensor, tag: int) -> None:
         nbytes = piece.nbytes
@@ -233,12 +242,12 @@ class SameHost:
     def _until(self, done: Callable[[], bool], needed: Callable[[], set[int]]) -> None:
         """Take messages in until `done` and all of this rank's own are sent: it may not come here again for long.
 
-        RuntimeError where a rank that is needed has ended; TimeoutError after a while.
+        ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
         """
         began = time.perf_counter()
         while not (is_done := done()) or self.neighbours.has_unsent:
             if not is_done and (ended := needed() & self.neighbours.gone):
-                raise RuntimeError(f"the process of rank {min(ended)} has ended")
+                raise ConnectionLost(f"the process of rank {min(ended)} has ended")
             waited = time.perf_counter() - began
             if waited > transports.POLL_SECONDS:
                 raise TimeoutError
@@ -278,6 +287,15 @@ class SameHost:
         del self._flights[tag]
         flight.mark.arrived.append(time.perf_counter())
         offers = {peer: self._offers.pop((peer, tag)) for peer in flight.boxes}
+        try:
+            self._use(flight, offers)
+        except Exception as error:  # another collective's wait may have brought us here: it is not that one's error
+            self._failed[tag] = error
+        for peer, offer in offers.items():
+            if offer.kind is Kind.OFFER:
+                self.neighbours.send(peer, Message(Kind.READ, tag))
+
+    def _use(self, flight: Flight, offers: Mapping[int, Message]) -> None:
         found = {}
         for peer, box in flight.boxes.items():
             found[peer] = self._piece(peer, offers[peer], flight)
@@ -287,9 +305,6 @@ class SameHost:
                 found[peer] = box
         with torch.no_grad():
             flight.use(found)
-        for peer, offer in offers.items():
-            if offer.kind is Kind.OFFER:
-                self.neighbours.send(peer, Message(Kind.READ, tag))
 
     def _piece(self, peer: int, offer: Message, flight: Flight) -> Tensor:
         dtype = flight.like.dtype

@@ -10,41 +10,33 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .marks import Mark, engine_of, lane_of
+
+if TYPE_CHECKING:
+    from .tags import Tags
+
 POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether to go on
 
 
-class Mark(NamedTuple):
-    """What sets one collective's messages apart.  tag: its number on the wire.  arrived: gets the time of arrival."""
-
-    lane: str
-    tag: int
-    arrived: list[float]
+class ConnectionLost(Exception):
+    """A transport cannot go on because another rank is gone.  Whatever else goes wrong keeps its own type."""
 
 
 Wait = Callable[[], None]
 Use = Callable[[Sequence[Tensor]], None]
 
 
-def engine_of(lane: str) -> str:
-    """The name of the engine that a lane ("engine 0/gather") belongs to."""
-    return lane.partition("/")[0]
-
-
-def lane_of(lane: str) -> str:
-    """The last part of a lane's full name: "gather", "reduce" or "rows"."""
-    return lane.rpartition("/")[2]
-
-
 class Transport(Protocol):
     """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice).
 
-    Both return how to wait: until the data is here, RuntimeError if it never will be, TimeoutError after POLL_SECONDS.
+    Both return how to wait: until the data is here, ConnectionLost if it never will be, TimeoutError after
+    POLL_SECONDS; TimeoutError already where there is no room to begin, and then nothing has begun.
     """
 
     @property
@@ -130,14 +122,14 @@ class Alone(Plain):
         return nothing
 
 
-Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion"] | None]
+Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[], None]] | None]
 
 
 class Gloo(Plain):
     """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched by tag."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, peers: Sequence[int]) -> None:
-        self.rank, self.size, self.group, self.peers = rank, size, group, peers
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, peers: Sequence[int], tags: Tags) -> None:
+        self.rank, self.size, self.group, self.peers, self.tags = rank, size, group, peers, tags
         # gloo's wait with a time limit closes the connection when it passes, so waits without one run in threads:
         # one per lane, since a message of one lane may have to arrive before another lane's can be sent.
         self._jobs: dict[str, Jobs] = {}
@@ -158,13 +150,18 @@ class Gloo(Plain):
 
     def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], mark: Mark) -> Wait:
         works: list[dist.Work | None] = []
-        for peer, (outgoing, incoming) in messages.items():
-            if outgoing.numel():
-                works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=mark.tag))
-            if incoming.numel():
-                works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=mark.tag))
+        tag = self.tags.begin(mark)
         completion = _Completion(mark.arrived)
-        self._jobs_of(mark.lane).put((works, completion))
+        try:
+            for peer, (outgoing, incoming) in messages.items():
+                if outgoing.numel():
+                    works.append(dist.isend(outgoing, group=self.group, group_dst=peer, tag=tag))
+                if incoming.numel():
+                    works.append(dist.irecv(incoming, group=self.group, group_src=peer, tag=tag))
+        except RuntimeError as caught:
+            raise _gloo_error(caught) from None
+        finally:
+            self._jobs_of(mark.lane).put((works, completion, lambda: self.tags.end(mark.lane)))
         return completion.wait
 
     def _jobs_of(self, lane: str) -> Jobs:
@@ -205,9 +202,12 @@ class _Completion:
 
 def _wait_for_each(jobs: Jobs) -> None:
     while (job := jobs.get()) is not None:
-        works, completion = job
-        completion.set(_outcome(works))
-        del job, works, completion
+        works, completion, end = job
+        error = _outcome(works)
+        if error is None:
+            end()  # what failed keeps its tag: some of its messages may still be on their way
+        completion.set(error)
+        del job, works, completion, end, error
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
@@ -219,8 +219,25 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
             if work is not None:
                 work.wait()
         except RuntimeError as caught:
-            error = caught
+            error = _gloo_error(caught)
     return error
+
+
+def _gloo_error(error: RuntimeError) -> Exception:
+    """What gloo's transport says of a peer that is gone, as that; any other error as it is.
+
+    torch hands gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
+    """
+    first = first_line(error)
+    return ConnectionLost(first) if "gloo/transport/" in first or isinstance(error, _NETWORK_ERRORS) else error
+
+
+def first_line(error: BaseException) -> str:
+    """An error's own words, without the C++ frames that torch's distributed errors carry behind them."""
+    return (str(error).splitlines() or [""])[0][:200]
+
+
+_NETWORK_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
 
 
 class Nccl(Plain):
@@ -251,8 +268,18 @@ class Nccl(Plain):
 
 
 def _nccl_wait(work: dist.Work | None) -> None:
-    if work is not None:
+    """Let the stream wait; where NCCL has found meanwhile that a peer is gone, say so."""
+    if work is None:
+        return
+    try:
         work.wait()
+    except dist.DistBackendError as caught:
+        if any(word in str(caught) for word in NCCL_LOST):
+            raise ConnectionLost(first_line(caught)) from None
+        raise
+
+
+NCCL_LOST = ("ncclRemoteError", "ncclSystemError")  # a peer ended, or its network
 
 
 class Staged(Plain):
@@ -306,12 +333,13 @@ class Together(Plain):
         self.far.end_engine(engine)
 
     def all_gather(self, full: Tensor, mark: Mark) -> Wait:
-        return _both(self.near.all_gather(full, mark), self.far.all_gather(full, mark))
+        far = self.far.all_gather(full, mark)  # first: it may have no room yet
+        return _both(self.near.all_gather(full, mark), far)
 
     def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
+        far = self.far.exchange(pieces, inbox, mark, _nothing_yet)  # first: it may have no room yet
         near = self.near.exchange(pieces, inbox, mark, _nothing_yet)
-        far = self.far.exchange(pieces, inbox, mark, _nothing_yet)
         return once(_both(near, far), lambda: use(received))
 
 

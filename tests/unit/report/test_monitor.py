@@ -75,6 +75,7 @@ def test_a_restarted_csv_monitor_appends_under_one_header(tmp_path: Path) -> Non
 
 def test_other_ranks_are_enabled_but_write_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     master = MonitorMaster(csv_settings(tmp_path))
     master.write_events(EVENTS)
     assert master.enabled
@@ -94,6 +95,7 @@ def test_a_missing_package_is_named_on_every_rank(
     settings: MonitorSettings, advice: str, rank: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(monitor, "find_spec", lambda name: None)
     with pytest.raises(NotBuiltError, match=advice):
         MonitorMaster(settings)

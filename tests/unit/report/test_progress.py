@@ -75,6 +75,7 @@ def test_the_bar_is_taken_down_when_the_training_raises() -> None:
 
 def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     assert show(total=3, every=1, terminal=True) == ""
 
 

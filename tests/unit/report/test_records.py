@@ -99,6 +99,7 @@ def test_a_csv_file_of_another_program_is_refused_and_left_alone(tmp_path: Path)
 
 def test_only_rank_zero_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     write(tmp_path / "run", record(1))
     assert not (tmp_path / "run").exists()
 

@@ -1,0 +1,75 @@
+"""No two collectives under way are alike on gloo's wire, and numbers that may still be in use are not used again."""
+
+from __future__ import annotations
+
+import pytest
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.comm import transports
+from deepseek_zero.comm.marks import LANES, Mark, lane_number
+from deepseek_zero.comm.tags import SLOTS, WINDOW, Tags
+
+
+def mark(engine: int, lane: str, sequence: int, check: int = 0) -> Mark:
+    return Mark(f"engine {engine}/{lane}", lane_number(engine + 1, lane), sequence, check, [])
+
+
+def make(tags: Tags, engine: int) -> None:
+    tags.take(f"engine {engine}", tags.free_slots())
+
+
+def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
+    tags, seen = Tags(), set()
+    for engine in range(SLOTS - 1):
+        make(tags, engine)
+        for lane in LANES:
+            seen |= {tags.begin(mark(engine, lane, sequence)) for sequence in range(WINDOW)}
+    seen |= {tags.begin(Mark("world/rows", 0, sequence, 0, [])) for sequence in range(WINDOW)}
+    assert len(seen) == ((SLOTS - 1) * len(LANES) + 1) * WINDOW
+    assert min(seen) >= 0
+    assert max(seen) < 1 << 31, "torch takes a positive int32"
+
+
+def test_a_lane_waits_for_room_before_its_places_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transports, "POLL_SECONDS", 0.01)
+    tags = Tags()
+    make(tags, 0)
+    first = [tags.begin(mark(0, "gather", sequence)) for sequence in range(WINDOW)]
+    with pytest.raises(TimeoutError):
+        tags.begin(mark(0, "gather", WINDOW))
+    tags.begin(mark(0, "reduce", 0))
+    tags.end("engine 0/gather")
+    assert tags.begin(mark(0, "gather", WINDOW)) == first[0]
+
+
+def test_a_slot_is_used_again_only_when_nothing_of_its_engine_is_under_way() -> None:
+    tags = Tags()
+    make(tags, 0)
+    make(tags, 1)
+    tags.begin(mark(0, "gather", 0))
+    for engine in (0, 1):
+        tags.leave(f"engine {engine}")
+    assert tags.free_slots() & 0b11 == 0b10
+    tags.end("engine 0/gather")
+    assert tags.free_slots() & 0b11 == 0b11
+
+
+def test_a_world_without_room_for_another_engine_says_so() -> None:
+    tags = Tags()
+    for engine in range(SLOTS - 1):
+        make(tags, engine)
+    with pytest.raises(UsageError, match="63 engines"):
+        make(tags, SLOTS)
+
+
+def test_a_name_is_part_of_what_a_message_is_known_by() -> None:
+    tags = Tags()
+    make(tags, 0)
+    seen = set()
+    for check in range(1 << 13):
+        seen.add(tags.begin(mark(0, "gather", 0, check)))
+        tags.end("engine 0/gather")
+    assert len(seen) == 1 << 13
+    wide = {mark(*place).tag for place in ((0, "gather", 0, 1), (0, "gather", 1 << 20, 1), (1, "gather", 0, 1))}
+    assert len(wide) == 3
+    assert max(wide) < 1 << 96
