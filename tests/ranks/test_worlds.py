@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import deepseek_zero
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import PeerError, UsageError
 
 LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -118,6 +119,19 @@ def test_alone_on_purpose_is_a_world_of_one(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("DEEPSEEK_ZERO_ALONE", "1")
     engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"train_batch_size": 1})[0]
     assert engine.world_size == 1
+
+
+def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        said = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for name, value in said.items():
+            monkeypatch.setenv(name, value)
+        with pytest.raises(PeerError, match=r"rank 0 of 2 did not meet the others at 127.0.0.1:\d+") as caught:
+            deepseek_zero.init_distributed()
+    assert len(str(caught.value).splitlines()) == 3
+    assert "#0" not in "".join(traceback.format_exception(caught.value)), "no frames of C++"
 
 
 SPAWN = (

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from . import world
 from .device import default_device
+from .errors import PeerError
 from .log import log_first, speak
 from .world import discover, meeting_place
 
@@ -66,7 +67,15 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, 
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(backend or default_backend(device), timeout=timeout)
+    try:
+        dist.init_process_group(backend or default_backend(device), timeout=timeout)
+    except (dist.DistNetworkError, dist.DistStoreError) as error:  # torch adds a page of C++ frames to its first line
+        raise PeerError(
+            f"rank {found.rank} of {found.size} did not meet the others at {found.address}:{found.port}: "
+            f"{str(error).splitlines()[0][:300]}",
+            "Rank 0 listens there, and every rank connects to it before training begins.",
+            "look at rank 0's output first; another job on that port needs another MASTER_PORT.",
+        ) from None
     return True
 
 
