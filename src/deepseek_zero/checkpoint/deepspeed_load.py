@@ -12,7 +12,7 @@ from typing import Any
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from .deepspeed_read import DeepSpeedCheckpoint, read_deepspeed
-from .filling import fill_buffers, fill_optimizer, fill_weights
+from .filling import cut_as_saved, fill_buffers, fill_optimizer, fill_weights
 from .load import Loaded, LoadSettings, check, refill
 from .manifest import MOMENT, together
 from .state import Contents
@@ -45,6 +45,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
         check(found.manifest, contents, replace(settings, moments=False))
         if settings.moments and contents.optimizer is not None:
             _check_states(found, contents.optimizer)
+            cut_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
         opened.append(found)
         return ""
 

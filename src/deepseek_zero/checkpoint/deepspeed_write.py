@@ -7,6 +7,7 @@ Called by convert.py and engine/saving.py.
 
 from __future__ import annotations
 
+import logging
 import pickle
 import secrets
 from collections import OrderedDict
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.log import log_once
 from ..precision.loss_scale import LossScaleSettings
 from . import files
 from .deepspeed_read import (
@@ -215,8 +217,15 @@ def _keys(source: Source, names: Sequence[str]) -> list[str]:
 
 
 def _numbers(source: Source, names: Sequence[str]) -> dict[str, Any]:
-    """The counters, which the parameters of a group share."""
-    found = source.manifest.scalars.get(names[0], {}) if names else {}
+    """The counters, which the parameters of a group share in these files: those of the one updated most often."""
+    each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
+    found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
+    if other := [name for name, each in each_one.items() if each != found]:
+        log_once(
+            f"DeepSpeed's files have one step count for a group of parameters; '{other[0]}' and {len(other) - 1} more "
+            "were updated less often (frozen for a time, or their gradients dropped) and get the count of the others.",
+            logging.WARNING,
+        )
     return {
         key: each["value"] if each["dtype"] is None else torch.tensor(each["value"], dtype=dtype_named(each["dtype"]))
         for key, each in found.items()

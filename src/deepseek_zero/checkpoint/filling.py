@@ -6,7 +6,7 @@ deepspeed_load.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any
 
@@ -130,9 +130,22 @@ def fill_optimizer(
             give_back_holes()
 
 
+def cut_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:
+    """Cut pieces where the parameters that share one were saved with different counters or kinds of moments: some were
+    frozen for a time, or their gradients dropped.  Local.  keys: the kinds of a parameter's moments.
+    """
+
+    def saved(cover: Cover) -> tuple[dict[str, Any], frozenset[str]]:
+        return manifest.scalars.get(cover.slot.name, {}), frozenset(keys(cover.slot.name))
+
+    optimizer.cut_apart(saved)
+
+
 def fill_owed(reader: Reader, optimizer: ShardedOptimizer) -> None:
     """Gradients whose update comes a step late; whether one is owed is the trainer's to say."""
     for group in optimizer.runtime.trained_groups:
+        known = [number for number, member in enumerate(group.members) if reader.has(OWED, member.name)]
+        group.gradient.waiting.absent = set(range(len(group.members))) - set(known) if known else None
         for member in group.members:
             if reader.has(OWED, member.name):
                 start, stop = group.layout.owned(member.slot, group.route.comm.rank)
@@ -181,7 +194,7 @@ def _memory_for(piece: Piece, dtype: torch.dtype, before: Any) -> Tensor:
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
-    """The counters of a piece, which its parameters must share."""
+    """The counters of a piece, which its parameters share (`cut_as_saved`)."""
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
     if different is not None:

@@ -21,6 +21,7 @@ from . import rng
 from .catalogue import folder_of, tags_in
 from .filling import (
     GroupStates,
+    cut_as_saved,
     fill_buffers,
     fill_optimizer,
     fill_owed,
@@ -81,6 +82,12 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         folder = existing(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings)
+        if settings.moments and contents.optimizer is not None:
+            kinds: dict[str, set[str]] = {}
+            for chunk in manifest.chunks:
+                if chunk.kind == MOMENT:
+                    kinds.setdefault(chunk.name, set()).add(chunk.key)
+            cut_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
         loaded.append((manifest, folder))
         return NEW_MOMENTS if settings.moments and _takes_new_moments(folder, manifest, contents) else ""
 

@@ -125,7 +125,9 @@ def _owed(group: FlatGroup) -> Batch:
     """This rank's part of a gradient whose update comes a step late."""
     waiting, rank, batch = group.gradient.waiting, group.route.comm.rank, Batch([])
     low = group.layout.bounds(rank)[0]
-    for member in group.members if waiting.is_held and waiting.buffer is not None else ():
+    for number, member in enumerate(group.members if waiting.is_held and waiting.buffer is not None else ()):
+        if number in (waiting.absent or ()):
+            continue
         assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:

@@ -7,14 +7,13 @@ weights are sharding/access.py's.  Called by the doors (`deepseek_zero.utils`) a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup, before_change
+from ..sharding.group import FlatGroup, before_change, complete
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
 from ..sharding.placement import R
@@ -49,7 +48,7 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
     if not int(known.sum()):
         return None
     if owner.master is not None and owner.master.placement is not R:
-        _exchange_owned(full, owner, slot, f"{key} of {slot.name}")
+        complete(full, owner, slot, f"{key} of {slot.name}")
     return full.view(slot.shape)
 
 
@@ -164,7 +163,10 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
 def local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup) or not owner.trainable or not owner.gradient.is_reduced:
+    if not isinstance(owner, FlatGroup) or not owner.trainable:
+        return None
+    owner.gradient.adopt()
+    if not owner.gradient.has(owner.index[id(param)]):
         return None
     return owner.gradient.of(_slot(owner, param)).float().clone()
 
@@ -178,13 +180,13 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
             "It is frozen, or no backward has ended since the last step.",
             "call it between backward and step, at the accumulation boundary.",
         )
-    slot = _slot(owner, param)
-    part = owner.gradient.of(slot)
-    if local:
-        part.copy_(_part(value, part.numel(), slot.name))
-        return
-    low = 0 if owner.gradient.is_whole else owner.layout.owned(slot, owner.route.comm.rank)[0] - slot.start
-    part.copy_(_flat(value, slot)[low : low + part.numel()] if part.numel() else part)
+    slot, number = _slot(owner, param), owner.index[id(param)]
+    owner.gradient.adopt()
+    with torch.no_grad():
+        if local:
+            owner.gradient.put_part(number, _part(value, owner.gradient.of(slot).numel(), slot.name))
+        else:
+            owner.gradient.put(number, _flat(value, slot))
 
 
 # -- arithmetic
@@ -231,15 +233,3 @@ def _part(value: Tensor, numel: int, name: str) -> Tensor:
             fix="pass as many as the matching safe_get_local function returns.",
         )
     return value.detach().reshape(-1)
-
-
-def _exchange_owned(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
-    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
-    comm = group.route.comm
-    if comm.size == 1:
-        return
-    parts: list[Any] = []
-    for rank in range(comm.size):
-        start, stop = group.layout.owned(slot, rank)
-        parts.append(full[start - slot.start : max(start, stop) - slot.start])
-    comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()

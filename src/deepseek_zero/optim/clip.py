@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 import torch
 
@@ -21,13 +22,16 @@ from ..sharding.group import FlatGroup
 class Verdict:
     """What all ranks agree on.  norm: of the gradient as it is held (still multiplied by the loss scale).
 
-    any_late: whether a rank holds gradients that came after their sum.  words: each rank's own, empty where ranks have
-    none.
+    any_late: whether a rank holds gradients that came after their sum.  any_edited: whether the program has changed
+    some on a rank.  absences: of each rank, a number that tells which parameters have none.  words: each rank's own,
+    empty where ranks have none.
     """
 
     norm: float
     by_group: tuple[float, ...]
     any_late: bool = False
+    any_edited: bool = False
+    absences: tuple[int, ...] = ()
     words: tuple[float, ...] = ()
 
     @property
@@ -47,7 +51,10 @@ def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = 
 
     late: whether this rank holds gradients that came after their sum.  word: travels along; on every rank, or on none.
     """
-    row = [float(late), *(square for group in groups for square in group.gradient.squares())]
+    edited = any(group.gradient.arrivals.is_edited for group in groups)
+    absent = crc32("\n".join(absent_among(groups)).encode())
+    # Three facts in one number, which float64 holds exactly.
+    row = [float(4 * absent + 2 * edited + late), *(square for group in groups for square in group.gradient.squares())]
     row += [] if word is None else [word]
     rows = comm.rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist() if comm.size > 1 else [row]
     # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
@@ -57,7 +64,27 @@ def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = 
     total = sum(sums)
     words = [each for row in rows for each in row[1 + len(groups) * comm.size :]]
     norm = math.sqrt(total) if total >= 0 else math.nan
-    return Verdict(norm, tuple(sums), any(row[0] for row in rows), tuple(words))
+    facts = [int(row[0]) for row in rows]
+    # Where every rank holds all slices, a program that treats them differently on two ranks shows here.
+    whole = [number for number, group in enumerate(groups) if group.gradient.is_whole]
+    differ = any(
+        len({str(row[1 + number * comm.size + rank]) for row in rows}) > 1
+        for number in whole
+        for rank in range(comm.size)
+    )
+    return Verdict(
+        norm,
+        tuple(sums),
+        any_late=any(each & 1 for each in facts),
+        any_edited=differ or any(each & 2 for each in facts),
+        absences=tuple(each >> 2 for each in facts),
+        words=tuple(words),
+    )
+
+
+def absent_among(groups: Sequence[FlatGroup]) -> list[str]:
+    """Names of parameters whose gradient was dropped, or that are frozen: they are not updated."""
+    return [group.members[number].name for group in groups for number in sorted(group.gradient.arrivals.absent or ())]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

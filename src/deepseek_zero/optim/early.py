@@ -98,6 +98,8 @@ class Early:
             return
         tiles = self.units[unit.number]
         groups = list({piece.group: None for tile in tiles for _, piece in tile})
+        if any(group.has_frozen for group in groups):
+            return  # which of its parameters have a gradient is known when backward is over
         if any(self.updater.waits(group) for group in groups):
             return
         sums = [square for group in groups for square in group.gradient.squares()]  # which the step need not look for

@@ -6,7 +6,7 @@ piece's elements is taken over; counters and states of another shape stay where 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ..base.errors import UsageError
 from ..precision.compact import BLOCK, Chance, Kept, kept_as
 from ..tiers.tier import Extent, Tier, peek
 from .flow import Stretch
@@ -126,6 +127,34 @@ class Moments:
                 else own.view(value.shape)
             )
             state[name] = hidden
+
+    def refuse_cut(self, piece: Piece) -> None:
+        """Raise if a piece's moments cannot be told apart: in 8 bits, blocks of neighbours share an exponent."""
+        if any(id(piece) in moment.powers for moment in self._found.values()):
+            raise UsageError(
+                f"the optimizer's state of {', '.join(piece.names[:3])} is kept in 8 bits, and not all of it is to be "
+                "updated.",
+                "Blocks of moments that reach from one parameter into the next share an exponent; updating one would "
+                "change the other's.",
+                "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
+            )
+
+    def cut(self, piece: Piece, into: Sequence[Piece]) -> None:
+        """Let the optimizer's state of a piece be that of the stretches it was cut into."""
+        state = self._inner.state.pop(piece.param, None)
+        self._counted.discard(id(piece))
+        for part in into if state is not None else ():
+            low, high = part.start - piece.start, part.stop - piece.start
+            own = self._inner.state[part.param] = {}
+            for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    own[name] = value
+                elif value.shape != piece.param.shape:
+                    own[name] = value.clone()
+                elif self._scratch.is_nothing(value):
+                    own[name] = self._scratch.nothing(part.param.shape, value.dtype, value.device)
+                else:
+                    own[name] = value.view(-1)[low:high].view(part.param.shape)
 
     def _shared(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
         """Where a piece's moment is worked on, in what the pieces of all tiles share."""

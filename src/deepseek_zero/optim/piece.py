@@ -6,8 +6,9 @@ Called by sharded.py, which steps over them, and update.py.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +52,10 @@ class Piece:
         return self.group.route.comm.rank
 
     def grad(self, *, waiting: bool = False) -> Tensor | None:
-        """Of the step that is over, or the one that is `waiting` for a later update."""
+        """Of the step that is over, or the one that is `waiting` for a later update; None where it is absent."""
         gradient = self.group.gradient
+        if self.is_absent(waiting=waiting):
+            return None
         part = (gradient.waiting if waiting else gradient).part(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
@@ -74,11 +77,17 @@ class Piece:
         """What it covers, parameter by parameter."""
         low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
         first, last = low + self.start, low + self.stop
-        for member in self.group.members:
+        for number, member in enumerate(self.group.members):
             slot = member.slot
             start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
-                yield Cover(slot, start - slot.start, stop - slot.start, self, start - first)
+                yield Cover(slot, start - slot.start, stop - slot.start, self, start - first, number)
+
+    def is_absent(self, *, waiting: bool = False) -> bool:
+        """Whether none of its parameters has a gradient (frozen ones, dropped gradients): its update leaves it be."""
+        gradient = self.group.gradient
+        absent = (gradient.waiting.absent if waiting else gradient.arrivals.absent) or set()
+        return bool(absent) and all(cover.number in absent for cover in self.covers())
 
     def chance(self, chance: Chance, state: str) -> Tensor:
         """For each of its elements: int16, flat."""
@@ -111,13 +120,21 @@ class Piece:
 
 @dataclass(frozen=True)
 class Cover:
-    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on."""
+    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on.  number: of the
+    parameter in its group.
+    """
 
     slot: Slot
     start: int
     stop: int
     piece: Piece
     offset: int
+    number: int
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether the parameter has no gradient in the step that is over."""
+        return self.number in (self.piece.group.gradient.arrivals.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
         """The covered elements of a state that is as long as the piece: a view, flat."""
@@ -197,7 +214,7 @@ class Span:
 def spans_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
     """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
     assert group.master is not None
-    runs: list[tuple[int, int, tuple[str, ...]]] = []
+    runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     spans: list[Span] = []
     for number in numbers:
         slot = group.members[number].slot
@@ -208,10 +225,24 @@ def spans_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool)
         if uncut:
             spans.append(Span(start, stop, (slot.name,), torch.Size(slot.shape)))
         elif runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop, (*runs[-1][2], slot.name))
+            runs[-1] = (runs[-1][0], stop, [*runs[-1][2], (slot.name, start, stop)])
         else:
-            runs.append((start, stop, (slot.name,)))
-    for start, stop, names in runs:
+            runs.append((start, stop, [(slot.name, start, stop)]))
+    for start, stop, held in runs:
         for cut, end in group.layout.cuts(start, stop, tile_numel):
+            names = tuple(name for name, low, high in held if low < end and cut < high)
             spans.append(Span(cut, end, names, torch.Size((end - cut,))))
     return spans
+
+
+def cuts_of(piece: Piece, apart: Callable[[Cover], Any]) -> list[Span]:
+    """Stretches of a piece whose parameters agree in `apart`; one where all do, or where it is a whole tensor."""
+    covers = list(piece.covers())
+    runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
+    if len(runs) < 2:
+        return [Span(piece.start, piece.stop, piece.names, piece.param.shape)]
+    edges = [piece.start, *(piece.start + run[0].offset for run in runs[1:]), piece.stop]
+    return [
+        Span(low, high, tuple(cover.slot.name for cover in run), torch.Size((high - low,)))
+        for run, low, high in zip(runs, edges, edges[1:], strict=False)
+    ]

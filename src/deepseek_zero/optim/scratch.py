@@ -36,6 +36,14 @@ class Scratch:
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
+    def grow(self, numel: int) -> None:
+        """Let tiles have so many elements; what was too small is taken anew when it is asked for."""
+        if numel <= self.numel:
+            return
+        self.numel = numel
+        for key in [key for key in self.kept if key[0] not in ("nothing", "undo")]:
+            self._ask(key[1], -self.kept.pop(key).nbytes, "")
+
     def nothing(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
         """A tensor of that shape that holds no values: NaN, of 4 bytes in all."""
         key = "nothing", home

@@ -25,14 +25,14 @@ from ..sharding.group import FlatGroup, before_change
 from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
-from .clip import Verdict, agree_on_norm, clip_factor
+from .clip import Verdict, absent_among, agree_on_norm, clip_factor
 from .delay import Delay
 from .early import Early, Foresight, refusal, works_by_piece
 from .flow import FlowSettings
 from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
-from .piece import Piece, Span, Tile, Work, bundles_of, spans_of, work_of
+from .piece import Cover, Piece, Span, Tile, Work, bundles_of, cuts_of, spans_of, work_of
 from .scratch import Scratch
 from .update import Decision, Updater, hypers_of
 
@@ -194,6 +194,37 @@ class ShardedOptimizer(Optimizer):
             values = self.scratch.nothing(span.shape, group.master.dtype, group.master.home)
         return Piece(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
+    def cut_apart(self, apart: Callable[[Cover], Any]) -> None:
+        """Cut pieces where parameters that share one differ in `apart`, so that each stretch has its own counters and
+        may be updated alone.  Local; values and moments keep their bits.
+        """
+        cuts = {piece: spans for piece in self.pieces() if len(spans := cuts_of(piece, apart)) > 1}
+        if not cuts:
+            return
+        self.finish()
+        for piece in cuts:
+            self.moments.refuse_cut(piece)
+        for number, pieces in enumerate(self.pieces_by_group):
+            self.pieces_by_group[number] = [each for piece in pieces for each in self._parts_of(piece, cuts.get(piece))]
+        self._plan_work()
+
+    def _parts_of(self, piece: Piece, spans: list[Span] | None) -> list[Piece]:
+        if spans is None:
+            return [piece]
+        parts = [self._piece(piece.group, span) for span in spans]
+        self.moments.cut(piece, parts)
+        return parts
+
+    def _plan_work(self) -> None:
+        """Pieces have changed: what a step works through follows."""
+        for group, pieces in zip(self.inner.param_groups, self.pieces_by_group, strict=True):
+            group["params"] = [piece.param for piece in pieces]
+        bundles = bundles_of(self.pieces_by_group, self.runtime.trained_groups, self.settings.tile_numel)
+        self.work = _work_of(self.runtime, bundles, self.settings)
+        self.scratch.grow(self.work.fullest)
+        if self.early is not None:
+            self.early.units = early_units(self.runtime, self.work)
+
     # -- stepping
 
     def step(self, closure: Callable[[], float] | None = None, *, word: float | None = None) -> None:  # type: ignore[override]
@@ -211,9 +242,15 @@ class ShardedOptimizer(Optimizer):
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
             verdict = agree_on_norm(groups, runtime.comm, word, late=bool(runtime.reducer.late))
+            self._refuse_differences(verdict)
             if verdict.any_late:
                 runtime.reducer.settle()
                 verdict = agree_on_norm(groups, runtime.comm, word)
+            if verdict.any_edited:
+                for each in [group.gradient.spread(group.members[0].name) for group in groups]:
+                    each.wait()
+            if any(group.gradient.arrivals.absent for group in groups):
+                self.cut_apart(lambda cover: cover.is_absent)
             scale = self.loss_scale
             skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
@@ -226,6 +263,25 @@ class ShardedOptimizer(Optimizer):
             lifted = self.lifter.after(verdict, skip, self.scaler) if self.lifter is not None else None
         if self.scaler is not None and lifted is None:
             self.scaler.update(skip)
+
+    def _refuse_differences(self, verdict: Verdict) -> None:
+        """Raise on every rank, before any state has changed, where ranks made of `.grad` what has no common meaning."""
+        if len(set(verdict.absences)) > 1:
+            agree(
+                self.runtime.comm,
+                absent_among(self.runtime.trained_groups) or ["none"],
+                "which parameters have no gradient",
+                "A parameter is frozen, or its gradient dropped (`grad = None`, zero_grad), on all ranks or on none: "
+                "each rank updates its slices of the same tensors.",
+                "decide it from what all ranks know (the step, an all-reduced loss), the same everywhere.",
+            )
+        if verdict.any_edited and verdict.any_late:
+            raise UsageError(
+                "gradients were changed in a step in which some came after their sum.",
+                "They are added now, behind what the program saw when it changed them.",
+                "use a block's parameters in one checkpoint (or none) of the forward, or leave the gradients as they "
+                "are.",
+            )
 
     def _conclude(self, made: Decision | None) -> None:
         """Carry out what this step, or where updates are delayed the step before, has made of its gradients."""
@@ -279,16 +335,34 @@ class ShardedOptimizer(Optimizer):
         """
         self.state  # noqa: B018 - brings what rests elsewhere
         scaler = self.scaler.state_dict() if self.scaler else None
-        return {"inner": self.inner.state_dict(), "scaler": scaler, "updates": self.updater.updates}
+        stretches = [[(piece.names[0], piece.start, piece.stop) for piece in pieces] for pieces in self.pieces_by_group]
+        inner = self.inner.state_dict()
+        return {"inner": inner, "scaler": scaler, "updates": self.updater.updates, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
         forget_ahead(self)
         self.updater.updates = int(state["updates"])
         forget_states(self)
+        self._cut_as(state.get("stretches"))
         self.load_inner(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+    def _cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
+        """Have the pieces of a state dict: some were cut, and have counters of their own.  No state may be there."""
+        owners = {member.name: group for group in self.runtime.trained_groups for member in group.members}
+        for number, saved in enumerate(stretches or ()):
+            here = {(piece.names[0], piece.start, piece.stop): piece for piece in self.pieces_by_group[number]}
+            pieces = []
+            for name, start, stop in saved:
+                piece = here.get((name, start, stop))
+                if piece is None:
+                    piece = self._piece(owners[name], Span(start, stop, (name,), torch.Size((stop - start,))))
+                    piece.names = tuple(cover.slot.name for cover in piece.covers())
+                pieces.append(piece)
+            self.pieces_by_group[number] = pieces
+        self._plan_work()
 
     def load_inner(self, state: dict[str, Any]) -> None:
         """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
@@ -314,7 +388,7 @@ def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> W
 
 
 def _early_of(optimizer: ShardedOptimizer) -> Early | None:
-    """What updates in backward: every unit but the root, whose gradient is the last there is."""
+    """What updates in backward; None where nothing does."""
     settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.work
     if not (settings.speculates or settings.delay_after is not None):
         return None
@@ -329,10 +403,14 @@ def _early_of(optimizer: ShardedOptimizer) -> Early | None:
             raise refusal(optimizer.inner)
         return None
     foresight = Foresight(optimizer.updater, optimizer.delay, optimizer.scaler, settings.speculates)
-    units = {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
-    early = Early(runtime, optimizer.updater, units, settings.undo_bytes, foresight)
+    early = Early(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, foresight)
     runtime.reducer.when_reduced = weakref.WeakMethod(early.unit_is_over)
     return early
+
+
+def early_units(runtime: Runtime, work: Work) -> dict[int, list[Tile]]:
+    """What may be updated in backward, by number of the unit: all but the root, whose gradient is the last there is."""
+    return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
 
 def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:

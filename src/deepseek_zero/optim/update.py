@@ -175,6 +175,8 @@ class Updater:
 
     def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Touched]:
         for _, piece in tile:
+            if piece.is_absent(waiting=waiting):
+                continue
             yield from piece.stretches(waiting=waiting)
             yield from piece.reflections()
             yield from self.moments.stretches(piece)

@@ -169,7 +169,8 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
 
     def held(group: FlatGroup) -> FlatBuffer | None:
-        reduced = group.gradient.reduced()
+        group.gradient.adopt()
+        reduced = group.gradient.reduced() if group.gradient.has(group.index[id(param)]) else None
         if reduced is None or group.gradient.buffer is None:
             return None
         placement = S if reduced.numel() < group.layout.padded_numel or group.route.comm.size == 1 else R

@@ -178,9 +178,13 @@ class FlatBuffer:
 
     def owned(self, slot: Slot, rank: int) -> Tensor:
         """The part of a parameter that a rank owns, flat: a view."""
+        return self.part(*self.place_of(slot, rank))
+
+    def place_of(self, slot: Slot, rank: int) -> tuple[int, int]:
+        """[place, end) of that part in this buffer."""
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
-        return self.part(start - low, max(start, stop) - low)
+        return start - low, max(start, stop) - low
 
 
 class Turns:

@@ -6,6 +6,7 @@ owner, unit.py, optim and access.py through `group.gradient`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -13,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import PerDevice, without_torch_function
+from ..base.errors import AtRestError, UsageError
 from ..base.memory import give_back, private_pages
 from ..comm.collectives import DONE, Pending
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer, has_pages_to_return, move
-from .handle import GradAtRest, grad_at_rest
+from .grad_handle import GradAtRest, Part, grad_at_rest, own_part_of
 from .layout import Slot
 from .placement import P, R, S
 from .plan import Spec
@@ -38,6 +40,8 @@ class Arrivals:
     partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
     reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
     carry: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
+    absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
+    is_edited: bool = False  # by values that may differ between ranks
 
 
 class Gradient:
@@ -175,6 +179,10 @@ class Gradient:
         state.reduction = pending.then(settle)
         return state.reduction
 
+    def has(self, number: int) -> bool:
+        """Whether a member has a reduced gradient."""
+        return self.is_reduced and not (self.arrivals.absent and number in self.arrivals.absent)
+
     @property
     def is_reduced(self) -> bool:
         """Whether there is a reduced gradient."""
@@ -215,25 +223,144 @@ class Gradient:
         elif shard is not None and has_pages_to_return(shard.memory):
             give_back(shard.memory)
 
-    def show(self) -> None:
-        """Let `.grad` of every member show that a reduced gradient exists."""
-        self._shown = True
+    # -- what `.grad` shows, and what the program makes of it
+
+    def show(self, *, joined: bool = True) -> None:
+        """Let `.grad` of every member that has a gradient show it.  joined: False where this rank skipped a backward.
+
+        A frozen member has none unless one came before it was frozen, as in torch.
+        """
+        self._shown, state = True, self.arrivals
         if not self._at_rest:
             self._at_rest = [grad_at_rest(member.param, member.nothing) for member in self.group.members]
+        is_first = state.absent is None
+        absent = state.absent = set() if state.absent is None else state.absent
         with without_torch_function():
-            for member, grad in zip(self.group.members, self._at_rest, strict=True):
-                member.param.grad = grad
+            for number, (member, grad) in enumerate(zip(self.group.members, self._at_rest, strict=True)):
+                if not member.param.requires_grad:
+                    if is_first:
+                        absent.add(number)
+                elif joined and absent:
+                    absent.discard(number)
+                member.param.grad = None if absent and number in absent else grad
+
+    def adopt(self) -> None:
+        """Take over what the program has assigned to `.grad`.  Local."""
+        members, shown = self.group.members, self._at_rest if self._shown else [None] * len(self.group.members)
+        assigned: list[tuple[int, Tensor | None]] = []
+        with without_torch_function():
+            for number, (member, grad) in enumerate(zip(members, shown, strict=True)):
+                found = member.param.grad
+                if found is not grad:
+                    assigned.append((number, found))
+        for number, value in assigned:
+            if value is not None:
+                self.put(number, value)
+            elif self.arrivals.absent is not None and number not in self.arrivals.absent:
+                self._part_of(number).values.zero_()
+                self._changed(number)
+                self.arrivals.absent.add(number)
 
     def hide(self) -> None:
-        """Take the shown gradients away before a backward, or autograd would add to them."""
-        if not self._shown:
-            return
+        """Take what `.grad` shows away before a backward, or autograd would add to it."""
+        self.adopt()
         self._shown = False
-        for member in self.group.members:
-            with without_torch_function():
-                if member.param.grad is None and self.arrivals.reduced:
-                    self.of(member.slot).zero_()  # somebody's zero_grad(): it must not come back
+        with without_torch_function():
+            for member in self.group.members:
                 member.param.grad = None
+
+    def put(self, number: int, value: Tensor) -> None:
+        """Let a member's gradient be this one: a whole tensor, of which each rank takes its part, or a handle's."""
+        part = self._part_of(number)
+        name = self.group.members[number].name
+        if isinstance(value, GradAtRest):
+            theirs, own = own_part_of(value)
+            if theirs is not self.group.members[number].param:
+                raise UsageError(
+                    f"the gradient of '{name}' was set to the sharded gradient of another parameter.",
+                    "Ranks hold different elements of the two.",
+                    "assign a whole tensor: `other.grad.full_tensor()`, taken on all ranks.",
+                )
+            mine = self.shown_part(number).values if own is None else own.values
+        else:
+            flat = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
+            mine = flat[part.start : part.start + part.values.numel()]
+        self.put_part(number, mine)
+
+    def put_part(self, number: int, mine: Tensor) -> None:
+        """Let this rank's part of a member's gradient be this one, flat."""
+        part, name = self._part_of(number), self.group.members[number].name
+        if mine.numel() != part.values.numel():
+            raise UsageError(
+                f"the gradient of '{name}' was set to one of {mine.numel()} elements where {part.values.numel()} are "
+                "held.",
+                "It was calculated before the ranks' gradients were added up.",
+                "assign to `.grad` what is calculated from it after the same backward.",
+            )
+        part.values.copy_(mine)
+        self._changed(number)
+        self.arrivals.is_edited = True
+        if self.arrivals.absent is not None:
+            self.arrivals.absent.discard(number)
+        if self._shown:
+            with without_torch_function():
+                self.group.members[number].param.grad = self._at_rest[number]
+
+    def shown_part(self, number: int) -> Part:
+        """What a handle is about."""
+        if not self._shown:
+            raise AtRestError(
+                f"the gradient of '{self.group.members[number].name}' is over.",
+                "It was seen before, and a step has used it or the next backward has begun.",
+                "take `param.grad` anew after each backward; keep a copy with `grad.clone()`.",
+            )
+        return self._part_of(number)
+
+    def _part_of(self, number: int) -> Part:
+        """A member's gradient on this rank, to be changed; zeros where none is there yet.
+
+        Between the micro-batches of a step it is this rank's own sum where that is still to be reduced.
+        """
+        slot, state = self.group.members[number].slot, self.arrivals
+        if state.partial is not None and state.partial is self.buffer:
+            values = state.partial.storage[slot.start : slot.stop]
+            if number not in state.collected:
+                values.zero_()
+                state.collected.add(number)
+            return Part(values, 0, is_whole=True)
+        self._seed()
+        values = self.of(slot)
+        low = 0 if self.is_whole else self.group.layout.owned(slot, self.group.route.comm.rank)[0] - slot.start
+        return Part(values, low, self.is_whole)
+
+    def _seed(self) -> None:
+        """Let there be a reduced gradient, of zeros where no backward has made one."""
+        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
+            self.buffer.extent.catch_up()
+        if not self.arrivals.reduced:
+            self._own(self.room()).zero_()
+            self.arrivals.reduced = True
+            self.known_squares = None
+
+    def _changed(self, number: int) -> None:
+        """A member's part was written."""
+        self.known_squares = None
+        if self.buffer is not None and self.buffer.extent is not None and self.buffer.spec.placement is S:
+            place, end = self.buffer.place_of(self.group.members[number].slot, self.group.route.comm.rank)
+            self.buffer.extent.drop(place, end)
+
+    def edited(self, number: int, *, alike: bool) -> None:
+        """A handle's part was changed in place.  alike: by the same on every rank."""
+        self._changed(number)
+        if not alike:
+            self.arrivals.is_edited = True
+
+    def spread(self, what: str) -> Pending:
+        """Where every rank holds the whole sum: let each slice be its owner's again.  Collective."""
+        if not self.is_whole:
+            return DONE
+        self._seed()
+        return self.group.route.comm.all_gather(self.room().storage, "reduce", what)
 
     def of(self, slot: Slot) -> Tensor:
         """This rank's part of one member's reduced gradient, flat: a view."""
@@ -243,16 +370,15 @@ class Gradient:
             return self.buffer.storage[slot.start : slot.stop]
         return self.buffer.owned(slot, self.group.route.comm.rank)
 
-    def norm_of(self, slot: Slot, order: float) -> Tensor:
-        """A member's whole gradient norm.  Collective: every rank must ask."""
-        own, comm = self.of(slot).double().abs(), self.group.route.comm
-        is_max = order == float("inf")
-        powers = own if is_max else own.pow(order)
-        mine = powers.max() if is_max and own.numel() else powers.sum()
-        if not self.is_whole:
-            rows = comm.rows(mine.cpu().reshape(1), f"norm of {slot.name}")
-            mine = rows.max() if is_max else rows.sum()
-        return (mine if is_max else mine.pow(1.0 / order)).to(own.device, torch.float32)
+    def norm_of(self, number: int, part: Part, order: float) -> Tensor:
+        """The norm of a member's gradient.  Collective, every rank must ask, unless the part is whole."""
+        own, comm = part.values.double().abs(), self.group.route.comm
+        mine, together = _powers(own, order)
+        if not part.is_whole:
+            rows = comm.rows(mine.cpu().reshape(1), f"norm of {self.group.members[number].name}")
+            mine = together(rows)
+        is_root = order not in (0.0, float("inf"), -float("inf"))
+        return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)
 
     def squares(self) -> list[float]:
         """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
@@ -267,6 +393,15 @@ class Gradient:
         elif grad is not None:
             sums[comm.rank] = self.known_squares = sum_of_squares(grad, home_of(self))
         return sums
+
+
+def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """What one rank adds to a norm, and how ranks' are put together."""
+    if order == float("inf"):
+        return own.max() if own.numel() else own.new_zeros(()), torch.max
+    if order == -float("inf"):
+        return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
+    return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
 
 
 def home_of(gradient: Gradient) -> torch.device:

@@ -20,6 +20,7 @@ from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
 from ..tiers.tier import Delivery, Extent, Tier
 from .buffer import FlatBuffer, Route, move
+from .grad_handle import Part
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
 from .init import take_values
@@ -82,6 +83,12 @@ class FlatGroup:
     @property
     def trainable(self) -> bool:
         return self.plan.grad is not None
+
+    @property
+    def has_frozen(self) -> bool:
+        """Whether a member is frozen now (`requires_grad_(False)`)."""
+        with without_torch_function():
+            return not all(member.param.requires_grad for member in self.members)
 
     def build(self, granularity: str) -> None:
         """Lay the members out, take rank 0's values, and set every parameter to its rest state.  Collective."""
@@ -299,11 +306,41 @@ class FlatGroup:
             start, stop, place = self.master.held(slot)
             self.master.write(place, place + stop - start, flat[start:stop])
 
-    def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
-        return self.gradient.norm_of(self.members[self.index[id(param)]].slot, order)
+    # -- what handles of gradients ask (sharding/grad_handle.py, GradOwner)
 
-    def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None:
-        self.gradient.of(self.members[self.index[id(param)]].slot).mul_(factor)
+    def grad_part(self, param: nn.Parameter) -> Part:
+        return self.gradient.shown_part(self.index[id(param)])
+
+    def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
+        slot = self.members[self.index[id(param)]].slot
+        start, _, view = self.weight.held(slot, self.route.comm.rank)
+        return view[part.start - start : part.start - start + part.values.numel()]
+
+    def grad_changed(self, param: nn.Parameter, *, alike: bool) -> None:
+        self.gradient.edited(self.index[id(param)], alike=alike)
+
+    def norm_over_ranks(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
+        return self.gradient.norm_of(self.index[id(param)], part, order)
+
+    def whole_of(self, param: nn.Parameter, part: Part) -> Tensor:
+        slot = self.members[self.index[id(param)]].slot
+        full = torch.empty(slot.numel, dtype=part.values.dtype, device=self.route.pool.device)
+        full[part.start : part.start + part.values.numel()].copy_(part.values)
+        if not part.is_whole:
+            complete(full, self, slot, f"gradient of {slot.name}")
+        return full.view(slot.shape)
+
+
+def complete(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
+    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
+    comm = group.route.comm
+    if comm.size == 1:
+        return
+    parts: list[Any] = []
+    for rank in range(comm.size):
+        start, stop = group.layout.owned(slot, rank)
+        parts.append(full[start - slot.start : max(start, stop) - slot.start])
+    comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
 
 
 def gathers_a_copy(group: FlatGroup) -> bool:

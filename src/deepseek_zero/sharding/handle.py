@@ -2,8 +2,7 @@
 
 The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data`
 change.  In use it is a plain Parameter that views a gathered buffer; at rest its class is `AtRest` over a stride-0
-NaN scalar. `GradAtRest` is what `.grad` shows between backward and step, so that stock `clip_grad_norm_` and
-`zero_grad` act on the sharded gradient instead of doing nothing.  Called by group.py.
+NaN scalar.  What its `.grad` shows is grad_handle.py's.  Called by group.py.
 """
 
 from __future__ import annotations
@@ -33,10 +32,6 @@ class Owner(Protocol):
 
     def name_of(self, param: nn.Parameter) -> str: ...
 
-    def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor: ...
-
-    def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None: ...
-
 
 # Attributes and methods that say something about a parameter without reading its elements.
 SAFE = frozenset(
@@ -49,6 +44,11 @@ SAFE = frozenset(
     _has_compatible_shallow_copy_type
     """.split()
 )
+
+
+def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call reads no elements.  `type` tells a dtype, and with an argument converts."""
+    return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
 
 # What model.to(), .float(), .cpu() call on every parameter, and the dtype or device that the name alone asks for.
@@ -132,16 +132,16 @@ class AtRest(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
-        if name in SAFE:
+        if is_safe(name, args, kwargs):
             with without_torch_function():
                 return function(*args, **kwargs)
-        resting = [value for value in _tensors((*args, *kwargs.values())) if type(value) is AtRest]
+        resting = [value for value in tensors_among((*args, *kwargs.values())) if type(value) is AtRest]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
             return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
-        if name in CONVERSIONS and _changes_nothing(args, kwargs, CONVERSIONS[name]):
+        if name in CONVERSIONS and changes_nothing(args, kwargs, CONVERSIONS[name]):
             return args[0]
         for param in resting:
             owner = owner_of(param)
@@ -153,52 +153,15 @@ class AtRest(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         with without_torch_function():
-            return f"AtRest(name={_name(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+            return (
+                f"AtRest(name={name_of(self)!r}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise _at_rest(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise _at_rest(self, "pickle")
-
-
-class GradAtRest(Tensor):
-    """What `.grad` shows of a sharded gradient: norm, scaling and zeroing act on the shards, anything else explains."""
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Any = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name = function_name(function)
-        if name in SAFE or name == "detach":
-            with without_torch_function():
-                return args[0] if name == "detach" else function(*args, **kwargs)
-        grad = next(value for value in _tensors((*args, *kwargs.values())) if isinstance(value, GradAtRest))
-        param: nn.Parameter = grad.__dict__["param"]()
-        owner = owner_of(param)
-        if owner is not None and name in ("linalg_vector_norm", "vector_norm", "norm"):
-            return owner.grad_norm_of(
-                param, float(args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2.0)))
-            )
-        if owner is not None and name in ("mul_", "div_", "zero_", "detach_", "requires_grad_"):
-            if name in ("mul_", "div_", "zero_"):
-                factor = 0.0 if name == "zero_" else (args[1] if name == "mul_" else 1.0 / args[1])
-                owner.scale_grad_of(param, factor)
-            return grad
-        raise AtRestError(
-            f"the gradient of '{_name(param)}' is sharded; '{name}' cannot read it.",
-            "Each rank holds only its slice of the reduced gradient.",
-            "use deepseek_zero.utils.safe_get_full_grad(param) on all ranks, or clip_grad_norm_ / gradient_clipping.",
-        )
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
-        with without_torch_function():
-            return f"GradAtRest(shape={tuple(self.shape)}, dtype={self.dtype})"
 
 
 def put_to_rest(param: nn.Parameter, nothing: Tensor) -> None:
@@ -213,13 +176,6 @@ def wake(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
     param.data = data
 
 
-def grad_at_rest(param: nn.Parameter, nothing: Tensor) -> GradAtRest:
-    """What `.grad` shows where a reduced gradient exists.  nothing: as the parameter's at rest."""
-    grad = nothing.as_subclass(GradAtRest)
-    grad.__dict__["param"] = weakref.ref(param)
-    return grad
-
-
 def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
     owner = owner_of(param)
     if owner is None:
@@ -228,13 +184,13 @@ def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
     return param
 
 
-def _tensors(values: Any) -> list[Tensor]:
+def tensors_among(values: Any) -> list[Tensor]:
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, (list, tuple)):
-            found.extend(_tensors(value))
+            found.extend(tensors_among(value))
     return found
 
 
@@ -242,7 +198,7 @@ def _is_placeholder(value: Any) -> bool:
     return isinstance(value, Tensor) and value.numel() != 1 and not any(value.stride())
 
 
-def _changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None) -> bool:
+def changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype | str | None) -> bool:
     param = args[0]
     wanted = [
         value for value in (*args[1:], *kwargs.values()) if isinstance(value, (str, int, torch.device, torch.dtype))
@@ -256,7 +212,7 @@ def _changes_nothing(args: Any, kwargs: Mapping[str, Any], implied: torch.dtype 
         )
 
 
-def _name(param: Tensor) -> str:
+def name_of(param: Tensor) -> str:
     owner = owner_of(param)
     return owner.name_of(param) if owner is not None and isinstance(param, nn.Parameter) else "?"
 
@@ -268,12 +224,12 @@ def _at_rest(param: nn.Parameter, operation: str) -> AtRestError:
     if owner is None or (engine is not None and (runtime is None or runtime.is_destroyed)):
         end = "deleted" if runtime is None else "destroyed"
         return AtRestError(
-            f"parameter '{_name(param)}' is sharded and its engine was {end}; '{operation}' cannot use it.",
+            f"parameter '{name_of(param)}' is sharded and its engine was {end}; '{operation}' cannot use it.",
             "Each rank holds only its slice, and only the engine can gather them.",
             "keep the engine as long as the model is used; take state_dict() before its end.",
         )
     return AtRestError(
-        f"parameter '{_name(param)}' is sharded; '{operation}' cannot use it here.",
+        f"parameter '{name_of(param)}' is sharded; '{operation}' cannot use it here.",
         "Between its uses in forward and backward each rank holds only its slice.",
         "read or change it inside `with deepseek_zero.zero.GatheredParameters(param, modifier_rank=0):` on all ranks; "
         "for a copy of the model use state_dict(), which gathers full tensors on all ranks.",

@@ -105,12 +105,6 @@ class InitShard:
     def name_of(self, param: nn.Parameter) -> str:
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
-    def grad_norm_of(self, param: nn.Parameter, order: float) -> Tensor:
-        raise UsageError("a parameter under zero.Init has no gradient.", "", "pass the model to initialize first.")
-
-    def scale_grad_of(self, param: nn.Parameter, factor: Tensor | float) -> None:
-        self.grad_norm_of(param, 2.0)
-
 
 class Init:
     """Context in which modules are built sharded.  Collective: every rank builds the same model.

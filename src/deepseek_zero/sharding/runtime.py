@@ -145,8 +145,8 @@ class Runtime:
         """Sharded gradients are reduced in every backward, partial ones at the boundary."""
         return self.is_boundary or self.reducer.shards
 
-    def end_backward(self) -> None:
-        """Every gradient of this backward has been computed on this rank."""
+    def end_backward(self, *, joined: bool = True) -> None:
+        """Every gradient of this backward has been computed on this rank.  joined: False where it skipped it."""
         with torch.no_grad():
             # A rank that skipped units owes the others gathers and reductions; it waits for none before it starts all.
             self.gatherer.issue_rest()
@@ -160,9 +160,8 @@ class Runtime:
             self.reducer.learn()
             self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
             self.backwards += 1
-            if self.is_boundary:
-                for group in self.trained_groups:
-                    group.gradient.show()
+            for group in self.trained_groups:
+                group.gradient.show(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
     def catch_up(self) -> None:
@@ -172,19 +171,22 @@ class Runtime:
                 self.gatherer.begin(self.gatherer.schedule.forward)
                 self.gatherer.end(self.gatherer.schedule.kept)
             self.reducer.begin()
+            for group in self.trained_groups:
+                group.gradient.hide()
             self.gatherer.begin(self.gatherer.schedule.backward)
-            self.end_backward()
+            self.end_backward(joined=False)
 
     # -- steps
 
     def before_step(self) -> None:
-        """Take part in what this rank has skipped; what came too late (`reducer.late`) is still to be reduced.
-
-        Collective.
+        """Take part in what this rank has skipped, and take over what the program made of `.grad`; what came too late
+        (`reducer.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
             self.catch_up()
+        for group in self.trained_groups:
+            group.gradient.adopt()
 
     def after_step(self, *, drop: bool = True) -> None:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""

@@ -28,6 +28,7 @@ class Waiting:
         self.gradient = gradient
         self.buffer: FlatBuffer | None = None
         self.is_held = False  # `buffer` has one
+        self.absent: set[int] | None = None  # as of the gradients under way (`Arrivals`)
 
     @property
     def extents(self) -> list[Extent]:
@@ -45,6 +46,7 @@ class Waiting:
         else:
             _change_places(theirs.slice(gradient.group.route.comm.rank), mine.storage)
         gradient.arrivals.reduced = comes
+        gradient.arrivals.absent, self.absent = self.absent, gradient.arrivals.absent
         gradient.known_squares = None
         self.is_held = keep
         if not keep:
@@ -60,7 +62,7 @@ class Waiting:
 
     def forget(self) -> None:
         """What waits never comes to an update."""
-        self.is_held = False
+        self.is_held, self.absent = False, None
         for extent in self.extents:
             extent.forget(0, extent.memory.numel())
 

@@ -1,0 +1,264 @@
+"""What `.grad` shows of a sharded gradient: a tensor of the parameter's shape whose operations act on this rank's part.
+
+What works element by element does so on every rank's part, without communication: in place (`mul_`, `+=`, `clamp_`,
+`torch._foreach_add_`) it changes the gradient that the step uses, out of place it gives another such tensor, which may
+be assigned to `.grad`.  Norms are taken over all ranks.  Whatever else would read or change elements raises, and says
+what to write.  Called by gradient.py, which owns the parts, and by torch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..base.device import without_torch_function
+from ..base.errors import AtRestError
+from .handle import (
+    CONVERSIONS,
+    AtRest,
+    changes_nothing,
+    function_name,
+    is_safe,
+    name_of,
+    owner_of,
+    tensors_among,
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements of one gradient that this rank has, flat.  start: place of the first in the parameter.
+
+    is_whole: every rank has all elements, so that norms need no other rank.
+    """
+
+    values: Tensor
+    start: int
+    is_whole: bool
+
+
+class GradOwner(Protocol):
+    """What a handle needs of the group that owns its parameter (sharding/group.py)."""
+
+    def grad_part(self, param: nn.Parameter) -> Part:
+        """This rank's part as it is now; AtRestError where the gradient is over."""
+        ...
+
+    def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
+        """The weight's elements at the places of a part; of a parameter at rest."""
+        ...
+
+    def grad_changed(self, param: nn.Parameter, *, alike: bool) -> None:
+        """A part was changed in place.  alike: by what is the same on every rank, numbers say."""
+        ...
+
+    def norm_over_ranks(self, param: nn.Parameter, part: Part, order: float) -> Tensor:
+        """Collective, unless the part is whole."""
+        ...
+
+    def whole_of(self, param: nn.Parameter, part: Part) -> Tensor:
+        """All elements, in the parameter's shape; collective, unless the part is whole."""
+        ...
+
+
+# Functions whose result at one element depends on that element alone; with "_" behind them, in place.
+ELEMENT_WISE = frozenset(
+    """
+    abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clip clone
+    contiguous copy copysign div divide eq erf exp fill float_power fmax fmin ge gt isfinite isinf isnan le lerp log
+    log1p logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg
+    negative positive pow reciprocal relu rsqrt rsub sigmoid sign sqrt square sub subtract tanh true_divide where xlogy
+    zero
+    """.split()
+)
+# Operators that torch hands on under their own names.
+OPERATORS = frozenset("__rsub__ __rdiv__ __rtruediv__ __pow__ __rpow__ __ipow__ __and__ __or__ __xor__".split())
+NORMS = frozenset("norm linalg_norm linalg_vector_norm vector_norm".split())
+NUMBER = (bool, int, float)
+
+
+class GradAtRest(Tensor):
+    """A sharded gradient, or what was calculated from one, in its parameter's shape.
+
+    Made by `grad_at_rest`; `full_tensor()` gathers it.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Any = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = function_name(function)
+        if name in ("data", "detach") and len(args) == 1:
+            return args[0]
+        if name in ("detach_", "requires_grad_", "contiguous"):
+            return args[0]
+        if is_safe(name, args, kwargs):
+            with without_torch_function():
+                return function(*args, **kwargs)
+        if name.endswith("_like"):  # of the whole shape, so that the same seed draws the same on any number of ranks
+            with without_torch_function():
+                return function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
+        if name in CONVERSIONS and changes_nothing(args, kwargs, CONVERSIONS[name]):
+            return args[0]
+        if name.startswith("_foreach_"):
+            return _foreach(name, args, kwargs)
+        if name in NORMS:
+            return _norm(function, args, kwargs)
+        if name == "data":
+            args[0].copy_(args[1])
+            return None
+        is_known = name in OPERATORS or name.removesuffix("_") in ELEMENT_WISE
+        if (is_known or name in CONVERSIONS) and kwargs.get("out") is None:
+            return _element_wise(function, name, args, kwargs)
+        raise _unreadable(_first(args, kwargs), name)
+
+    def full_tensor(self) -> Tensor:
+        """All elements as a plain tensor of its own, on every rank.  Collective."""
+        param, owner, part = _known(self, "full_tensor")
+        return owner.whole_of(param, part)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        with without_torch_function():
+            return f"GradAtRest(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise _unreadable(self, "pickle")
+
+
+def grad_at_rest(param: nn.Parameter, nothing: Tensor, own: Part | None = None) -> GradAtRest:
+    """A handle.  nothing: one element, expanded to the parameter's shape.  own: its elements; None: whatever the
+    parameter's gradient is when somebody asks.
+    """
+    grad = nothing.as_subclass(GradAtRest)
+    grad.__dict__.update(param=weakref.ref(param), own=own)
+    return grad
+
+
+def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
+    """The parameter that a handle is of, and its elements where they are its own."""
+    return grad.__dict__["param"](), grad.__dict__["own"]
+
+
+def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradOwner, Part]:
+    param, own = own_part_of(grad)
+    owner: Any = owner_of(param) if param is not None else None
+    if owner is None:
+        raise AtRestError(
+            f"'{name}' was asked of a gradient whose engine was deleted.",
+            "Each rank held only its slice of it.",
+            "take `grad.full_tensor()` while the engine is there.",
+        )
+    return param, owner, own if own is not None else owner.grad_part(param)
+
+
+def _first(args: Any, kwargs: Mapping[str, Any]) -> GradAtRest:
+    return next(value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, GradAtRest))
+
+
+def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Call the function on this rank's part of every tensor among the arguments."""
+    first = _first(args, kwargs)
+    param, owner, part = _known(first, name)
+    in_place = name.endswith("_") and (not name.startswith("__") or name == "__ipow__")
+    if in_place and args[0] is not first:
+        raise _unreadable(first, name)
+    with without_torch_function():
+        shape = tuple(first.shape)
+
+    def here(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(here, value))
+        if not isinstance(value, Tensor):
+            return value
+        if isinstance(value, GradAtRest):
+            theirs, own = own_part_of(value)
+            if theirs is not param:
+                raise _mixed(param, theirs, name)
+            return own.values if own is not None else owner.grad_part(param).values
+        if isinstance(value, AtRest):
+            if value is not param:
+                raise _mixed(param, value, name)
+            return owner.weight_part(param, part)
+        if value.dim() == 0:
+            return value
+        flat = value.detach().expand(shape).reshape(-1)
+        return flat[part.start : part.start + part.values.numel()].to(part.values.device)
+
+    with torch.no_grad():
+        result = function(*map(here, args), **{key: here(value) for key, value in kwargs.items()})
+    if in_place:
+        others = (*args[1:], *kwargs.values())
+        owner.grad_changed(
+            param, alike=all(value is None or isinstance(value, NUMBER) or _is_number(value) for value in others)
+        )
+        return args[0]
+    blank = torch.zeros((), dtype=result.dtype, device=result.device).expand(shape)
+    return grad_at_rest(param, blank, Part(result, part.start, part.is_whole))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _foreach(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """torch's operation over a list, one after another."""
+    single = getattr(torch.Tensor, name.removeprefix("_foreach_"), None)
+    lists = [value for value in (*args, *kwargs.values()) if isinstance(value, (list, tuple))]
+    if single is None or not lists:
+        raise _unreadable(_first(args, kwargs), name)
+
+    def of(number: int, value: Any) -> Any:
+        return value[number] if isinstance(value, (list, tuple)) else value
+
+    found = []
+    for number in range(len(lists[0])):
+        given = [of(number, value) for value in args]
+        if name.removesuffix("_") in ("_foreach_addcdiv", "_foreach_addcmul") and len(given) == 4:
+            found.append(single(*given[:3], value=given[3]))
+        else:
+            found.append(single(*given, **{key: of(number, value) for key, value in kwargs.items()}))
+    return None if name.endswith("_") else found
+
+
+def _norm(function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Tensor:
+    grad, name = _first(args, kwargs), function_name(function)
+    given = dict(zip(("order", "dim", "keepdim"), args[1:], strict=False))
+    given |= {"order" if key in ("p", "ord") else key: value for key, value in kwargs.items()}
+    order, dtype = given.get("order"), given.get("dtype")
+    if given.get("dim") is not None or given.get("keepdim") or given.get("out") is not None or order == "nuc":
+        raise _unreadable(grad, f"{name} along a dimension")
+    param, owner, part = _known(grad, name)
+    found = owner.norm_over_ranks(param, part, 2.0 if order in (None, "fro") else float(order))
+    return found.to(dtype) if dtype is not None else found
+
+
+def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
+    return AtRestError(
+        f"'{name}' was given the sharded gradients of '{name_of(param)}' and '{name_of(other)}' together.",
+        "Ranks hold different elements of the two.",
+        "gather one of them: `grad.full_tensor()`, on all ranks.",
+    )
+
+
+def _unreadable(grad: GradAtRest, name: str) -> AtRestError:
+    param, _ = own_part_of(grad)
+    return AtRestError(
+        f"the gradient of '{name_of(param) if param is not None else '?'}' is sharded; '{name}' cannot use it.",
+        "Each rank holds only its slice of the reduced gradient.  What works element by element (mul_, add, clamp_, "
+        "where, ...) acts on the slices, and norm() on all of them; views would be lost.",
+        "take the whole one on all ranks, `param.grad.full_tensor()` (or deepseek_zero.utils.safe_get_full_grad), and "
+        "assign what is made of it to `param.grad`.",
+    )
