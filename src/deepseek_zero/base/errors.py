@@ -5,6 +5,9 @@ Every message says what happened, why, and what to do.  Nothing else in the hous
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
 
 class DeepSeekZeroError(RuntimeError):
     """Base of every error this library raises on purpose.
@@ -68,3 +71,49 @@ class OutOfMemoryError(DeepSeekZeroError, MemoryError):
 
 class CheckpointError(DeepSeekZeroError):
     """A checkpoint is missing, incomplete or does not fit the model."""
+
+
+LONGEST_SHOWN = 80
+_DEEPEST_SHOWN = 4
+
+
+def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
+    """A value as a message shows it: like repr, at most `limit` characters, whatever the value is or does."""
+    try:
+        text = "".join(_pieces(value, limit, _DEEPEST_SHOWN))
+    except Exception:  # a mapping or a sequence of somebody else's that does not tell what it holds
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
+    """repr in pieces, of which no more are made than there is room for."""
+    if isinstance(value, str | bytes):
+        yield repr(value[: room + 1])
+    elif isinstance(value, Mapping) and depth:
+        entries = ((key, ": ", inner) for key, inner in value.items())
+        yield from _enclosed("{", entries, "}", room, depth)
+    elif isinstance(value, list | tuple) and depth:
+        opening, closing = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        yield from _enclosed(opening, ((inner,) for inner in value), closing, room, depth)
+    elif isinstance(value, Mapping | list | tuple):
+        yield "..."
+    else:
+        try:
+            yield repr(value)[: room + 1]
+        except Exception:  # somebody else's repr, or a number of too many digits
+            yield f"<{type(value).__name__}>"
+
+
+def _enclosed(opening: str, entries: Iterable[tuple[Any, ...]], closing: str, room: int, depth: int) -> Iterator[str]:
+    separator, used = opening, 0
+    for entry in entries:
+        yield separator
+        separator, used = ", ", used + len(separator)
+        for number, part in enumerate(entry):
+            for piece in [part] if number % 2 else _pieces(part, room, depth - 1):
+                used += len(piece)
+                yield piece
+        if used > room:
+            return
+    yield closing if separator != opening else opening + closing

@@ -7,7 +7,6 @@ elsewhere. Called by the doors once model, ranks and the program's own objects a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,7 @@ from deepseek_zero.base.log import log_once
 from deepseek_zero.config.batch import Batch, BatchRequest, attempt
 from deepseek_zero.config.load import validate
 from deepseek_zero.config.problems import Problem, Problems
-from deepseek_zero.config.raw import Decision, RawConfig, lookup, put
+from deepseek_zero.config.raw import Decision, RawConfig, copied, lookup, put
 from deepseek_zero.config.schema import Config
 from deepseek_zero.config.schema_zero import ZeroOptimization
 
@@ -71,7 +70,7 @@ class _Resolver:
 
     def __init__(self, raw: RawConfig, facts: Facts) -> None:
         self.facts, self.problems = facts, Problems(raw.source)
-        self.values: dict[str, Any] = deepcopy(dict(raw.values))
+        self.values: dict[str, Any] = copied(raw.values)
         self.asked, self.open = raw.autos, set(raw.autos)
         self.decisions: list[Decision] = []
         self.news: list[str] = []

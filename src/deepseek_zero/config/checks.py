@@ -269,7 +269,10 @@ def _is_off_default(info: FieldInfo, value: Any) -> bool:
         return False
     if about.get("off_when") == "nothing_enabled":
         return _anything_enabled(value)
-    return bool(value != info.default and value not in about.get("also", ()))
+    try:
+        return bool(value != info.default and value not in about.get("also", ()))
+    except Exception:  # an object of somebody else's (an mpu, a tensor) that does not compare
+        return True
 
 
 def _anything_enabled(value: Any) -> bool:

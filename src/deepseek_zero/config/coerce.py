@@ -6,11 +6,14 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping, Sequence
-from copy import copy
+from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
+
+from deepseek_zero.base.errors import shown
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _NULLS = ("none", "null")
@@ -20,6 +23,8 @@ _DTYPES = {
     **dict.fromkeys(("float16", "half", "fp16", "torch.float16", "torch.half"), "fp16"),
     **dict.fromkeys(("bfloat16", "bf16", "bfp16", "torch.bfloat16"), "bf16"),
 }
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LARGEST = 2**63 - 1
 NO_INF = object()
 
 
@@ -54,7 +59,7 @@ def quoted_number(value: str) -> int | float | None:
     """The number a string spells, or None."""
     if not _NUMBER.fullmatch(value.strip()):
         return None
-    number = float(value)
+    number = float(value)  # infinite where it has too many digits
     return int(number) if number.is_integer() and not re.search(r"[.eE]", value) else number
 
 
@@ -64,10 +69,13 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
     if isinstance(value, str):
         number = math.inf if value.strip().lower() in ("inf", "infinity") else quoted_number(value)
         if number is None:
-            raise Mismatch(f"must be {article}, not the text {value!r}")
-        note, value = f"read the text {value!r} as a number; remove the quotes", number
-    if isinstance(value, bool) or not isinstance(value, int | float):
+            raise Mismatch(f"must be {article}, not the text {shown(value)}")
+        note, value = f"read the text {shown(value)} as a number; remove the quotes", number
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise Mismatch(f"must be {article}, not {_called(value)}")
+    value = int(value) if isinstance(value, Integral) else float(value)
+    if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+        raise Mismatch("must be a number of at most 64 bits")
     if math.isinf(value) and value > 0 and inf is not NO_INF:
         return inf, note
     if not math.isfinite(value):
@@ -76,6 +84,8 @@ def _number(value: Any, kind: type, inf: Any) -> tuple[Any, str]:
         return float(value), note
     if value != int(value):
         raise Mismatch("must be a whole number")
+    if not -_LARGEST <= value <= _LARGEST:
+        raise Mismatch("must be a number of at most 64 bits")
     return int(value), note
 
 
@@ -83,15 +93,19 @@ def _bool(value: Any) -> tuple[bool, str]:
     if isinstance(value, bool):
         return value, ""
     if isinstance(value, str) and value.strip().lower() in _BOOLS:
-        return _BOOLS[value.strip().lower()], f"read the text {value!r} as a word; remove the quotes"
+        return _BOOLS[value.strip().lower()], f"read the text {shown(value)} as a word; remove the quotes"
     if isinstance(value, int) and value in (0, 1):
         return bool(value), f"read {value} as {str(bool(value)).lower()}"
     raise Mismatch(f"must be true or false, not {_called(value)}")
 
 
 def _text(value: Any) -> tuple[str, str]:
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
     if not isinstance(value, str):
         raise Mismatch(f"must be a text, not {_called(value)}")
+    if "\0" in value or not value.isascii() and _SURROGATE.search(value):
+        raise Mismatch("must be a text that can be written: no null character, no half of a character")
     return value, ""
 
 
@@ -102,7 +116,10 @@ def _literal(value: Any, options: tuple[Any, ...]) -> tuple[Any, str]:
         if number in options:
             return number, note
         raise Mismatch(f"must be one of {allowed}")
-    spelled = "none" if value is None else str(value).strip().lower()
+    spelled = "none" if value is None else str(value) if type(value).__name__ == "dtype" else value
+    if not isinstance(spelled, str):
+        raise Mismatch(f"must be one of {allowed}, not {_called(value)}")
+    spelled = spelled.strip().lower()
     if "fp16" in options:
         spelled = _DTYPES.get(spelled, spelled)
     for option in options:
@@ -123,9 +140,10 @@ def _sequence(value: Any, kind: Any) -> tuple[tuple[Any, ...], str]:
 def _mapping(value: Any) -> tuple[dict[str, Any], str]:
     if not isinstance(value, Mapping):
         raise Mismatch(f"must be an object {{...}}, not {_called(value)}")
-    return {str(name): copy(item) for name, item in value.items()}, ""
+    return dict(value), ""
 
 
 def _called(value: Any) -> str:
     words = {bool: "true or false", str: "a text", dict: "an object", list: "a list", NoneType: "null"}
-    return words.get(type(value), f"a {type(value).__name__}")
+    name = type(value).__name__
+    return words.get(type(value), f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}")

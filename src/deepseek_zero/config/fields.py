@@ -8,6 +8,7 @@ built: moved off its default it is an error).  Used by the schema files; read ba
 from __future__ import annotations
 
 from enum import StrEnum
+from functools import cache
 from typing import Any, ClassVar, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -39,8 +40,8 @@ class About(TypedDict, total=False):
     """The optional facts of a key.
 
     example: a valid value off the default.  needs: other keys that must be set for it to matter.  requires: an
-    optional package.  auto: how the value is found when the key is missing, null or "auto".  also: values that
-    count as the default. effect: "check" when the key verifies the run instead of changing its parts.  inf: what an
+    optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto:
+    numbers that say "auto".  also: values that count as the default. effect: "check" when the key verifies the run instead of changing its parts.  inf: what an
     infinite number means.
     """
 
@@ -49,6 +50,7 @@ class About(TypedDict, total=False):
     needs: dict[str, Any]
     requires: str
     auto: str
+    means_auto: tuple[int, ...]
     also: tuple[Any, ...]
     effect: str
     inf: int | None
@@ -102,4 +104,5 @@ def later(default: Any, sentence: str, part: Part | None = None, **about: Unpack
 
 def section(model: type[Section], sentence: str) -> Any:
     """A group of keys that is always there, filled with defaults where the configuration is silent."""
-    return Field(default_factory=model, description=sentence)
+    # One for all: a section is frozen, and most of the thirty rest at their defaults.
+    return Field(default_factory=cache(model), description=sentence)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.base.errors import ConfigError, shown
 from deepseek_zero.base.log import log_first, log_once, speak
 from deepseek_zero.config.checks import check
 from deepseek_zero.config.normalise import Normaliser
@@ -38,7 +38,7 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     problems = Problems(document.source)
     if document.duplicates:
         names = list(document.duplicates)
-        problems.add("", f"Duplicate keys in DeepSpeed config: {names}", "keep one of each", names)
+        problems.add("", f"Duplicate keys in DeepSpeed config: {shown(names)}", "keep one of each", names)
     normaliser = Normaliser(problems, unknown_is_error=unknown == "error")
     values = normaliser.walk(document.values)
     validate(values, problems)

@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
+from deepseek_zero.base.errors import shown
 from deepseek_zero.config.coerce import NO_INF, Mismatch, coerce, quoted_number
 from deepseek_zero.config.fields import AUTO, Section, Status
 from deepseek_zero.config.problems import Problems
@@ -23,6 +24,9 @@ from deepseek_zero.config.table import advice, declared, rows, subsection
 _NULLS = ("none", "null")
 _FEW = 3  # a key found in more sections than this (enabled, dtype) has no home to point at
 _ZERO = "zero_optimization"
+_SCHEMA = "$schema"  # tells an editor which schema to check the file by
+_DEEPEST = 30
+_LONGEST_NAME = 100  # beyond it nobody looks for names that are spelled alike
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,38 @@ class Normaliser:
         self.problems, self.unknown_is_error = problems, unknown_is_error
         self.autos: set[str] = set()
 
-    def walk(self, given: Mapping[str, Any]) -> dict[str, Any]:
+    def walk(self, given: Mapping[Any, Any]) -> dict[str, Any]:
         """The known keys of `given`, in their types."""
-        return self._section(Config, self._without_aliases(given), "")
+        config = self._copied(given, "", _DEEPEST)
+        config.pop(_SCHEMA, None)
+        return self._section(Config, self._without_aliases(config), "")
+
+    def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
+        """Objects and lists as dicts and lists of our own, so that the caller's stay as they are; keys are texts."""
+        values: dict[str, Any] = {}
+        for name, value in given.items():
+            if isinstance(name, str):
+                values[name] = self._copied_value(value, prefix + name, depth)
+            else:
+                self._unknown_kind(name, value, prefix)
+        return values
+
+    def _copied_value(self, value: Any, path: str, depth: int) -> Any:
+        if not isinstance(value, Mapping | list):
+            return value
+        if not depth:
+            self.problems.add(path, f"is nested deeper than {_DEEPEST} levels", "does it hold itself?", value)
+            return None
+        if isinstance(value, Mapping):
+            return self._copied(value, path + ".", depth - 1)
+        return [self._copied_value(item, path, depth - 1) for item in value]
+
+    def _unknown_kind(self, name: Any, value: Any, prefix: str) -> None:
+        told = f"{prefix}{shown(name)}"
+        if self.unknown_is_error or prefix:
+            self.problems.add(told, f"a key must be a text, not a {type(name).__name__}", "write it in quotes", value)
+        else:
+            self.problems.warn(told, f"a key that is a {type(name).__name__} and no text, ignored")
 
     def _section(self, model: type[Section], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -96,7 +129,8 @@ class Normaliser:
 
     def _leaf(self, info: FieldInfo, value: Any, path: str) -> Any:
         about = declared(info)
-        if isinstance(value, str) and value.strip().lower() == AUTO and not about.get("auto_is_value"):
+        said = isinstance(value, str) and value.strip().lower() == AUTO and not about.get("auto_is_value")
+        if said or (type(value) is int and value in about.get("means_auto", ())):
             self.autos.add(path)
             return _SILENT
         if value is None and NoneType not in get_args(info.annotation):
@@ -120,7 +154,7 @@ class Normaliser:
             if isinstance(value, str) and value.strip().lower() == AUTO:
                 self.autos.add(f"{path}.{name}")
             elif number is not None:
-                self.problems.warn(f"{path}.{name}", f"read the text {value!r} as a number; remove the quotes")
+                self.problems.warn(f"{path}.{name}", f"read the text {shown(value)} as a number; remove the quotes")
                 values[name] = number
             else:
                 values[name] = value
@@ -189,6 +223,8 @@ def _copy_down(config: dict[str, Any], path: list[str], make: bool = False) -> d
 
 def nearest(name: str, model: type[Section], prefix: str) -> str:
     """Advice for an unknown key: a sibling that is spelled alike, or the section where the key belongs."""
+    if len(name) > _LONGEST_NAME:
+        return "remove it; docs/reference/config.md lists every key"
     homes = _homes().get(name.rsplit(".", 1)[-1], ())
     if "." in name and name in homes:
         return f"a dot does not nest: put {name.rsplit('.', 1)[1]} inside the object {name.rsplit('.', 1)[0]}"

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError
+from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 
-_LONGEST_VALUE = 80
+_LONGEST_KEY = 120
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Problem:
 
     def describe(self, source: str) -> str:
         """Two lines: the fact with its origin, and the fix."""
-        stated = f"{self.key} = {_short(self.value)}" if self.key else _short(self.value)
+        stated = f"{_cut(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
         return f"{stated} (from {source}): {self.what}" + (f"\n     fix: {self.fix}" if self.fix else "")
 
 
@@ -46,11 +46,11 @@ class Problems:
 
     def warn(self, key: str, note: str) -> None:
         """Record something that is accepted and deserves a line."""
-        self.notes.append(f"config {self.source}: {key}: {note}")
+        self.notes.append(f"config {self.source}: {_cut(key)}: {note}")
 
     def without_effect(self, key: str, value: Any, reason: str) -> None:
         """Record a key that is off its default and changes nothing."""
-        self.ignored.append(f"{key} = {_short(value)} ({reason})")
+        self.ignored.append(f"{key} = {shown(value)} ({reason})")
 
     def raise_if_any(self) -> None:
         """Raise one error that lists them all; a NotBuiltError where nothing else is wrong."""
@@ -67,6 +67,6 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
     return kind(what)
 
 
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_VALUE else text[: _LONGEST_VALUE - 3] + "..."
+def _cut(key: str) -> str:
+    """A key as messages show it: whoever writes one of a hundred thousand characters does not want to read it."""
+    return key if key.isprintable() and len(key) <= _LONGEST_KEY else shown(key, _LONGEST_KEY)

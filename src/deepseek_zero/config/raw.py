@@ -59,3 +59,10 @@ def put(values: MutableMapping[str, Any], key: str, value: Any) -> None:
     for name in path:
         values = values.setdefault(name, {})
     values[last] = value
+
+
+def copied(value: Any) -> Any:
+    """Objects and lists copied all the way down; what stands in them is anybody's, and stays."""
+    if isinstance(value, Mapping):
+        return {name: copied(inner) for name, inner in value.items()}
+    return [copied(item) for item in value] if isinstance(value, list) else value

@@ -8,19 +8,22 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.base.errors import ConfigError, shown
 
 # Strings are matched first, so that a comment sign inside one is never taken for a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
+_LONGEST_LINE = 200
 _TRAILING_COMMAS = re.compile(r'"(?:[^"\\]|\\.)*"|,(?=\s*[}\]])', re.DOTALL)
 
-Source = Mapping[str, Any] | str | Path | None
+Source = Mapping[str, Any] | str | os.PathLike[str] | None
 
 
 @dataclass(frozen=True)
@@ -38,9 +41,10 @@ def read(source: Source, origin: str | None = None) -> Document:
         return Document({}, origin or "defaults")
     if isinstance(source, Mapping):
         return Document(source, origin or "dict")
-    if not isinstance(source, str | Path):
+    if not isinstance(source, str | os.PathLike) or isinstance(os.fspath(source), bytes):
         raise ConfigError(
-            f"a configuration cannot be a {type(source).__name__}", fix="pass a dict, a path, or base64 of JSON"
+            f"a configuration cannot be a {type(source).__name__}: {shown(source)}.",
+            fix="pass a dict, a path, JSON text, or base64 of JSON.",
         )
     if isinstance(source, str) and source.lstrip().startswith("{"):
         return parse(source, origin or "text")
@@ -52,17 +56,20 @@ def parse(text: str, source: str) -> Document:
     duplicates: list[str] = []
 
     def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = [name for name, _ in pairs]
-        duplicates.extend(sorted({name for name in names if names.count(name) > 1}))
+        duplicates.extend(sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1))
         return dict(pairs)
 
     try:
         values = json.loads(strip_comments(text), object_pairs_hook=keep_last)
     except json.JSONDecodeError as error:
-        line = text.splitlines()[error.lineno - 1].strip() if text.strip() else ""
+        line = _told(text.split("\n")[error.lineno - 1].strip())
         raise ConfigError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line}",
             fix="comments and trailing commas are allowed; words are true, false, null; names stand in double quotes",
+        ) from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; brackets without end
+        raise ConfigError(
+            f"{source} cannot be read as JSON: {error}.", fix="look for numbers and nesting that nobody means."
         ) from None
     if not isinstance(values, dict):
         raise ConfigError(
@@ -81,7 +88,7 @@ def strip_comments(text: str) -> str:
     return _TRAILING_COMMAS.sub(blank, _COMMENTS.sub(blank, text))
 
 
-def _read_file_or_base64(source: str | Path, origin: str | None) -> Document:
+def _read_file_or_base64(source: str | os.PathLike[str], origin: str | None) -> Document:
     path = Path(source)
     if _is_file(path):
         try:
@@ -89,15 +96,27 @@ def _read_file_or_base64(source: str | Path, origin: str | None) -> Document:
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}") from None
         return parse(text, origin or str(path))
-    decoded = _decode(str(source))
+    decoded = _decode(os.fspath(source))
     if decoded is not None:
         return parse(decoded, origin or "base64")
     raise ConfigError(
         "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64. "
-        f"Received: {source}",
-        why="no such file, and the text is not base64 of a JSON object",
+        f"Received: {_told(str(source))}",
+        why=_why_not(path),
         fix="check the path; relative paths start at the current directory",
     )
+
+
+def _told(text: str) -> str:
+    return text if text.isprintable() and len(text) <= _LONGEST_LINE else shown(text, _LONGEST_LINE)
+
+
+def _why_not(path: Path) -> str:
+    try:
+        is_folder = path.is_dir()
+    except OSError:
+        is_folder = False
+    return "that is a directory" if is_folder else "no such file, and the text is not base64 of a JSON object"
 
 
 def _is_file(path: Path) -> bool:

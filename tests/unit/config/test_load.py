@@ -119,7 +119,7 @@ def test_a_single_name_is_a_list_of_one() -> None:
         (zero(reduce_bucket_size="many"), "must be an integer, not the text 'many'"),
         (zero(leaf_module={"classes": 3.5}), "must be a text"),
         ({"fp16": True}, 'write {"enabled": true}'),
-        ({"optimizer": {"type": 3}}, "must be a text, not a int"),
+        ({"optimizer": {"type": 3}}, "must be a text, not an int"),
         ({"optimizer": {"type": "AdamW", "params": [1]}}, "must be an object {...}, not a list"),
         ({"communication_data_type": "int8"}, "must be one of fp32, fp16, bf16"),
         ({"gradient_clipping": -1}, "gradient_clipping = -1.0 (from dict): must be greater than or equal to 0"),
