@@ -85,6 +85,19 @@ def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
     inner._opt_called = True  # type: ignore[attr-defined]
 
 
+class ScalesItself:
+    """An optimizer that no torch.amp.GradScaler may step: it asks for this name before it does anything."""
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        raise UsageError(
+            "a torch.amp.GradScaler steps an optimizer of deepseek_zero.",
+            "It looks for infinities in whole gradients, and each rank holds slices; losses would be scaled twice.",
+            'leave it out: "fp16": {"enabled": true} scales losses, skips steps and moves the scale itself. A scaler '
+            "made with enabled=False may stay.",
+        )
+
+
 def without_torch_function() -> Any:
     """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through
     it).

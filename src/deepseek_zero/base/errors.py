@@ -77,6 +77,12 @@ LONGEST_SHOWN = 80
 _DEEPEST_SHOWN = 4
 
 
+def article(value: Any) -> str:
+    """The type of a value behind its article: "an int", "a Tensor"."""
+    name = type(value).__name__
+    return f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
+
+
 def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
     """A value as a message shows it: like repr, at most `limit` characters, whatever the value is or does."""
     try:

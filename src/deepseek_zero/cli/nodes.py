@@ -19,6 +19,7 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.cli.hosts import Slots, filter_slots, parse_filter, read_hostfile
 from deepseek_zero.cli.machine import Machine
 
+LAST_PORT = 65_535
 DEFAULT_PORT = 29500
 """Where several nodes meet if --master_port is not given; a single node takes any free port."""
 
@@ -101,6 +102,12 @@ def _check(asked: Asked) -> None:
     for option, value in counts.items():
         if value is not None and value < 1:
             raise UsageError(f"{option} is {value}; it counts from 1.", fix=f"Leave {option} out for the default.")
+    if not 0 <= asked.master_port <= LAST_PORT:
+        raise UsageError(
+            f"--master_port is {asked.master_port}.",
+            why=f"Ports are numbers from 1 to {LAST_PORT}; below 1024 only root may listen.",
+            fix="Leave it out for any free port, or name one that is free, for example 29500.",
+        )
     if asked.nproc is not None and asked.num_gpus is not None:
         raise UsageError(
             "--nproc and --num_gpus are mutually exclusive: both give the number of processes.", fix="Give one of them."

@@ -120,6 +120,11 @@ def run(options: RunOptions) -> int:
     """
     refuse(options)
     speak(options)
+    for option, value in (("--max-restarts", options.max_restarts), ("--save-grace", options.save_grace)):
+        if not value >= 0:  # not a number, too
+            raise UsageError(
+                f"{option} is {value}.", why="It counts from 0.", fix=f"Leave {option} out, or give 0 or more."
+            )
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..base import mesh
 from ..base.device import default_device
 from ..base.errors import NotBuiltError, UsageError
+from ..base.given import whole_number
 from ..base.mesh import PATIENCE, default_backend
 
 # Accepted and without effect: what they say is found from the environment, or is for DeepSpeed's own engine.
@@ -52,9 +53,12 @@ def _describe(options: dict[str, Any]) -> None:
         raise NotBuiltError(
             f"init_method={method!r} is not built.", "Ranks meet at an address.", 'use "tcp://host:port" or a launcher.'
         )
+    rank, size = options.get("rank", -1), options.get("world_size", -1)
+    whole_number("init_distributed", "world_size", size, -1)
+    whole_number("init_distributed", "rank", rank, -1, size - 1 if size > 0 else None)
     said = {
-        "RANK": options.get("rank", -1),
-        "WORLD_SIZE": options.get("world_size", -1),
+        "RANK": rank,
+        "WORLD_SIZE": size,
         "MASTER_PORT": address.port or -1,
     }
     if address.hostname:

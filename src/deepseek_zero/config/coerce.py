@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from deepseek_zero.base.errors import shown
+from deepseek_zero.base.errors import article, shown
 
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 _NULLS = ("none", "null")
@@ -104,7 +104,7 @@ def _text(value: Any) -> tuple[str, str]:
         value = os.fspath(value)
     if not isinstance(value, str):
         raise Mismatch(f"must be a text, not {_called(value)}")
-    if "\0" in value or not value.isascii() and _SURROGATE.search(value):
+    if "\0" in value or (not value.isascii() and _SURROGATE.search(value)):
         raise Mismatch("must be a text that can be written: no null character, no half of a character")
     return value, ""
 
@@ -145,5 +145,4 @@ def _mapping(value: Any) -> tuple[dict[str, Any], str]:
 
 def _called(value: Any) -> str:
     words = {bool: "true or false", str: "a text", dict: "an object", list: "a list", NoneType: "null"}
-    name = type(value).__name__
-    return words.get(type(value), f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}")
+    return words.get(type(value), article(value))

@@ -40,9 +40,9 @@ class About(TypedDict, total=False):
     """The optional facts of a key.
 
     example: a valid value off the default.  needs: other keys that must be set for it to matter.  requires: an
-    optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto:
-    numbers that say "auto".  also: values that count as the default. effect: "check" when the key verifies the run instead of changing its parts.  inf: what an
-    infinite number means.
+    optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto: numbers that
+    say "auto".  also: values that count as the default. effect: "check" when the key verifies the run instead of
+    changing its parts.  inf: what an infinite number means.
     """
 
     example: Any

@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
-from deepseek_zero.base.errors import shown
+from deepseek_zero.base.errors import article, shown
 from deepseek_zero.config.coerce import NO_INF, Mismatch, coerce, quoted_number
 from deepseek_zero.config.fields import AUTO, Section, Status
 from deepseek_zero.config.problems import Problems
@@ -101,9 +101,9 @@ class Normaliser:
     def _unknown_kind(self, name: Any, value: Any, prefix: str) -> None:
         told = f"{prefix}{shown(name)}"
         if self.unknown_is_error or prefix:
-            self.problems.add(told, f"a key must be a text, not a {type(name).__name__}", "write it in quotes", value)
+            self.problems.add(told, f"a key must be a text, not {article(name)}", "write it in quotes", value)
         else:
-            self.problems.warn(told, f"a key that is a {type(name).__name__} and no text, ignored")
+            self.problems.warn(told, f"a key that is {article(name)} and no text, ignored")
 
     def _section(self, model: type[Section], given: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         values: dict[str, Any] = {}

@@ -229,7 +229,7 @@ class ZeroOptimization(Section):
     )
     sub_group_size: int = effective(
         1_000_000_000,
-        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU; 0 says auto.",
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU; 0: auto.",
         unit="elements",
         means_auto=(0,),
         example=1000,

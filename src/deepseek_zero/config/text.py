@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepseek_zero.base.errors import ConfigError, shown
+from deepseek_zero.base.errors import ConfigError, article, shown
 
 # Strings are matched first, so that a comment sign inside one is never taken for a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)
@@ -43,7 +43,7 @@ def read(source: Source, origin: str | None = None) -> Document:
         return Document(source, origin or "dict")
     if not isinstance(source, str | os.PathLike) or isinstance(os.fspath(source), bytes):
         raise ConfigError(
-            f"a configuration cannot be a {type(source).__name__}: {shown(source)}.",
+            f"a configuration cannot be {article(source)}: {shown(source)}.",
             fix="pass a dict, a path, JSON text, or base64 of JSON.",
         )
     if isinstance(source, str) and source.lstrip().startswith("{"):

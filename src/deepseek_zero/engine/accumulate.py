@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
+from ..base.given import whole_number
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
 def set_train_batch_size(engine: Engine, samples: int) -> None:
     """Change the samples per step by accumulating more or fewer micro-batches.  Every rank, between two steps."""
+    whole_number("set_train_batch_size", "train_batch_size", samples, 1)
     per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
     if samples < per_micro or samples % per_micro:
         raise UsageError(
@@ -29,8 +31,7 @@ def set_train_batch_size(engine: Engine, samples: int) -> None:
 
 def set_train_micro_batch_size(engine: Engine, samples: int) -> None:
     """Change the samples per forward on one rank that are counted; a data loader keeps the size it was built with."""
-    if samples < 1:
-        raise UsageError(f"a micro-batch of {samples} samples cannot be trained on.", fix="choose at least 1.")
+    whole_number("set_train_micro_batch_size", "micro_batch_size", samples, 1)
     _resize(engine, samples, engine.config.gradient_accumulation_steps)
 
 

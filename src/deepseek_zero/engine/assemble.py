@@ -18,7 +18,7 @@ from ..activations.vertical import VerticalOrder
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
-from ..base.errors import UsageError
+from ..base.errors import UsageError, shown
 from ..base.log import log_first
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Keep
@@ -100,6 +100,7 @@ class Parts:
     preemption: Preemption | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
+    told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
 
     def describe(self) -> list[str]:
         """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
@@ -354,13 +355,26 @@ def _optimizer_parts(
 ) -> tuple[list[dict[str, Any]], Make | None, tuple[str, ...]]:
     """Parameter groups, how to build the optimizer over their slices, and how finely its state may be cut."""
     if callable(client) and not isinstance(client, Optimizer):
-        client = client(_groups(model, params))
+        made = client(_groups(model, params))
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"the callable given as optimizer made {shown(made)}, which is no torch.optim.Optimizer.",
+                "It is called with parameter groups, and what it returns is stepped over slices of them.",
+                "return an optimizer, for example torch.optim.AdamW(groups, lr=0.001).",
+            )
+        client = made
     if isinstance(client, Optimizer):
         return list(client.param_groups), adopting(client), granularities(client, client.param_groups)
     if config.optimizer.type is None:
         return [], None, ()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
     groups = spec.parameter_groups(model, _groups(model, params) if params is not None else None)
+    if not any(group["params"] for group in groups):
+        raise UsageError(
+            f"optimizer {config.optimizer.type} has nothing to train.",
+            "No parameter of the model requires a gradient." if params is None else "model_parameters is empty.",
+            "leave the optimizer out of the configuration to run the model alone, or let parameters require gradients.",
+        )
     return groups, spec.build, granularities(spec.cls, groups)
 
 

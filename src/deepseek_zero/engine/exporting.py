@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..base.given import path_of, whole_number
 from ..checkpoint import files
 from ..checkpoint.export import FILE_SUFFIXES, ExportSettings, export_file, export_safetensors
 from ..checkpoint.shards import MAX_SHARD_BYTES
@@ -32,7 +33,9 @@ def export(
     path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it has one), or one file
     that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point tensors; None: what they compute in.
     """
-    target, settings = Path(path), ExportSettings(dtype_of(dtype), max_shard_bytes, exclude_frozen)
+    target = path_of("export", "path", path)
+    largest = whole_number("export", "max_shard_bytes", max_shard_bytes, 1)
+    settings = ExportSettings(dtype_of(dtype), largest, exclude_frozen)
     if target.suffix in FILE_SUFFIXES:
         export_file(runtime, target, settings)
     else:
@@ -42,7 +45,7 @@ def export(
 
 def load_weights(runtime: Runtime, path: str | Path, strict: bool = True) -> None:
     """Take weights (and masters) from safetensors, each rank only what it will hold.  Collective."""
-    load_weights_into(runtime, Path(path), strict=strict)
+    load_weights_into(runtime, path_of("load_weights", "path", path), strict=strict)
 
 
 def _write_config(runtime: Runtime, settings: ExportSettings, folder: Path) -> None:

@@ -4,16 +4,21 @@ data.
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.device import default_device, has_fast_bf16
-from ..base.errors import UsageError
+from ..base.dropin import is_dropin_imported
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
+from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
 from ..config import Facts, RawConfig, resolve
 from ..optim.lr_schedules import resolve_schedule
@@ -37,9 +42,7 @@ class Request:
 def facts_of(request: Request, mesh: Mesh) -> Facts:
     """What the resolver of "auto" may know of this run."""
     model_config = getattr(request.model, "config", None)
-    hidden = (
-        getattr(model_config, "hidden_size", None) or max(getattr(model_config, "hidden_sizes", None) or [0]) or None
-    )
+    hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(getattr(model_config, "hidden_sizes", None))
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
         world_size=mesh.size,
@@ -48,17 +51,78 @@ def facts_of(request: Request, mesh: Mesh) -> Facts:
         launched=mesh.is_distributed,
         hidden_size=hidden,
         num_params=sum(param.numel() for param in request.model.parameters()),
-        loader_micro_batch=getattr(request.training_data, "batch_size", None),
+        loader_micro_batch=_count(getattr(request.training_data, "batch_size", None)),
         client_optimizer=client,
     )
 
 
+def _count(value: Any) -> int | None:
+    """A size that somebody else's object tells; None where it is no number above 0."""
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _largest(values: Any) -> int | None:
+    return max(map(_count, values), default=None, key=lambda size: size or 0) if isinstance(values, list) else None
+
+
+def module_of(model: Any) -> nn.Module:
+    """The model, or a UsageError."""
+    if isinstance(model, nn.Module):
+        return model
+    raise UsageError(f"a model of type {type(model).__name__} cannot be wrapped.", "", "pass a torch.nn.Module.")
+
+
+def parameters_of(call: str, name: str, given: Any) -> list[Any]:
+    """Parameters, or (name, parameter) pairs, or groups of them, as a list that has been looked through."""
+    wanted = "an iterable of parameters, or of groups of them"
+    if isinstance(given, Mapping):
+        raise refuse(call, name, given, wanted, "write a list around it: [{...}].")
+    if isinstance(given, Tensor | str | bytes) or not isinstance(given, Iterable):
+        raise refuse(call, name, given, wanted, "pass model.parameters().")
+    found = list[Any]()
+    for entry in given:
+        if not isinstance(entry, Mapping):
+            members = [entry]
+        elif "params" in entry:
+            members = entry["params"]
+            members = list(members) if isinstance(members, Iterable) and not isinstance(members, Tensor) else [members]
+            entry = {**entry, "params": members}
+        else:
+            raise refuse(call, name, entry, wanted, "a group is a dict with 'params' and options: add 'params'.")
+        for member in members:
+            if not isinstance(member[1] if isinstance(member, tuple) and len(member) == 2 else member, Tensor):
+                raise refuse(call, name, given, f"{wanted}, and {shown(member)} is no parameter", "pass parameters.")
+        found.append(entry)
+    return found
+
+
+def _check(request: Request) -> None:
+    """Raise where something was given that no engine can be made of."""
+    module_of(request.model)
+    optimizer, data, schedule = request.optimizer, request.training_data, request.lr_scheduler
+    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        fix = 'a name goes into the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}.'
+        raise refuse(_DOOR, "optimizer", optimizer, "a torch.optim.Optimizer, or a callable that makes one", fix)
+    if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
+        wanted = "a schedule with step(), or a callable that makes one of an optimizer"
+        raise refuse(_DOOR, "lr_scheduler", schedule, wanted, "pass one of torch.optim.lr_scheduler, or leave it out.")
+    if isinstance(data, DataLoader):
+        wanted = "a dataset: the engine makes a loader of it for this rank's share"
+        raise refuse(_DOOR, "training_data", data, wanted, "pass its dataset, or keep the loader and leave this out.")
+    is_dataset = isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+    if data is not None and not is_dataset:
+        wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
+        raise refuse(_DOOR, "training_data", data, wanted, "pass a torch.utils.data.Dataset.")
+    if request.collate_fn is not None and not callable(request.collate_fn):
+        raise refuse(_DOOR, "collate_fn", request.collate_fn, "a function of a list of samples", "leave it out.")
+
+
+_DOOR = "initialize"
+
+
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
     """Build the engine.  Collective: every rank passes the same model and configuration."""
-    if not isinstance(request.model, nn.Module):
-        raise UsageError(
-            f"a model of type {type(request.model).__name__} cannot be wrapped.", "", "pass a torch.nn.Module."
-        )
+    _check(request)
     mesh = current_mesh(default_device())
     config = resolve(raw, facts_of(request, mesh))
     engine = engine_class(
@@ -82,10 +146,20 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
 
 def _schedule(engine: Engine, given: Any) -> Any:
     """The schedule the caller passed (an instance, or a callable of the optimizer), else the configuration's."""
+    if given is None and engine.parts.schedule is None:
+        return None
+    if engine.optimizer is None:
+        if is_dropin_imported():  # DeepSpeed leaves it out without a word
+            log_once("a learning-rate schedule was given without an optimizer to schedule: left out.", logging.WARNING)
+            return None
+        raise UsageError(
+            "a learning-rate schedule was given without an optimizer to schedule.",
+            "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
+            "add one of the two, or leave the schedule out.",
+        )
     if given is not None:
         is_factory = callable(given) and not hasattr(given, "step")
         return given(engine.optimizer) if is_factory else given
-    if engine.parts.schedule is None or engine.optimizer is None:
-        return None
+    assert engine.parts.schedule is not None
     name, params = engine.parts.schedule
     return resolve_schedule(name, params, engine.optimizer)

@@ -6,6 +6,7 @@ The model is wrapped in place and used as before, by itself or through what `Dee
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
@@ -16,34 +17,60 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..base.device import default_device
-from ..base.errors import UsageError
+from ..base.device import ScalesItself, default_device
+from ..base.errors import UsageError, shown
+from ..base.given import refuse
+from ..base.log import log_once
 from ..base.mesh import current_mesh
 from ..config import resolve
 from ..config.load import load
 from ..engine import exporting
 from ..engine.assemble import Parts, adopting, assemble, granularities
-from ..engine.start import Request, facts_of
+from ..engine.start import Request, facts_of, module_of, parameters_of
 from ..optim.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.runtime import Runtime
 
-# Seed 000's flat keywords and where they stand in the configuration.
-FLAT = {"optimizer": "optimizer.type", "lr": "optimizer.params.lr", "stage": "zero_optimization.stage"}
+# What only an engine of `initialize` reads; nothing is ignored silently.
+ENGINE_ONLY = (
+    *("scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "records"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "checkpoint", "dataloader_drop_last"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+)
+_ZERO = "zero_optimization"
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
-    """Seed 000's keywords as a configuration; any other keyword is a top-level key of it."""
-    config: dict[str, Any] = {}
-    for key, value in flat.items():
-        *sections, last = FLAT.get(key, key).split(".") if not isinstance(value, dict) else [key]
-        into = config
-        for section in sections:
-            into = into.setdefault(section, {})
-        into[last] = value
+def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `DeepSeekZeRO3` (`stage` of seed 000, and top-level keys) as a configuration of stage 3."""
+    config = dict(keywords)
+    section = config.get(_ZERO, {})
+    if not isinstance(section, Mapping):
+        if isinstance(section, bool) or section not in range(4):
+            return config  # for `load` to refuse
+        fix = f'write {{"stage": {section}}}, or stage={section} without it.'
+        raise UsageError(f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix)
+    stage = config.pop("stage", None)
+    if stage is not None and section.get("stage", stage) != stage:
+        raise UsageError(
+            f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': {shown(section['stage'])}}}.",
+            "They name one thing, and differ.",
+            "keep one of the two.",
+        )
+    config[_ZERO] = {"stage": 3 if stage is None else stage, **section}
+    optimizer, rate = config.get("optimizer"), config.pop("lr", None)
+    if isinstance(optimizer, str):
+        resolve_optimizer(config.pop("optimizer"), {} if rate is None else {"lr": rate})
+    elif optimizer is not None and (not isinstance(optimizer, Mapping) or {"type", "params"} & optimizer.keys()):
+        wanted = "the name of the optimizer that ZeroOptimizer will be"
+        raise refuse(_DOOR, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer.")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float | torch.Tensor)):
+        raise refuse(_DOOR, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number.")
     return config
+
+
+_DOOR = "DeepSeekZeRO3"
 
 
 class DeepSeekZeRO3(nn.Module):
@@ -56,14 +83,14 @@ class DeepSeekZeRO3(nn.Module):
 
     def __init__(self, model: nn.Module, **zero_config: Any) -> None:
         super().__init__()
-        mesh = current_mesh(default_device())
-        flat = dict(zero_config)
-        section = dict(flat.pop("zero_optimization", {}))
-        flat["zero_optimization"] = {"stage": flat.pop("stage", section.pop("stage", 3)), **section}
-        optimizer = {key: flat.pop(key) for key in ("optimizer", "lr") if key in flat}
-        self.optimizer_defaults = optimizer
-        self.config = resolve(load(nested(flat)), facts_of(Request(model), mesh))
+        module_of(model)
+        mesh, raw = current_mesh(default_device()), load(configuration_of(zero_config))
+        if idle := [key for key in ENGINE_ONLY if raw.get(key) is not None]:
+            told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
+            log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
+        self.config = resolve(raw, facts_of(Request(model), mesh))
         parts = assemble(self.config, model, mesh, None, None)
+        parts.told = {name: zero_config[name] for name in ("optimizer", "lr") if name in zero_config}
         self.module, self.runtime = model, parts.runtime
         # The model keeps what drives it: a caller who drops this object still trains.
         model.register_forward_pre_hook(_Keep(parts))
@@ -127,7 +154,7 @@ class _Keep:
         return None
 
 
-class ZeroOptimizer(Optimizer):
+class ZeroOptimizer(ScalesItself, Optimizer):
     """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
 
     params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the optimizer's own.
@@ -135,7 +162,9 @@ class ZeroOptimizer(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any) -> None:
-        self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(list(params))
+        groups = parameters_of("ZeroOptimizer", "params", params)
+        self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(groups)
+        self.asked = {"optimizer": str(optimizer_type), "lr": lr}
         self.sharded: ShardedOptimizer | None = None
 
     @property
@@ -158,6 +187,10 @@ class ZeroOptimizer(Optimizer):
             if runtime is None:
                 return self.client
             parts = _parts_of(runtime)
+            for name, told in parts.told.items():
+                if str(told).lower() != str(self.asked[name]).lower():
+                    own = f"the optimizer has {name}={self.asked[name]}"
+                    log_once(f"DeepSeekZeRO3 was told {name}={told}, {own}, which holds.", logging.WARNING)
             settings = replace(
                 parts.step_settings, keep_grads=True, granularity=granularities(self.client, self.client.param_groups)
             )

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from ..base.errors import NotBuiltError
+from ..base.given import path_of, refuse
 from ..base.log import log_once
 from ..checkpoint.export import ExportSettings, consolidated, export_file
 from ..checkpoint.save import SaveSettings
@@ -99,11 +100,15 @@ class DeepSpeedEngine(Engine):
         client_state: plain values and tensors; rank 0's is saved.  wait=False: write while training goes on; the first
         step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at once.
         """
+        folder = path_of("save_checkpoint", "save_dir", save_dir)
+        if not isinstance(client_state, Mapping | None):
+            wanted = "a dict of plain values and tensors"
+            raise refuse("save_checkpoint", "client_state", client_state, wanted, "pass a dict, or leave it out.")
         policy = self.config.checkpoint
         settings = SaveSettings(
             save_latest, exclude_frozen_parameters, policy.tag_validation, wait, policy.snapshot_bytes
         )
-        saving.save_checkpoint(self, save_dir, tag, dict(client_state or {}), settings)
+        saving.save_checkpoint(self, folder, tag, dict(client_state or {}), settings)
         return True
 
     def load_checkpoint(
@@ -121,8 +126,9 @@ class DeepSpeedEngine(Engine):
         tag: None for what `latest` names, "newest" for the newest one of which every byte is right.  Collective.
         """
         _refuse_load_fn("load_checkpoint", custom_load_fn)
+        folder = path_of("load_checkpoint", "load_dir", load_dir)
         restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
-        return saving.load_checkpoint(self, load_dir, tag, restore)
+        return saving.load_checkpoint(self, folder, tag, restore)
 
     def finish_saving(self) -> None:
         """Wait for a checkpoint that is written while training goes on.  Collective where there is one."""
@@ -145,6 +151,11 @@ class DeepSpeedEngine(Engine):
     ) -> None:
         """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its slices."""
         _refuse_load_fn("load_module_state_dict", custom_load_fn)
+        if not isinstance(checkpoint, Mapping):
+            wanted = 'a whole state dict, or {"module": state dict}'
+            raise refuse(
+                "load_module_state_dict", "checkpoint", checkpoint, wanted, "pass module_state_dict()'s result."
+            )
         inner = checkpoint.get("module")
         self.module.load_state_dict(inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict)
 
@@ -156,15 +167,14 @@ class DeepSpeedEngine(Engine):
         A name that ends in .safetensors is written as such, tied weights once.  False at stage 3 without
         stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
         """
+        target = path_of("save_16bit_model", "save_dir", save_dir)
+        target /= path_of("save_16bit_model", "save_filename", save_filename)
         zero = self.config.zero_optimization
         if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
-            log_once(
-                f"Did not save the model {Path(save_dir) / save_filename} because "
-                "stage3_gather_16bit_weights_on_model_save is False."
-            )
+            log_once(f"Did not save the model {target} because stage3_gather_16bit_weights_on_model_save is False.")
             return False
         settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
-        export_file(self.runtime, Path(save_dir) / save_filename, settings)
+        export_file(self.runtime, target, settings)
         return True
 
     save_fp16_model = save_16bit_model

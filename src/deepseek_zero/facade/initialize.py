@@ -13,10 +13,11 @@ from torch import nn
 
 from ..base.dropin import is_dropin_imported
 from ..base.errors import NotBuiltError, UsageError
+from ..base.given import refuse, whole_number
 from ..comm.start import init_distributed, join
 from ..config import choose_source
 from ..config.load import load
-from ..engine.start import Request, start
+from ..engine.start import Request, module_of, parameters_of, start
 from . import again
 from .deepspeed import DeepSpeedEngine
 from .views import ParameterOffload, show_ds_names
@@ -53,6 +54,12 @@ def initialize(
             raise NotBuiltError(
                 f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
             )
+    if dist_init_required not in (None, True, False):
+        raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
+    whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)
+    parameters = None
+    if model_parameters is not None:
+        parameters = parameters_of("initialize", "model_parameters", model_parameters)
     source, origin = choose_source(config, config_params, args)
     # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
     # torch.distributed for their rank even where they are alone.
@@ -61,8 +68,7 @@ def initialize(
     if dist_init_required is not False:
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
     if unchanged:
-        again.end_engine_of(model)
-    parameters = list(model_parameters) if model_parameters is not None else None
+        again.end_engine_of(module_of(model))
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.config.zero_optimization.stage == 3:

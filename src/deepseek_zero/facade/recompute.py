@@ -11,6 +11,7 @@ from typing import Any
 from ..activations import recompute
 from ..activations.recompute import RecomputeSettings, checkpoint
 from ..base.errors import NotBuiltError, UsageError
+from ..base.given import whole_number
 from ..config import Config
 from ..config.load import load
 from ..engine.tiers import recompute_settings_of
@@ -69,7 +70,7 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
     return replace(
         settings,
         tier=tier,
-        checkpoints=settings.checkpoints if count is None else int(count),
+        checkpoints=settings.checkpoints if count is None else whole_number("configure", "num_checkpoints", count, 1),
         profile=settings.profile if profile is None else bool(profile),
     )
 

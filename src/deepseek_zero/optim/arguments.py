@@ -9,11 +9,15 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Collection, Mapping
+from numbers import Real
 from typing import Any
 
-from deepseek_zero.base.errors import ConfigError
+from torch import Tensor
+
+from deepseek_zero.base.errors import ConfigError, shown
 
 REQUIRED: Any = inspect.Parameter.empty
+_LONGEST_NAME = 100  # beyond it nobody looks for names that are spelled alike
 _NOT_SETTINGS = frozenset({"self", "params", "optimizer"})
 
 
@@ -46,11 +50,8 @@ def checked_arguments(
     missing = [name for name, default in known.items() if default is REQUIRED and name not in given]
     problems += [f"{name!r} is missing and has no default" for name in missing]
     fitted = {name: _fit(value, known[name]) for name, value in given.items() if name in known}
-    problems += [
-        f"{name!r} must be a number, not {value!r}"
-        for name, value in fitted.items()
-        if _is_number(known[name]) and isinstance(value, str)
-    ]
+    wrong = {name: _mismatch(value, known[name]) for name, value in fitted.items()}
+    problems += [f"{name!r} must be {wish}, not {shown(fitted[name])}" for name, wish in wrong.items() if wish]
     if problems:
         raise ConfigError(
             f"{owner}: " + "; ".join(problems) + ".",
@@ -67,7 +68,7 @@ def nearest(name: str, choices: Collection[str]) -> str:
 
 
 def _unknown(name: str, valid: Collection[str]) -> str:
-    return f"{name!r} is not a parameter{nearest(name, valid)}"
+    return f"{shown(name)} is not a parameter{nearest(name[:_LONGEST_NAME], valid)}"
 
 
 def _is_auto(value: object) -> bool:
@@ -75,7 +76,23 @@ def _is_auto(value: object) -> bool:
 
 
 def _is_number(default: object) -> bool:
-    return isinstance(default, int | float) and not isinstance(default, bool)
+    return isinstance(default, Real) and not isinstance(default, bool)
+
+
+def _mismatch(value: Any, default: Any) -> str:
+    """What a value must be whose class has such a default; "" where it may be right, which the class then decides."""
+    if isinstance(default, bool):
+        return "" if isinstance(value, bool) else "true or false"
+    if _is_number(default):
+        return "a number" if isinstance(value, bool | str | bytes | Mapping | set) else ""
+    if isinstance(default, tuple) and any(map(_is_number, default)):
+        fits = isinstance(value, tuple) and len(value) == len(default) and all(map(_is_number_or_none, value))
+        return "" if fits else f"{len(default)} numbers"
+    return ""
+
+
+def _is_number_or_none(value: object) -> bool:
+    return value is None or isinstance(value, Tensor) or _is_number(value)
 
 
 def _fit(value: Any, default: Any) -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
-from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, shown
 from deepseek_zero.optim.arguments import checked_arguments, nearest
 from deepseek_zero.optim.schedule import HasParamGroups, Schedule
 from deepseek_zero.optim.schedule_shapes import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
@@ -59,16 +59,19 @@ def resolve_schedule(
     cls = by_case.get(str(name).lower())
     if cls is None:
         raise ConfigError(
-            f"DeepSpeed does not recognize LR scheduler {name}{nearest(str(name), choices)}.",
+            f"DeepSpeed does not recognize LR scheduler {str(name)[:100]}{nearest(str(name)[:100], choices)}.",
             fix=f"name one of {', '.join(VALID_LR_SCHEDULES)} or one of torch.optim.lr_scheduler, or pass a scheduler.",
         )
-    settings = checked_arguments(f"scheduler {name!r}", cls, params)
+    settings = checked_arguments(f"scheduler {shown(name)}", cls, params)
     try:
         built: Schedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
-    except (TypeError, ValueError) as refusal:
-        if isinstance(refusal, ConfigError):
-            raise
-        raise ConfigError(f"scheduler {name!r} refuses its parameters {settings}: {refusal}") from refusal
+    except DeepSeekZeroError:
+        raise
+    except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
+        raise ConfigError(
+            f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: {refusal}",
+            fix="see the documentation of the class for what it takes.",
+        ) from refusal
     return built
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deepseek_zero.base.errors import ConfigError, NotBuiltError
+from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 from deepseek_zero.base.log import log_once
 from deepseek_zero.optim.arguments import checked_arguments, nearest
 from deepseek_zero.optim.lamb import Lamb
@@ -37,11 +37,12 @@ class OptimizerSpec:
         """The optimizer over tensors or groups; what the class refuses is a ConfigError."""
         try:
             return self.cls(params, **self.defaults)
-        except (TypeError, ValueError) as refusal:
-            if isinstance(refusal, ConfigError):
-                raise
+        except DeepSeekZeroError:
+            raise
+        except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
             raise ConfigError(
-                f"optimizer {self.cls.__name__} refuses its parameters {self.defaults}: {refusal}"
+                f"optimizer {self.cls.__name__} refuses its parameters {shown(self.defaults, 300)}: {refusal}",
+                fix="see the documentation of the class for what it takes.",
             ) from refusal
 
     def parameter_groups(
@@ -133,17 +134,17 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     """
     key = str(name).lower()
     if key in _NOT_BUILT:
-        raise NotBuiltError(f"optimizer {name!r} is not built: {_NOT_BUILT[key]}.", fix="use Adam, AdamW or Lamb.")
+        raise NotBuiltError(f"optimizer {shown(name)} is not built: {_NOT_BUILT[key]}.", fix="use Adam, AdamW or Lamb.")
     if key not in _NAMED and key not in _TORCH:
         raise ConfigError(
-            f"optimizer {name!r} is not known{nearest(key, [*VALID_OPTIMIZERS, *_NOT_BUILT])}.",
+            f"optimizer {shown(name)} is not known{nearest(key[:100], [*VALID_OPTIMIZERS, *_NOT_BUILT])}.",
             fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
         )
     _refuse_max_grad_norm(params)
     named = _NAMED.get(key) or _Named(_TORCH[key])
     cls = _adam_class(key, params) if named.switches else named.cls
     granularity = granularity_of(cls)
-    owner = f"optimizer {name!r}"
+    owner = f"optimizer {shown(name)}"
     own = _without_deepspeed_names(owner, named, params)
     given = checked_arguments(owner, cls, own, {*named.only, *named.switches})
     defaults = {} if params.get("torch_adam") is True else dict(named.defaults)
@@ -200,7 +201,7 @@ def _refuse_max_grad_norm(params: Mapping[str, Any]) -> None:
             "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed "
             "parameter 'gradient_clipping'.",
             why="the norm runs over all shards of all groups, so it belongs to the engine.",
-            fix=f'remove it and set "gradient_clipping": {params["max_grad_norm"]!r} at the top level.',
+            fix=f'remove it and set "gradient_clipping": {shown(params["max_grad_norm"])} at the top level.',
         )
 
 
@@ -215,6 +216,6 @@ def _without_deepspeed_names(owner: str, named: _Named, params: Mapping[str, Any
     for name, built in named.only.items():
         if params.get(name, built) not in (built, "auto"):
             raise NotBuiltError(
-                f"{owner}: {name}={params[name]!r} is not built.", fix=f"leave it out, or set it to {built}."
+                f"{owner}: {name}={shown(params[name])} is not built.", fix=f"leave it out, or set it to {built}."
             )
     return {name: value for name, value in params.items() if name not in named.only and name not in named.switches}

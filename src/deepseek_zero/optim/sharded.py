@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.device import PerDevice, adopt_step_hooks, tell_schedules_of_step
+from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
@@ -73,7 +73,7 @@ class StepResult:
     verdict: Verdict
 
 
-class ShardedOptimizer(Optimizer):
+class ShardedOptimizer(ScalesItself, Optimizer):
     """A torch optimizer over slices. `inner` is the optimizer that computes; `param_groups` and `state` are its own."""
 
     def __init__(

@@ -255,6 +255,13 @@ def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
 
 def _unreadable(grad: GradAtRest, name: str) -> AtRestError:
     param, _ = own_part_of(grad)
+    if name.startswith("_amp_"):
+        return AtRestError(
+            f"a torch.amp.GradScaler reads the gradient of '{name_of(param) if param is not None else '?'}', which is "
+            "sharded.",
+            "Each rank holds only its slice of the reduced gradient.",
+            'leave the scaler out: "fp16": {"enabled": true} scales losses and skips steps by itself.',
+        )
     return AtRestError(
         f"the gradient of '{name_of(param) if param is not None else '?'}' is sharded; '{name}' cannot use it.",
         "Each rank holds only its slice of the reduced gradient.  What works element by element (mul_, add, clamp_, "

@@ -9,8 +9,9 @@ slices into units.
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from ..base.device import default_device, storage_users, version_of, without_torch_function
 from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError
+from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, hand_out
 from ..comm.start import init_distributed
@@ -131,6 +133,13 @@ class Init:
             raise UsageError(
                 f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}."
             )
+        for name, value in (("config_dict_or_path", config_dict_or_path), ("config", deepspeed_words.get("config"))):
+            if not isinstance(value, Mapping | str | os.PathLike | None):
+                raise refuse("zero.Init", name, value, "a configuration", "pass a dict or a path, or leave it out.")
+        if not isinstance(module, nn.Module | None):
+            raise refuse("zero.Init", "module", module, "a torch.nn.Module that exists already", "leave it out.")
+        if not isinstance(dtype, torch.dtype | None):
+            raise refuse("zero.Init", "dtype", dtype, "a torch.dtype", "pass one, for example torch.bfloat16.")
         if enabled and is_dropin_imported():
             init_distributed()  # as DeepSpeed's does: behind its name stand programs that then ask torch for their rank
         if module is not None and enabled:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from deepseek_zero.base import device as device_module
 from deepseek_zero.base.device import (
+    ScalesItself,
     allocated_bytes,
     backward_id,
     default_device,
@@ -26,6 +27,7 @@ from deepseek_zero.base.device import (
     version_of,
     without_torch_function,
 )
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.memory import private_pages
 from deepseek_zero.base.world import local_rank
 
@@ -78,6 +80,13 @@ def test_these_are_all_the_private_names_of_torch_in_the_module() -> None:
     attributes = re.sub(r"torch(?:\.\w+)+", "", source)
     of_objects = {*re.findall(r"\.(_[a-z]\w*)", attributes), *re.findall(r'"(_[a-z]\w*)"', attributes)}
     assert of_objects == {*OF_OBJECTS, "_opt_called"}, "each private name is tested here"
+
+
+def test_torchs_grad_scaler_still_asks_first_whether_the_optimizer_scales() -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+    with pytest.raises(UsageError, match="GradScaler"):
+        scaler.step(type("Ours", (ScalesItself, torch.optim.SGD), {})([torch.ones(1)]))
 
 
 def test_a_tensors_version_rises_with_each_in_place_operation() -> None:

@@ -102,6 +102,8 @@ def test_deepspeeds_launch_line_is_understood() -> None:
     ("options", "message"),
     [
         (RunOptions(), "No script was given"),
+        (RunOptions(command=[__file__], max_restarts=-1), "--max-restarts is -1"),
+        (RunOptions(command=[__file__], save_grace=float("nan")), "--save-grace is nan"),
         (RunOptions(command=["absent.py"]), "There is no script 'absent.py'"),
         (RunOptions(command=["python", "train.py"]), "leave that word out"),
         (RunOptions(command=["no-such-program-here"], no_python=True), "There is no program"),

@@ -85,6 +85,8 @@ def test_a_slot_that_this_machine_lacks_is_refused() -> None:
     ("asked", "message"),
     [
         (Asked(nproc=0), "--nproc is 0"),
+        (Asked(master_port=-1), "--master_port is -1"),
+        (Asked(nproc=2, master_port=99_999), "--master_port is 99999"),
         (Asked(nproc=2, num_gpus=2), "mutually exclusive"),
         (Asked(include="localhost:0", num_gpus=1), "mutually exclusive with --num_gpus"),
         (Asked(exclude="localhost:0", num_nodes=1), "mutually exclusive with --num_nodes"),

@@ -79,7 +79,7 @@ def test_nothing_is_an_empty_configuration() -> None:
 
 
 def test_other_types_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="cannot be a int"):
+    with pytest.raises(ConfigError, match="cannot be an int"):
         read(3)  # type: ignore[arg-type]
 
 
