@@ -16,14 +16,16 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.log import log_first
+from deepseek_zero.comm import neighbours
 from deepseek_zero.tiers import disk
 
 OPEN = os.open
 
 
-def engine_on(path: Path) -> Any:
+def engine_on(path: Path, **more: Any) -> Any:
     offload = {"device": "nvme", "nvme_path": str(path)}
     config = {
+        **more,
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": offload},
@@ -53,15 +55,39 @@ def refuses_direct_io(path: Any, flags: int, *rest: Any, **names: Any) -> int:
 @pytest.mark.ranks(2)
 def test_a_rank_whose_file_system_refuses_direct_io_says_so(tmp_path: Path) -> None:
     log_first.cache_clear()
-    heard, rank = Heard(), dist.get_rank()
-    logging.getLogger("deepseek_zero").addHandler(heard)
+    heard, rank, logger = Heard(), dist.get_rank(), logging.getLogger("deepseek_zero")
+    level = logger.level
+    logger.addHandler(heard)
+    logger.setLevel(logging.INFO)
     try:
         with patch.object(disk.os, "open", refuses_direct_io if rank == 1 else OPEN):
             engines = [engine_on(tmp_path) for _ in range(2)]
     finally:
-        logging.getLogger("deepseek_zero").removeHandler(heard)
+        logger.removeHandler(heard)
+        logger.setLevel(level)
     line = next(line.strip() for line in engines[0].explain().splitlines() if "through the page cache" in line)
     assert line.endswith("[rank 1]"), line
     said = [text for text in heard.texts if "slower ways" in text]
     assert len(said) == (1 if rank == 0 else 0), "once, by the rank that speaks for all"
     assert all(line in text for text in said)
+
+
+def transport_of(engine: Any) -> str:
+    return next(line.strip() for line in engine.explain().splitlines() if "between ranks" in line)
+
+
+@pytest.mark.ranks(2)
+def test_how_ranks_talk_is_said_with_the_reason_of_a_slower_way(tmp_path: Path) -> None:
+    assert transport_of(engine_on(tmp_path)) == "between ranks: shared memory"
+    assert transport_of(engine_on(tmp_path, transport="gloo")) == "between ranks: gloo, as the configuration says"
+
+
+@pytest.mark.ranks(2, fresh=True)
+def test_ranks_of_a_host_that_may_not_connect_say_why_they_take_gloo(tmp_path: Path) -> None:
+    def forbidden() -> Any:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    with patch.object(neighbours, "_listen", forbidden if dist.get_rank() == 1 else neighbours._listen):
+        engine = engine_on(tmp_path)
+    why = "ranks of this host cannot share memory: [Errno 1] Operation not permitted"
+    assert transport_of(engine) == f"between ranks: gloo ({why})"

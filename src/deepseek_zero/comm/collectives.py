@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..base.capabilities import Capability
 from ..base.device import PerDevice
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import PATIENCE, shares_gpu
@@ -30,7 +31,19 @@ from .links import Lane, Links
 from .marks import WORLD, Mark, lane_number, lane_of
 from .meter import Event, Meter
 from .same_host import Common, SameHost
-from .transports import Alone, ConnectionLost, Nccl, Staged, Transport, Use, Wait, first_line, nothing
+from .transports import (
+    Alone,
+    ConnectionLost,
+    Gloo,
+    Nccl,
+    Staged,
+    Together,
+    Transport,
+    Use,
+    Wait,
+    first_line,
+    nothing,
+)
 
 # ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
 TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
@@ -111,6 +124,22 @@ class Comm:
             self._transport = self._host_transport
             if device.type != "cpu":
                 self._transport = _between_devices(links, device)
+
+    def capabilities(self) -> list[Capability]:
+        """How tensors travel from this rank to the others, and why not faster.  Local."""
+        name, links, transport = "between ranks", self._links, self._transport
+        if links is None:
+            return []
+        if isinstance(transport, Staged):
+            why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
+            return [Capability(name, "through the host, by gloo", why)]
+        if isinstance(transport, Gloo):
+            if transport is links.gloo:
+                return [Capability(name, "gloo, as the configuration says")]
+            why = f"ranks of this host cannot share memory: {links.refusal}" if links.refusal else ""
+            return [Capability(name, "gloo", why)]
+        ways = {Nccl: "NCCL", SameHost: "shared memory", Together: "shared memory within a host, gloo between hosts"}
+        return [Capability(name, ways[type(transport)])]
 
     # -- buffers
 

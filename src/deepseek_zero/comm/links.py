@@ -56,7 +56,8 @@ class Links:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        self.hosts, neighbours = find_neighbours(self.rank, self.size, group)
+        # refusal: why ranks of this host do not share memory; "" where they do, or where there is only one.
+        self.hosts, neighbours, self.refusal = find_neighbours(self.rank, self.size, group)
         self.board = Board(self.rank, self.size, self.hosts, group)
         others = [peer for peer in range(self.size) if peer != self.rank]
         self.tags = Tags()

@@ -165,37 +165,37 @@ def host_key() -> str:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
-def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, Neighbours | None]:
+def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, Neighbours | None, str]:
     """Which ranks share a host, and connections to those of this one; None where there are none, or where the system
-    does not let them.
+    does not let them: then with its reason.
 
     Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
     """
-    listener, address, key = None, "", ""
+    listener, address, key, refusal = None, "", "", ""
     try:
         key = host_key()
         listener, address = _listen()
-    except OSError:  # forbidden
-        pass
+    except OSError as error:  # forbidden
+        refusal = str(error)
     everyone = [json.loads(text) for text in everyones(json.dumps([key, address]), size, group)]
     hosts = Hosts(rank, tuple(key for key, _ in everyone))
     others = [peer for peer in hosts.near if peer != rank]
     found: dict[int, socket.socket] = {}
-    is_connected = listener is not None and all(everyone[peer][1] for peer in others)
     try:
-        if listener is not None and is_connected:
+        if listener is not None and all(everyone[peer][1] for peer in others):
             found = _connect(rank, others, listener, [address for _, address in everyone])
-    except OSError:
-        is_connected = False
+    except OSError as error:
+        refusal = str(error)
     finally:
         if listener is not None:
             listener.close()
-    outcomes = [json.loads(text) for text in everyones(json.dumps(is_connected), size, group)]
-    if not others or not all(outcomes[peer] for peer in hosts.near):
+    refusals = everyones(refusal, size, group)
+    refusal = next((refusals[peer] for peer in hosts.near if refusals[peer]), "")
+    if not others or refusal:
         for connection in found.values():
             connection.close()
-        return hosts, None
-    return hosts, Neighbours(found)
+        return hosts, None, refusal
+    return hosts, Neighbours(found), ""
 
 
 def _listen() -> tuple[socket.socket, str]:

@@ -279,7 +279,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
     settings = with_places(settings, placement, model, comm, _optimizer_name(config, client), mesh.device)
-    capabilities = number_formats(settings.policy, mesh.device)
+    capabilities = comm.capabilities() + number_formats(settings.policy, mesh.device)
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)
