@@ -109,7 +109,9 @@ def train(config: dict[str, Any]) -> Seen:
             f"scale {engine.parts.scaler.scale if engine.parts.scaler is not None else None}",
         ]
         rows = 2 * engine.train_micro_batch_size_per_gpu()
-        overflows = any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16"))
+        overflows = (
+            any(config.get(name, {}).get("enabled") for name in ("fp16", "bf16")) or "check_grad_overflow" in config
+        )
         with suppress(LossScaleError):
             for step in range(5):
                 for _ in range(engine.gradient_accumulation_steps()):

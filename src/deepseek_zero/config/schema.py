@@ -63,6 +63,11 @@ class Config(Section):
     gradient_clipping: float = effective(
         0.0, "Largest global gradient norm; 0 is off (DeepSpeed's default changed to 1.0 in 2026).", example=1.0, ge=0
     )
+    check_grad_overflow: bool = effective(
+        True,
+        "Skip a step whose gradients are not finite, in fp32; bf16.check_grad_overflow is its like, fp16 always does.",
+        example=False,
+    )
     # Communication
     communication_data_type: train.Dtype | None = effective(
         None, "Dtype gradients are reduced in; null: the plan's choice.", example="bf16"

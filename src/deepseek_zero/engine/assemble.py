@@ -209,7 +209,7 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
             behind=offload.buffer_count if offload.pipeline_write else 0,
         ),
         granularity=granularity,
-        check_finite=config.bf16.enabled and config.bf16.check_grad_overflow,
+        check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
         lift=config.precision == "auto",
     )
 

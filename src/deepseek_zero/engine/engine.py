@@ -117,7 +117,8 @@ class Engine(nn.Module):
             return
         preemption = self.parts.preemption
         with self.observer.timed("step"):
-            self.optimizer.step(word=preemption.word if preemption is not None else None)
+            word = preemption.word if preemption is not None else None
+            self.optimizer.step(word=word, number=self.global_steps + 1)
         self.global_steps += 1
         if self.optimizer.overflow:
             self.skipped_steps += 1

@@ -38,13 +38,6 @@ class Verdict:
     def is_finite(self) -> bool:
         return math.isfinite(self.norm)
 
-    def first_non_finite(self, groups: Sequence[FlatGroup]) -> str:
-        """The first group, in layout order, whose gradient is not finite."""
-        for group, square in zip(groups, self.by_group, strict=True):
-            if not math.isfinite(square):
-                return group.members[0].name.rpartition(".")[0] or group.members[0].name
-        return ""
-
 
 def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = None, *, late: bool = False) -> Verdict:
     """The global norm of the reduced gradients.  Collective.

@@ -1,27 +1,21 @@
 """precision "auto": which unit leaves 16 bits, and when.
 
-After a skipped step the units' borders are watched; a unit named `PATIENCE` times in a row, or once at the smallest
-loss scale, computes in fp32 from then on.  All ranks lift the same unit at the same step.  Called by
+After a skipped step the units' borders are watched (nonfinite.py); a unit named `PATIENCE` times in a row, or once at
+the smallest loss scale, computes in fp32 from then on.  All ranks lift the same unit at the same step.  Called by
 optim/sharded.py.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
-
-import torch
 
 from ..base.log import log_once
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from ..sharding.watch import Watcher
-from .clip import Verdict
 
 PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale that is merely too high recovers sooner
-NOBODY = 1 << 30
 
 
 def lift(runtime: Runtime, unit: Unit) -> None:
@@ -39,15 +33,12 @@ class Lifter:
         self._suspect: Unit | None = None
         self._count = 0
 
-    def after(self, verdict: Verdict, skipped: bool, scaler: LossScaler | None) -> Unit | None:
-        """Take the verdict of a step; returns the unit lifted, if any.  Collective when the step was skipped."""
-        watcher, self.runtime.watcher = self.runtime.watcher, None
+    def after(self, unit: Unit | None, skipped: bool, scaler: LossScaler | None) -> Unit | None:
+        """Take what a step points at; returns the unit lifted, if any.  Collective when one is."""
         self.changed = False
         if not skipped:
             self._suspect, self._count = None, 0
             return None
-        self.runtime.watcher = Watcher()
-        unit = self._named(verdict, watcher) if watcher is not None else None
         if unit is None or unit.is_lifted:
             return None
         self._count = self._count + 1 if unit is self._suspect else 1
@@ -75,21 +66,3 @@ class Lifter:
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_lifted:
                 lift(self.runtime, unit)
-
-    def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
-        """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
-        runtime = self.runtime
-        forward, backward = runtime.gatherer.schedule.forward.order, runtime.gatherer.schedule.backward.order
-        sick = {
-            runtime.unit_of(group).number
-            for group, square in zip(runtime.trained_groups, verdict.by_group, strict=True)
-            if not math.isfinite(square)
-        }
-        seen = [watcher.origin_in_forward(forward), watcher.origin_in_backward(backward, sick)]
-        orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
-        row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
-        agreed = runtime.comm.rows(row, "where numbers stop being finite").amin(dim=0).tolist()
-        for order, place in zip(orders, agreed, strict=True):
-            if place != NOBODY:
-                return runtime.units[order[int(place)]]
-        return None

@@ -32,6 +32,7 @@ from .flow import FlowSettings
 from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
+from .nonfinite import NonFinite
 from .piece import Cover, Piece, Span, Tile, Work, bundles_of, cuts_of, spans_of, work_of
 from .scratch import Scratch
 from .update import Decision, Updater, hypers_of
@@ -86,6 +87,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     ) -> None:
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         self.overflow = False
+        self.steps = 0  # calls of step
+        self.nonfinite = NonFinite(runtime, scaler, watches=settings.lift)
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
         whole = [
@@ -227,9 +230,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     # -- stepping
 
-    def step(self, closure: Callable[[], float] | None = None, *, word: float | None = None) -> None:  # type: ignore[override]
-        """Update the weights from the reduced gradients.  Collective; on non-finite gradients no state changes on any
-        rank.  word: a number of this rank's that all find in the verdict.
+    def step(  # type: ignore[override]
+        self, closure: Callable[[], float] | None = None, *, word: float | None = None, number: int | None = None
+    ) -> None:
+        """Update the weights from the reduced gradients.  Collective; where gradients are not finite no state changes
+        on any rank, unless check_grad_overflow is false.
+
+        word: a number of this rank's that all find in the verdict.  number: of this step in what is said of it; None:
+        counted here.
         """
         if closure is not None:
             raise UsageError(
@@ -238,6 +246,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "call forward, backward and step() in turn.",
             )
         self.updater.finish()
+        self.steps = number if number is not None else self.steps + 1
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
@@ -260,7 +269,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
-            lifted = self.lifter.after(verdict, skip, self.scaler) if self.lifter is not None else None
+            origin = self.nonfinite.after(verdict, skipped=skip, step=self.steps)
+            lifted = self.lifter.after(origin, skip, self.scaler) if self.lifter is not None else None
         if self.scaler is not None and lifted is None:
             self.scaler.update(skip)
 
@@ -336,13 +346,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.state  # noqa: B018 - brings what rests elsewhere
         scaler = self.scaler.state_dict() if self.scaler else None
         stretches = [[(piece.names[0], piece.start, piece.stop) for piece in pieces] for pieces in self.pieces_by_group]
-        inner = self.inner.state_dict()
-        return {"inner": inner, "scaler": scaler, "updates": self.updater.updates, "stretches": stretches}
+        counts = {"updates": self.updater.updates, "steps": self.steps}
+        return {"inner": self.inner.state_dict(), "scaler": scaler, **counts, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
         forget_ahead(self)
         self.updater.updates = int(state["updates"])
+        self.steps = int(state.get("steps", self.updater.updates))
         forget_states(self)
         self._cut_as(state.get("stretches"))
         self.load_inner(state["inner"])

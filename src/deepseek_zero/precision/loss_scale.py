@@ -145,7 +145,7 @@ class LossScaler:
             before, self.scale = self.scale, self._lower()
             outcome = f"the scale falls from {before:g} to {self.scale:g}"
         self.last_overflow_iter = self.cur_iter
-        log_once(f"gradients overflowed, step skipped: {outcome}.")
+        log_once(f"gradients overflowed, step {self.cur_iter + 1} skipped: {outcome}.")
 
     def _lower(self) -> float:
         least = self.settings.min_loss_scale

@@ -1,0 +1,99 @@
+"""Gradients that are not finite: which unit they begin in, and what is said of them.
+
+The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.  After one that was not
+finite the units' borders are watched for a step; if that one is not finite either, the ranks agree on the unit where a
+number first stopped being finite.  Called by sharded.py; lift.py draws the conclusion for precision "auto".
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+
+from ..base.log import log_once
+from ..precision.loss_scale import LossScaler
+from ..sharding.runtime import Runtime
+from ..sharding.unit import Unit
+from ..sharding.watch import Watcher
+from .clip import Verdict
+
+NOBODY = 1 << 30
+LATER = "If the next step is like it, the unit where it begins is named."
+
+
+class NonFinite:
+    """Steps in a row whose gradient was not finite.  watches: also where a moving loss scale makes them usual."""
+
+    def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
+        self.runtime = runtime
+        self.is_usual = scaler is not None and scaler.dynamic  # the scale is looked for; the scaler says what it does
+        self.watches = watches or not self.is_usual
+        self.in_a_row = 0
+
+    def after(self, verdict: Verdict, *, skipped: bool, step: int) -> Unit | None:
+        """Take the verdict of a step; the unit it begins in, where that is known.  Collective from the second in a row
+        on.
+        """
+        if verdict.is_finite and self.in_a_row == 0:
+            return None
+        watcher, self.runtime.watcher = self.runtime.watcher, None
+        if verdict.is_finite:
+            self.in_a_row = 0
+            return None
+        self.in_a_row += 1
+        unit = self._named(verdict, watcher) if watcher is not None else None
+        if self.watches:
+            self.runtime.watcher = Watcher()
+        if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            log_once(self._said(verdict, unit, skipped=skipped, step=step), logging.WARNING)
+        return unit
+
+    def _said(self, verdict: Verdict, unit: Unit | None, *, skipped: bool, step: int) -> str:
+        times = "" if self.in_a_row == 1 else f" for {self.in_a_row} steps in a row"
+        done = (
+            "so the step was skipped and no state has changed."
+            if skipped
+            else "and check_grad_overflow is false, so the weights were updated with it."
+        )
+        if unit is not None:
+            what = "What belongs to no unit" if unit is self.runtime.root else f"Unit '{unit.name}'"
+            where = f"{what} was the first to make such a number of finite ones."
+        else:
+            where = self._reached(verdict)
+        fix = "look at the loss and the batch of this step; a smaller learning rate or gradient_clipping may help."
+        what = f"step {step}: the gradient is not finite (NaN or infinite){times}, {done}"
+        return f"{what}  {where}".rstrip() + f"\n  What to do: {fix}"
+
+    def _reached(self, verdict: Verdict) -> str:
+        if len(self.runtime.units) == 1:
+            return ""
+        sick = self._sick(verdict)
+        units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
+        if sick == units:
+            return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
+        order = [number for number in self.runtime.gatherer.schedule.backward.order if number in sick]
+        first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
+        return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
+
+    def _sick(self, verdict: Verdict) -> set[int]:
+        """Numbers of the units whose gradients are not finite."""
+        return {
+            self.runtime.unit_of(group).number
+            for group, square in zip(self.runtime.trained_groups, verdict.by_group, strict=True)
+            if not math.isfinite(square)
+        }
+
+    def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
+        """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
+        runtime = self.runtime
+        forward, backward = runtime.gatherer.schedule.forward.order, runtime.gatherer.schedule.backward.order
+        seen = [watcher.origin_in_forward(forward), watcher.origin_in_backward(backward, self._sick(verdict))]
+        orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
+        row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
+        agreed = runtime.comm.rows(row, "where numbers stop being finite").amin(dim=0).tolist()
+        for order, place in zip(orders, agreed, strict=True):
+            if place != NOBODY:
+                return runtime.units[order[int(place)]]
+        return None
