@@ -34,6 +34,7 @@ from ..report.monitor import CometSettings, FileSettings, MonitorSettings, Wandb
 from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
+from ..sharding.ties import refuse_complex, tie_shared, without_twins
 from ..sharding.tuning import KEYS as TUNED
 from .determinism import Determinism
 from .observe import ObserverSettings
@@ -275,6 +276,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     settings = plan_settings_of(config)
     refuse_wrapped(model)
     comm = Comm(mesh.device, transport=settings.transport)
+    together(comm, "looking at the model's parameters", lambda: _look_at(model))
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
@@ -334,6 +336,11 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
     if has_fast_bf16(device):
         return [Capability("bf16 arithmetic", "in hardware")]
     return [Capability("bf16 arithmetic", "by conversion", f"this {device.type.upper()} has no units for it")]
+
+
+def _look_at(model: nn.Module) -> None:
+    refuse_complex(model)
+    tie_shared(model)
 
 
 def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:
@@ -408,5 +415,5 @@ def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, An
         list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
     )
     if found and isinstance(found[0], dict):
-        return [{**dict(group), "params": list(group["params"])} for group in found]
-    return [{"params": [item[1] if isinstance(item, tuple) else item for item in found]}]
+        return without_twins({**dict(group), "params": list(group["params"])} for group in found)
+    return without_twins([{"params": [item[1] if isinstance(item, tuple) else item for item in found]}])

@@ -25,6 +25,7 @@ from ..sharding.group import FlatGroup, before_change
 from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
+from ..sharding.ties import without_twins
 from .clip import Verdict, absent_among, agree_on_norm, clip_factor
 from .delay import Delay
 from .early import Early, Foresight, refusal, works_by_piece
@@ -86,6 +87,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         scaler: LossScaler | None = None,
     ) -> None:
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
+        groups = without_twins(groups)
         self.overflow = False
         self.steps = 0  # calls of step
         self.nonfinite = NonFinite(runtime, scaler, watches=settings.lift)

@@ -29,6 +29,7 @@ from ..comm.collectives import Comm, hand_out
 from ..comm.start import init_distributed
 from ..precision.policy import cast_master
 from .handle import owner_of, put_to_rest, set_owner, wake
+from .ties import refuse_complex, tie_shared
 
 NUMBERS = itertools.count()
 
@@ -173,6 +174,8 @@ class Init:
     def shard(self, module: nn.Module) -> None:
         """Cut every parameter of a complete module that is still whole.  Collective."""
         self.settle()
+        refuse_complex(module)
+        tie_shared(module, [param for shard in self.awake if (param := shard.param()) is not None])
         with torch.no_grad():
             for param in _whole_params(module):
                 self._cut(param)

@@ -1,0 +1,168 @@
+"""Parameters before a model is cut: one Parameter where two are the same view of one memory, an error where they
+overlap in part, or hold numbers that are not real.
+
+Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their memory.  Cutting
+copies values into flat buffers, which would part them without a word.  Called by engine/assemble.py and init.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from .handle import AtRest
+
+TIED_TO = "_zero_tied_to"
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a parameter or buffer lies: bytes [start, stop) of a device."""
+
+    name: str
+    tensor: Tensor
+    start: int
+    stop: int
+
+    @property
+    def view(self) -> tuple[Any, ...]:
+        """What two names of one tensor share."""
+        return self.start, self.tensor.dtype, tuple(self.tensor.shape), self.tensor.stride()
+
+    def is_parameter(self) -> bool:
+        return isinstance(self.tensor, nn.Parameter)
+
+
+def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
+    """Let Parameters that are the same view of one memory be one Parameter: the first in the model's order.
+
+    known: parameters outside the model that come before its own.  Local; UsageError, before anything changes, where
+    memory is shared in part, or one of two is frozen.  Parameters on the meta device share none.
+    """
+    one: dict[int, nn.Parameter] = {}
+    for together in _overlapping([*_places_of_known(known), *_places(model)]):
+        views: dict[tuple[Any, ...], Place] = {}
+        for place in filter(Place.is_parameter, together):
+            first = views.setdefault(place.view, place)
+            if first.tensor is place.tensor:
+                continue
+            if first.tensor.requires_grad != place.tensor.requires_grad:
+                raise UsageError(
+                    f"'{first.name}' and '{place.name}' are one memory, and one of them is frozen.",
+                    "The other's updates would move it.",
+                    "freeze both, or give one its own values: nn.Parameter(weight.detach().clone()).",
+                )
+            assert isinstance(first.tensor, nn.Parameter)
+            one[id(place.tensor)] = first.tensor
+        if views:
+            _refuse_overlaps([*views.values(), *(place for place in together if not place.is_parameter())])
+    for module in model.modules() if one else ():
+        for name, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(param) in one:
+                param.__dict__[TIED_TO] = one[id(param)]
+                setattr(module, name, one[id(param)])
+
+
+def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups as an optimizer was given them, with each Parameter that `tie_shared` made one with another left
+    out.
+    """
+    found: list[dict[str, Any]] = []
+    seen: dict[int, int] = {}
+    for number, group in enumerate(groups):
+        mine: dict[int, nn.Parameter] = {}
+        for param in group["params"]:
+            one = param.__dict__.get(TIED_TO, param)
+            if seen.setdefault(id(one), number) != number:
+                raise UsageError(
+                    f"a parameter of shape {tuple(one.shape)} is in the parameter groups {seen[id(one)]} and {number}: "
+                    "two Parameters there are one memory.",
+                    "Each element is updated once, by the hyper-parameters of one group.",
+                    "put both into one group, or give one its own values: nn.Parameter(weight.detach().clone()).",
+                )
+            mine[id(one)] = one
+        found.append({**group, "params": list(mine.values())})
+    return found
+
+
+def refuse_complex(model: nn.Module) -> None:
+    """Raise if a parameter holds complex numbers: sums, masters and moments are those of real ones.  Local."""
+    for name, param in model.named_parameters():
+        if param.dtype.is_complex:
+            raise UsageError(
+                f"parameter '{name}' holds complex numbers ({str(param.dtype).removeprefix('torch.')}).",
+                "Gradients are added, and masters and moments kept, as real numbers: imaginary parts would be lost.",
+                "hold real and imaginary parts, nn.Parameter(torch.view_as_real(value)), and use "
+                "torch.view_as_complex(parameter) in forward; a constant may be a buffer.",
+            )
+
+
+def _places(model: nn.Module) -> Iterator[Place]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        yield from _place(name, tensor)
+
+
+def _places_of_known(params: Iterable[nn.Parameter]) -> Iterator[Place]:
+    for param in params:
+        yield from _place(f"a parameter of shape {tuple(param.shape)} that was built before", param)
+
+
+def _place(name: str, tensor: Tensor) -> Iterator[Place]:
+    if isinstance(tensor, AtRest) or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+        return
+    if start := tensor.data_ptr():
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        yield Place(name, tensor, start, start + (last + 1) * tensor.element_size())
+
+
+def _overlapping(places: Sequence[Place]) -> Iterator[list[Place]]:
+    """Those whose bytes, from the first to the last, meet; several at a time, in the order given."""
+    order = {id(place): number for number, place in enumerate(places)}
+    cluster: list[Place] = []
+    end = (torch.device("meta"), 0)
+    for place in sorted(places, key=lambda each: (str(each.tensor.device), each.start)):
+        if cluster and place.tensor.device == end[0] and place.start < end[1]:
+            cluster.append(place)
+            end = end[0], max(end[1], place.stop)
+            continue
+        if len(cluster) > 1:
+            yield sorted(cluster, key=lambda each: order[id(each)])
+        cluster, end = [place], (place.tensor.device, place.stop)
+    if len(cluster) > 1:
+        yield sorted(cluster, key=lambda each: order[id(each)])
+
+
+def _refuse_overlaps(places: Sequence[Place]) -> None:
+    """Raise if a parameter has a byte in common with what comes before or after it; columns of one matrix have none.
+
+    places: parameters first, then buffers, which may overlap among themselves.
+    """
+    if len(places) < 2:
+        return
+    low, high = min(place.start for place in places), max(place.stop for place in places)
+    owner = torch.full((high - low,), -1, dtype=torch.int32)
+    for number, place in enumerate(places):
+        size = place.tensor.element_size()
+        strides = (*(stride * size for stride in place.tensor.stride()), 1)
+        mine = owner.as_strided((*place.tensor.shape, size), strides, place.start - low)
+        if int(mine.max()) >= 0:
+            raise _partly(places[int(mine.max())], place)
+        if place.is_parameter():
+            mine.fill_(number)
+
+
+def _partly(first: Place, other: Place) -> UsageError:
+    what = "share memory and are not the same tensor of it"
+    if not other.is_parameter():
+        what = "share memory, and one of them is a buffer"
+    return UsageError(
+        f"'{first.name}' and '{other.name}' {what}.",
+        "Each parameter gets its place in a flat buffer, so that a change of one would no longer reach the other.",
+        "make one parameter of them and cut it in forward, or give one its own values: "
+        "nn.Parameter(weight.detach().clone()).",
+    )
