@@ -19,15 +19,17 @@ from torch import Tensor, nn
 
 from ..base.device import default_device
 from ..base.errors import CheckpointError
+from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.handle import owner_of
 from ..sharding.init import Init, take_slice
 from ..sharding.layout import boxes
 from ..sharding.runtime import Runtime
+from .load import refill
 from .manifest import together
 from .shards import files_of
-from .state import persistent_buffers, state_names
+from .state import Contents, persistent_buffers, state_names
 from .tensor_file import RUN
 from .verify import ALL, Share, refuse, some, verify
 
@@ -106,13 +108,13 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         together(runtime.comm, "loading weights: checksums", lambda: _refuse_damaged(path, share))
         together(runtime.comm, "loading weights: the names", look)
         files, found = opened[0]
-        runtime.gatherer.release_all()
-        runtime.drop_grads()
-        runtime.backwards = 0
-        together(runtime.comm, "loading weights: the slices", lambda: _fill(runtime, files, found))
-        for unit in runtime.units:
-            for group in unit.trained:
-                group.refresh(unit.name).wait()
+        refill(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _fill(runtime, files, found))
+
+
+def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
+    """Whose updates may wait, have come ahead or be owed: they are of the weights that were there."""
+    found = next((group.optimizer() for group in runtime.trained_groups if group.optimizer() is not None), None)
+    return found if isinstance(found, ShardedOptimizer) else None
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:

@@ -64,7 +64,7 @@ class Shard:
     def start(self) -> None:
         """Write in a thread from now on; only where all of it `rests_in_place`."""
         for group in self._of_group:
-            group.reader = partial(self._let_go, group)
+            group.barrier.reader = partial(self._let_go, group)
         self._thread = threading.Thread(target=self._try, name="deepseek_zero checkpoint", daemon=True)
         self._thread.start()
 
@@ -92,7 +92,7 @@ class Shard:
         if self._thread is not None:
             self._thread.join()
             for group in self._of_group:
-                group.reader = None
+                group.barrier.reader = None
         if self._error is not None:
             raise self._error
         return [replace(state.origin.chunk, crc=state.crc) for state in self._states.values()]
@@ -151,7 +151,7 @@ class Shard:
                     self._held_bytes += state.nbytes
                 while state.held is None and state.crc is None and not self._is_over:
                     self._moved.wait()
-        group.reader = None
+        group.barrier.reader = None
         self.blocked_seconds += time.perf_counter() - began
 
 

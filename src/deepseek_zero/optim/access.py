@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup, before_change, complete
+from ..sharding.group import FlatGroup, complete
 from ..sharding.handle import owner_of
 from ..sharding.layout import Slot
 from ..sharding.placement import R
@@ -201,7 +201,7 @@ def _owner(param: nn.Parameter) -> FlatGroup:
             "Only a wrapped model's parameters have sharded state.",
             "pass a parameter of the model that initialize (or DeepSeekZeRO3) wrapped.",
         )
-    before_change(owner)
+    owner.barrier.cross()
     return owner
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..sharding.group import FlatGroup, before_change
+from ..sharding.group import FlatGroup
 from .update import Decision
 
 
@@ -32,7 +32,6 @@ class Delay:
     def turn(self, made: Decision | None) -> Decision | None:
         """Let a step owe its own update (None: it has none), and return what was owed."""
         for group in self.groups:
-            before_change(group)
             group.gradient.waiting.turn(keep=made is not None)
         due, self.owed = self.owed, made
         return due

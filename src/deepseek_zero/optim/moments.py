@@ -75,7 +75,10 @@ class Moments:
                 yield Stretch(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
 
     def show(self, piece: Piece, *, working: bool = True) -> None:
-        """Let the optimizer see a piece's moments.  working: for one tile's update, in what tiles share."""
+        """Let the optimizer, or whoever may change them, see a piece's moments.  working: for one tile's update, in
+        what tiles share.
+        """
+        piece.group.barrier.cross()
         if piece.param not in self._inner.state:
             return
         for name in self._names.get(id(piece.group), ()):
@@ -106,6 +109,7 @@ class Moments:
 
         chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
         """
+        piece.group.barrier.cross()
         state = self._inner.state.get(piece.param, {})
         self._count(piece, state)
         if not piece.group.plan.moments_rest:

@@ -97,7 +97,8 @@ class Piece:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def show(self, scratch: Scratch) -> None:
-        """Let `param` hold the values."""
+        """Let `param` hold the values, which the optimizer changes, as it does the moments."""
+        self.group.barrier.cross()
         values, home = self.master.view(self.start, self.stop), self.master.home
         if values is None:
             into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]

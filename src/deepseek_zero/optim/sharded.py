@@ -21,7 +21,7 @@ from ..base.errors import UsageError
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
-from ..sharding.group import FlatGroup, before_change
+from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
 from ..sharding.placement import R
 from ..sharding.runtime import Runtime
@@ -132,7 +132,6 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         self.finish()
         for piece in self.pieces():
-            before_change(piece.group)  # whoever asks may change it
             self.moments.show(piece, working=False)
         return self.inner.state
 
@@ -429,6 +428,8 @@ def early_units(runtime: Runtime, work: Work) -> dict[int, list[Tile]]:
 def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     """As before the first step; returns what was there."""
     optimizer.finish()
+    for piece in optimizer.pieces():
+        piece.group.barrier.cross()
     before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
     return before

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..precision.compact import Chance
-from ..sharding.group import FlatGroup, before_change, resting
+from ..sharding.group import FlatGroup, resting
 from ..tiers.tier import Due
 from .flow import Flow, FlowSettings, Touched
 from .lean import rule_of
@@ -187,7 +187,6 @@ class Updater:
         try:
             for _, piece in tile:
                 if (grad := piece.grad(waiting=decision.is_waiting)) is not None:
-                    before_change(piece.group)
                     piece.show(self.scratch)
                     self.moments.show(piece)
                     shown.append(piece)

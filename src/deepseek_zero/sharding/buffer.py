@@ -82,6 +82,23 @@ class Pool:
         self.allowance.give(nbytes)
 
 
+@dataclass(eq=False)
+class Barrier:
+    """What every change of one group's states passes first: weight, master, moments, a gradient that waits.
+
+    reader: told of it once, and returns when the change may happen; who reads states behind the training
+    (checkpoint/writing.py) has by then taken what it has not yet written.  Views that may be written come from
+    `FlatBuffer.writable` and `held`, `Master` and `Moments`, which all call `cross`; nothing else writes.
+    """
+
+    reader: Callable[[], None] | None = None
+
+    def cross(self) -> None:
+        """The group's states are about to change."""
+        if self.reader is not None:
+            self.reader()
+
+
 @dataclass
 class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where
@@ -96,15 +113,21 @@ class FlatBuffer:
     memory: Tensor
     common: Common | None = None
     extent: Extent | None = None
+    barrier: Barrier = field(default_factory=Barrier)
 
     @property
     def storage(self) -> Tensor:
-        """All elements that this rank holds."""
+        """All elements that this rank holds, to be read, or moved to by `move`."""
         return self.memory if self.extent is None else self.extent.part(0, self.memory.numel())
 
     def part(self, low: int, high: int) -> Tensor:
         """Some of them: a view."""
         return self.memory[low:high] if self.extent is None else self.extent.part(low, high)
+
+    def writable(self, low: int, high: int) -> Tensor:
+        """As `part`, to be written: whoever still reads the old values has them when this returns."""
+        self.barrier.cross()
+        return self.part(low, high)
 
     def look(self, low: int, high: int) -> Tensor:
         """As `part`, to be read only."""
@@ -169,7 +192,8 @@ class FlatBuffer:
         return self.storage.as_strided(slot.shape, slot.strides, self.storage.storage_offset() + slot.start)
 
     def held(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
-        """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat."""
+        """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat, to be written."""
+        self.barrier.cross()
         if self.spec.placement is R:
             return 0, slot.numel, self.part(slot.start, slot.stop)
         view = self.owned(slot, rank)

@@ -19,7 +19,7 @@ from ..base.memory import give_back_holes
 from ..comm.collectives import DONE, Comm, Pending, hand_out
 from ..precision.policy import cast_master
 from ..tiers.tier import Delivery, Extent, Tier
-from .buffer import FlatBuffer, Route, move
+from .buffer import Barrier, FlatBuffer, Route, move
 from .grad_handle import Part
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
@@ -67,7 +67,7 @@ class FlatGroup:
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
-        self.reader: Callable[[], None] | None = None  # called before its states change: somebody still reads them
+        self.barrier = Barrier()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=route.pool.device)
         self._views: list[Tensor] = []  # of members in common pages, which stay where they are
@@ -105,6 +105,7 @@ class FlatGroup:
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
         self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {names[0]}")
+        self.weight.barrier = self.barrier
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
@@ -155,6 +156,7 @@ class FlatGroup:
         values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.lifted()
         self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {what}")
+        self.weight.barrier = values.barrier = self.barrier
         self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)
         self.master.publish(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
@@ -269,7 +271,7 @@ class FlatGroup:
         """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
         their bits).
         """
-        before_change(self)
+        self.barrier.cross()
         rank = self.route.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.slice(rank)
@@ -280,9 +282,9 @@ class FlatGroup:
             after = full if whole else mine
             self.master.adopt(before != after, after)
         if self.is_sharded:
-            self.weight.storage.copy_(mine)
+            self.weight.writable(0, mine.numel()).copy_(mine)
         elif full.data_ptr() != self.weight.storage.data_ptr():
-            self.weight.storage.copy_(full)
+            self.weight.writable(0, full.numel()).copy_(full)
 
     # -- what handles ask (sharding/handle.py, Owner)
 
@@ -297,7 +299,6 @@ class FlatGroup:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
         if self.weight.common is not None:  # others may still be reading the old one
             self.route.comm.fence(f"writing {self.name_of(param)}")
-        before_change(self)
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
         start, stop, weight = self.weight.held(slot, rank)
@@ -352,7 +353,7 @@ def part_of(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
     """The part of a weight whose values this rank's master has."""
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
-    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.slice(rank))
+    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.slice(rank), barrier=weight.barrier)
 
 
 def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | None:
@@ -363,17 +364,12 @@ def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | N
     home = route.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     beneath = part_of(weight, plan, rank)
     if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent)
+        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, barrier=weight.barrier)
         return Master(buffer, rank, plan.moments.dtype, home=home, ferry=route.ferry)
     buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
+    buffer.barrier = weight.barrier
     exposed = plan.weight.placement is not S or route.comm.size == 1
     return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, route.ferry)
-
-
-def before_change(group: FlatGroup) -> None:
-    """States of the group are about to change: a checkpoint that is written meanwhile takes what it has not yet."""
-    if group.reader is not None:
-        group.reader()
 
 
 def resting(group: FlatGroup) -> list[Extent]:

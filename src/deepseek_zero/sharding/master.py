@@ -91,8 +91,8 @@ class Master:
     # -- values
 
     def view(self, place: int, end: int) -> Tensor | None:
-        """The values where they lie; None where they lie in two halves, or not where they are updated."""
-        return self.buffer.part(place, end) if self.is_changed_in_place else None
+        """The values where they lie, to be written; None where they lie in two halves, or not where they are updated."""
+        return self.buffer.writable(place, end) if self.is_changed_in_place else None
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
         """The values: a view where they lie together, a copy (in `out`) where they must be joined."""
@@ -117,7 +117,7 @@ class Master:
     def write(self, place: int, end: int, values: Tensor) -> None:
         """Take new values; this rank's part of the weight has them too."""
         if not self.is_split:
-            cast_master(values, self.buffer.part(place, end))
+            cast_master(values, self.buffer.writable(place, end))
             self.publish(place, end)
             return
         for start in range(place, end, _WRITE_NUMEL):
@@ -126,6 +126,7 @@ class Master:
 
     def absorb(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
         """`write` for values that are not needed any more, in the master's dtype.  chance: where it `is_rounded`."""
+        self.buffer.barrier.cross()
         lower = self._near(self.buffer, place, end)
         if chance is not None:
             round_to_bf16(values, lower, chance)
@@ -142,6 +143,7 @@ class Master:
     def publish(self, place: int, end: int) -> None:
         """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
         if self.weight is not None and not self.is_split:
+            self.buffer.barrier.cross()
             values, upper = self.buffer.part(place, end), self._near(self.weight, place, end)
             near = beside(upper, values)
             cast_master(values, near)
@@ -160,7 +162,7 @@ class Master:
 
     def adopt(self, changed: Tensor, weight: Tensor) -> None:
         """Where a mask says so, take the values of a new weight; the weight itself is the caller's to change."""
-        storage = self.buffer.storage
+        storage = self.buffer.writable(0, self.buffer.memory.numel())
         places = changed.to(storage.device)
         storage[places] = 0 if self.is_split else weight[changed].to(storage)
 

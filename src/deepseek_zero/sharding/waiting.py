@@ -40,6 +40,7 @@ class Waiting:
         gradient, comes = self.gradient, self.is_held
         if not (keep or comes):
             return
+        gradient.group.barrier.cross()
         theirs, mine = gradient.room(), self._room()
         if theirs.spec.placement is S:
             gradient.buffer, self.buffer = mine, theirs
@@ -57,11 +58,13 @@ class Waiting:
         return self.buffer.look(low, high) if self.is_held and self.buffer is not None else None
 
     def of(self, slot: Slot) -> Tensor:
-        """This rank's part of one member's, flat: a view, which a checkpoint reads or fills."""
+        """This rank's part of one member's, flat: a view, which a checkpoint fills."""
+        self.gradient.group.barrier.cross()
         return self._room().owned(slot, self.gradient.group.route.comm.rank)
 
     def forget(self) -> None:
         """What waits never comes to an update."""
+        self.gradient.group.barrier.cross()
         self.is_held, self.absent = False, None
         for extent in self.extents:
             extent.forget(0, extent.memory.numel())

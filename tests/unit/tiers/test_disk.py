@@ -280,6 +280,18 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     assert "reading values" in str(error) and "not those that were written" in str(error)
 
 
+@pytest.mark.parametrize(("size", "first", "second"), [(4096, 0, 4096), (512, 512, 1024), (8, 16, 8192), (8, 0, 8)])
+def test_words_sectors_and_pages_that_changed_places_are_found(
+    tmp_path: Path, size: int, first: int, second: int
+) -> None:
+    def swap(descriptor: int, nbytes: int) -> None:
+        left, right = os.pread(descriptor, size, first), os.pread(descriptor, size, second)
+        os.pwrite(descriptor, right, first)
+        os.pwrite(descriptor, left, second)
+
+    assert "not those that were written" in str(altered(swap, tmp_path))
+
+
 def test_a_stale_block_is_found(tmp_path: Path) -> None:
     def overwrite(descriptor: int, nbytes: int) -> None:
         os.pwrite(descriptor, bytes(4096), 4096)
