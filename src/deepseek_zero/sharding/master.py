@@ -91,7 +91,7 @@ class Master:
     # -- values
 
     def view(self, place: int, end: int) -> Tensor | None:
-        """The values where they lie, to be written; None where they lie in two halves, or not where they are updated."""
+        """The values where they lie, to be written; None where they lie in two halves, or are updated elsewhere."""
         return self.buffer.writable(place, end) if self.is_changed_in_place else None
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
