@@ -17,7 +17,7 @@ import torch
 
 from ..base.device import CPU
 from ..comm.collectives import TILE_NUMEL
-from ..sharding.buffer import message_numel
+from ..sharding.buffer import message_numel, messages_under_way
 from ..sharding.placement import S
 from ..sharding.plan import PlanSettings
 from ..sharding.schedule import Kind, Schedule, enclosing, plan_schedule
@@ -55,7 +55,8 @@ class _Player:
     ledger: Ledger = field(default_factory=Ledger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
-    landings: list[tuple[Size, int]] = field(default_factory=list)  # of its groups: room for a message, and how many
+    # Of its groups: room for a message, how many there are, how many are under way at once.
+    landings: list[tuple[Size, int, int]] = field(default_factory=list)
     outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
@@ -92,12 +93,13 @@ class _Player:
         for group in unit.trained:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
-            taken += [] if self.in_place else [self._inbox(group)]
+            under_way = messages_under_way(group.layout, self.settings.bucket_numel)
+            taken += [] if self.in_place else [self._inbox(group)] * under_way
             self.ledger.take(taken)
             self.in_flight += held + taken
             if self._crosses(group):
-                self.landings.append(self._landings(group))
-                self.ledger.take([self.landings[-1][0]])
+                self.landings.append((*self._landings(group), under_way))
+                self.ledger.take([self.landings[-1][0]] * under_way)
             if group.ranks == 1:
                 self._send()  # nothing to wait for
         if not self.settings.overlap:
@@ -132,11 +134,11 @@ class _Player:
 
     def _send(self) -> None:
         """Sums are made and cross, message by message; each has its room until the next is on its way."""
-        for size, messages in self.landings:
+        for size, messages, under_way in self.landings:
             for number in range(messages):
-                self.ledger.take([size] if number else [])  # the first was taken when the reduction began
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
+                self.ledger.take([size] if number + under_way < messages else [])  # the first when it all began
         self.landings = []
 
 

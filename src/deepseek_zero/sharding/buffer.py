@@ -25,6 +25,7 @@ from .layout import BLOCK, FlatLayout, Slot
 from .placement import TRANSITIONS, Movement, R, S
 from .plan import Spec
 
+MOST_UNDER_WAY = 2  # messages of one reduction
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
 
@@ -273,6 +274,12 @@ def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
     return min(max(BLOCK, bucket_numel // layout.ranks // BLOCK * BLOCK), layout.slice_numel)
 
 
+def messages_under_way(layout: FlatLayout, bucket_numel: int) -> int:
+    """Reduction messages that are under way at once: the next one travels while one is waited for and added up."""
+    messages = -(-layout.slice_numel // max(1, message_numel(layout, bucket_numel)))
+    return min(messages, 1 if layout.ranks == 1 else MOST_UNDER_WAY)
+
+
 def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add: bool = False) -> Pending:
     """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
 
@@ -316,13 +323,16 @@ def _reduce_scatter(
         return DONE
     step = message_numel(layout, route.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    inbox = None if comm.reads_in_place else route.pool.take(step * (comm.size - 1), source.storage.dtype)
+    depth = messages_under_way(layout, route.bucket_numel)
+    count = 0 if comm.reads_in_place else depth
+    inboxes = [route.pool.take(step * (comm.size - 1), source.storage.dtype) for _ in range(count)]
 
-    def start(low: int, high: int) -> Pending:
+    def start(number: int) -> Pending:
+        low, high = cuts[number]
         pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
         boxes: list[Tensor | None] = [None] * comm.size
-        if inbox is not None and comm.size > 1:
-            boxes = [*torch.split(inbox[: (comm.size - 1) * (high - low)], high - low)]
+        if inboxes and comm.size > 1:
+            boxes = [*torch.split(inboxes[number % depth][: (comm.size - 1) * (high - low)], high - low)]
             boxes.insert(comm.rank, None)
 
         kept = own[low:high]
@@ -341,15 +351,17 @@ def _reduce_scatter(
             return DONE
         return comm.exchange(pieces, boxes, "reduce", what, add_up)
 
-    first = start(*cuts[0])
+    under_way = deque(start(number) for number in range(depth))
 
-    def rest() -> None:
-        for cut in cuts[1:]:
-            start(*cut).wait()
-        if inbox is not None:
+    def finish() -> None:
+        for number in range(depth, len(cuts) + depth):
+            under_way.popleft().wait()
+            if number < len(cuts):
+                under_way.append(start(number))
+        for inbox in inboxes:
             route.pool.give(inbox)
 
-    return first.then(rest)
+    return Pending(finish)
 
 
 class Landing:

@@ -51,9 +51,9 @@ def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
     assert found[FP32, 3 * 2048] == 3, "a block's weight, its partial gradient, and the one on its way"
 
 
-def test_a_bucket_bounds_the_inbox() -> None:
+def test_a_bucket_bounds_the_inbox_of_each_of_the_two_messages_under_way() -> None:
     found = lent_buffers(*units_of(1, ranks=3, bucket_numel=3 * 1024))
-    assert found == {SCRATCH: 1, (FP32, 2 * 1024): 1}
+    assert found == {SCRATCH: 1, (FP32, 2 * 1024): 2}
 
 
 def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_to_travel() -> None:
