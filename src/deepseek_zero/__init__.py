@@ -6,8 +6,15 @@ Names load on first use, so that importing the package costs little more than im
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":  # before anything fails for want of memfd, SO_PEERCRED or /proc, and says so less clearly
+    raise ImportError(
+        f"deepseek_zero runs on Linux only, and this is {sys.platform}: its ranks use memory, sockets and disks as "
+        "other systems do not offer them. On Windows use WSL 2, on a Mac a Linux container or virtual machine."
+    )
 
 if TYPE_CHECKING:
     from .base.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed

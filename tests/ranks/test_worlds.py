@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +18,7 @@ import torch
 
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, UsageError
+from deepseek_zero.cli.run import SHORT_ERRORS
 
 LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -33,8 +34,8 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def outputs(script: Path, environs: list[Mapping[str, str]]) -> list[str]:
-    """What each process of a script says; all are started at once and must end well."""
+def outputs(script: Path, environs: list[Mapping[str, str]], codes: Sequence[int] = (0, 0)) -> list[str]:
+    """What each process of a script says; all are started at once and end with these codes."""
     started = [
         subprocess.Popen(
             [sys.executable, str(script)],
@@ -50,7 +51,7 @@ def outputs(script: Path, environs: list[Mapping[str, str]]) -> list[str]:
     finally:
         for process in started:
             process.kill()
-    assert [process.returncode for process in started] == [0] * len(started), "\n".join(said)
+    assert [process.returncode for process in started] == [*codes], "\n".join(said)
     return said
 
 
@@ -132,6 +133,35 @@ def test_a_port_that_is_taken_is_told_in_a_sentence(monkeypatch: pytest.MonkeyPa
             deepseek_zero.init_distributed()
     assert len(str(caught.value).splitlines()) == 3
     assert "#0" not in "".join(traceback.format_exception(caught.value)), "no frames of C++"
+
+
+DIE = (
+    TRAIN
+    + """
+import signal
+engine = train()
+if engine.global_rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL)
+for _ in range(3):
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+"""
+)
+
+
+@pytest.mark.parametrize("log_level", ["WARNING", "ERROR"])
+def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_level: str) -> None:
+    """Under `deepseek-zero run` torch logs errors only; elsewhere it shows one page for the board that is gone."""
+    assert SHORT_ERRORS["TORCH_CPP_LOG_LEVEL"] == "ERROR"
+    script = tmp_path / "die.py"
+    script.write_text(DIE)
+    said = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": log_level}
+    killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
+    assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
+    assert "PeerError: rank 0" in told
+    assert "is gone" in told
+    assert "unequal numbers of batches" not in told
+    assert "Error" not in killed
 
 
 SPAWN = (

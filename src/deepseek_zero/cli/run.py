@@ -143,9 +143,14 @@ def run(options: RunOptions) -> int:
         return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
 
 
+# torch logs a page of C++ frames for each call to a store whose keeper is gone: our error says it in a sentence.
+SHORT_ERRORS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_ADDR2LINE": "1"}
+
+
 def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
     """What every rank of this machine gets: its share of the cores and, where slots were chosen, the GPUs."""
     environment = machine.thread_environment(plan.share.nproc, os.environ)
+    environment |= {name: value for name, value in SHORT_ERRORS.items() if name not in os.environ}
     if plan.share.devices is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(plan.share.devices)
     return environment

@@ -70,6 +70,7 @@ class Board:
             host, port = json.loads(address)
             self._store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
         self._said: dict[str, str] = {}
+        self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
         _say_goodbye_at_exit(self)
@@ -78,13 +79,13 @@ class Board:
         """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); a store that is
         gone is no error.
         """
-        if self._said.get(topic, "") == text:
+        if self._is_gone or self._said.get(topic, "") == text:
             return
         try:
             self._store.set(f"{topic}/{self.rank}", text)
             self._said[topic] = text
         except RuntimeError:
-            pass
+            self._is_gone = True
 
     def withdraw(self, topic: str) -> None:
         """Take this rank's line back."""
@@ -92,14 +93,20 @@ class Board:
 
     def read(self, topic: str, rank: int) -> str:
         """Another rank's line, or "" where it wrote none."""
+        if self._is_gone:
+            return ""
         key = f"{topic}/{rank}"
         try:
             return self._store.get(key).decode() if self._store.check([key]) else ""
         except RuntimeError:
-            return "rank 0, which keeps the notice board, is gone" if topic == "ended" else ""
+            self._is_gone = True
+            return ""
 
     def bad_news(self, waits: str, engine: str) -> PeerError | None:
-        """The first rank that raised in this engine or ended, as an error.  waits: what this rank did meanwhile."""
+        """The first rank that raised in this engine or ended, as an error; that rank 0 is gone, which keeps the board.
+
+        waits: what this rank did meanwhile.
+        """
         for rank in range(self.size):
             if rank == self.rank:
                 continue
@@ -115,6 +122,12 @@ class Board:
                     "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some only.",
                     "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
                 )
+        if self._is_gone:
+            return PeerError(
+                f"rank 0, which keeps the notice board, is gone while {waits}.",
+                "It was killed, ran out of memory, lost its network, or its program ended first.",
+                "look at the end of rank 0's output and at the system's log (dmesg) for the out-of-memory killer.",
+            )
         return None
 
     def evidence(self, mine: Position, engine: str) -> PeerError | None:

@@ -228,13 +228,14 @@ def _gloo_error(error: RuntimeError) -> Exception:
 
     torch hands gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
     """
-    first = first_line(error)
-    return ConnectionLost(first) if "gloo/transport/" in first or isinstance(error, _NETWORK_ERRORS) else error
+    is_gloos = "gloo/transport/" in str(error).partition("] ")[0]
+    return ConnectionLost(first_line(error)) if is_gloos or isinstance(error, _NETWORK_ERRORS) else error
 
 
 def first_line(error: BaseException) -> str:
-    """An error's own words, without the C++ frames that torch's distributed errors carry behind them."""
-    return (str(error).splitlines() or [""])[0][:200]
+    """An error's own words: without the C++ file before them and the C++ frames behind them."""
+    line = (str(error).splitlines() or [""])[0]
+    return line[line.find("] ") + 2 if line.startswith("[") else 0 :][:200]
 
 
 _NETWORK_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
