@@ -24,7 +24,7 @@ __all__ = [
     "unregister_external_parameter",
 ]
 
-show_ds_names()  # what zero.Init has cut answers to DeepSpeed's names before there is an engine
+Init.on_start = show_ds_names  # what it has cut answers to DeepSpeed's names before there is an engine
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -72,7 +72,7 @@ def initialize(
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.config.zero_optimization.stage == 3:
-        show_ds_names()
+        show_ds_names(engine.runtime)
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     again.remember(engine)

@@ -1,11 +1,12 @@
 """DeepSpeed's attributes of a stage 3 parameter (`ds_status`, `ds_tensor`, ...), as views: each read asks the engine.
 
 They stand on `torch.nn.Parameter`, because that is what a gathered parameter is; one that no stage 3 engine and no
-zero.Init has sharded does not have them.  Nothing of ours reads them.  Switched on by initialize.py and zero.py.
+zero.Init has sharded does not have them.  Nothing of ours reads them.  They go with the last engine and zero.Init.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from typing import Any
@@ -119,10 +120,25 @@ def _stage(owner: FlatGroup) -> int | None:
     return runtime.settings.stage if runtime is not None else None
 
 
-def show_ds_names() -> None:
-    """Let parameters answer to DeepSpeed's names; doing it twice is harmless."""
-    for name in VIEWS:
-        setattr(nn.Parameter, name, _View(name))
+_needed_by: set[int] = set()
+
+
+def show_ds_names(user: object) -> None:
+    """Let parameters answer to DeepSpeed's names while `user` lives: an engine of stage 3, or a zero.Init."""
+    if not _needed_by:
+        for name in VIEWS:
+            setattr(nn.Parameter, name, _View(name))
+    if id(user) not in _needed_by:
+        _needed_by.add(id(user))
+        weakref.finalize(user, _no_longer, id(user)).atexit = False
+
+
+def _no_longer(user: int) -> None:
+    """`torch.nn.Parameter` is torch's own again when the last user is gone."""
+    _needed_by.discard(user)
+    if not _needed_by:
+        for name in VIEWS:
+            delattr(nn.Parameter, name)
 
 
 class ParameterOffload:

@@ -7,24 +7,31 @@ compiled, so it calls what is under the marks.  Called by sharded.py.
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch.optim import Optimizer
 
+_ONE_AT_A_TIME = threading.RLock()  # a second thread would take the bare methods for torch's, and put those back
+
 
 @contextmanager
 def unmarked() -> Iterator[None]:
-    """While torch's optimizers are built, or load a state."""
-    marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
-    for name, method in marked.items():
-        setattr(Optimizer, name, inspect.unwrap(method))
-    try:
-        yield
-    finally:
+    """While torch's optimizers are built, or load a state.
+
+    Other threads' optimizers do without the marks for as long, which changes nothing that they do.
+    """
+    with _ONE_AT_A_TIME:
+        marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
         for name, method in marked.items():
-            setattr(Optimizer, name, method)
+            setattr(Optimizer, name, inspect.unwrap(method))
+        try:
+            yield
+        finally:
+            for name, method in marked.items():
+                setattr(Optimizer, name, method)
 
 
 def rule_of(optimizer: Optimizer) -> Callable[[], Any]:

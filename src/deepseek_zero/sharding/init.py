@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +116,8 @@ class Init:
     Without a launcher (a world of one) each slice is the whole parameter and the same code runs.
     """
 
+    on_start: ClassVar[Callable[[Init], None]] = staticmethod(lambda session: None)  # what a door does for a session
+
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -130,6 +132,8 @@ class Init:
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
+        if enabled:
+            Init.on_start(self)
         if unknown := sorted(set(deepspeed_words) - ACCEPTED):
             raise UsageError(
                 f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}."
