@@ -25,7 +25,7 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.device import PerDevice
 from ..base.errors import ModelMismatchError, PeerError
-from ..base.mesh import PATIENCE, shares_gpu
+from ..base.mesh import shares_gpu
 from .board import raised_in
 from .links import Lane, Links
 from .marks import WORLD, Mark, lane_number, lane_of
@@ -100,10 +100,11 @@ DONE = Pending(nothing)
 class Comm:
     """The collectives of one group.  Making one is collective; its name keeps two engines' messages apart.
 
-    transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.
+    transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.  trains: False for what
+    only builds or loads a model, and waits for each of its collectives.
     """
 
-    def __init__(self, device: torch.device, *, transport: str = "fastest") -> None:
+    def __init__(self, device: torch.device, *, transport: str = "fastest", trains: bool = True) -> None:
         self.name, self.meter = "engine", Meter()
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
@@ -116,14 +117,17 @@ class Comm:
             self.rank, self.size = links.rank, links.size
             self.name, self._number = WORLD, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = links.gloo
-            self._host_transport, free = _agreed(self, links, transport)
+            self._host_transport, slots, free, idle = _agreed(self, links, transport)
             self._number = next(links.engines)  # made in the same order on every rank of this world
             self.name = f"engine {self._number - 1}"
-            links.tags.take(self.name, free)
+            links.tags.take(self.name, slots)
             weakref.finalize(self, links.forget, self.name).atexit = False
             self._transport = self._host_transport
             if device.type != "cpu":
-                self._transport = _between_devices(links, device)
+                self._transport = Staged(links.gloo, links.rank, links.size, device)
+            if device.type == "cuda" and not shares_gpu(links.hosts.local_size):
+                groups = links.channels.take(self.name, trains=trains, free=free, idle=idle)
+                self._transport = Nccl(links.rank, links.size, groups, device)
 
     def capabilities(self) -> list[Capability]:
         """How tensors travel from this rank to the others, and why not faster.  Local."""
@@ -345,28 +349,22 @@ def hand_out(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sour
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, links: Links, transport: str) -> tuple[Transport, int]:
-    """How host tensors travel, as every rank was told, and the slots that are free on every rank (`Tags`).
+def _agreed(comm: Comm, links: Links, transport: str) -> tuple[Transport, int, int, int]:
+    """How host tensors travel, as every rank was told; and what is so on every rank: the slots that are free (`Tags`),
+    the pairs of groups that are free and those that are idle (`Channels`).
 
     Asked over gloo, which every rank has.  ModelMismatchError where ranks were told different things.
     """
-    table = comm.rows(torch.tensor([int(transport == "gloo"), links.tags.free_slots()]), "a new engine's transport")
+    mine = [int(transport == "gloo"), links.tags.free_slots(), links.channels.free(), links.channels.idle()]
+    table = comm.rows(torch.tensor(mine), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
         raise ModelMismatchError(
             "ranks differ in their transport: some are told to use gloo, others are not.",
             "Two ranks that talk in different ways never meet.",
             "pass the same configuration on every rank.",
         )
-    free = functools.reduce(operator.and_, table[:, 1].tolist())
-    return links.gloo if transport == "gloo" else links.fastest, free
-
-
-def _between_devices(links: Links, device: torch.device) -> Transport:
-    """NCCL where each rank has a GPU of its own, else through the host."""
-    if device.type != "cuda" or shares_gpu(links.hosts.local_size):
-        return Staged(links.gloo, links.rank, links.size, device)
-    groups = {lane: dist.new_group(backend="nccl", timeout=PATIENCE) for lane in ("gather", "reduce")}
-    return Nccl(links.rank, links.size, groups, device)
+    slots, free, idle = (functools.reduce(operator.and_, table[:, column].tolist()) for column in (1, 2, 3))
+    return links.gloo if transport == "gloo" else links.fastest, slots, free, idle
 
 
 def _leave(received: Sequence[Tensor]) -> None:

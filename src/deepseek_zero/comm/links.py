@@ -21,6 +21,7 @@ import torch.distributed as dist
 from ..base import world
 from ..base.mesh import PATIENCE
 from .board import Board, Position
+from .channels import Channels
 from .marks import engine_of
 from .neighbours import find_neighbours
 from .same_host import SameHost
@@ -60,7 +61,7 @@ class Links:
         self.hosts, neighbours, self.refusal = find_neighbours(self.rank, self.size, group)
         self.board = Board(self.rank, self.size, self.hosts, group)
         others = [peer for peer in range(self.size) if peer != self.rank]
-        self.tags = Tags()
+        self.tags, self.channels = Tags(), Channels()
         self.gloo = Gloo(self.rank, self.size, group, others, self.tags)
         same_host = SameHost(self.rank, self.size, neighbours) if neighbours is not None else None
         near = same_host.peers if same_host is not None else ()
@@ -87,6 +88,7 @@ class Links:
             if engine_of(name) == engine:
                 lane.log.clear()
         self.tags.leave(engine)
+        self.channels.leave(engine)
         self.gloo.end_engine(engine)
         self.fastest.end_engine(engine)
 

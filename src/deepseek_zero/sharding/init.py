@@ -154,7 +154,7 @@ class Init:
     def comm(self) -> Comm:
         """The ranks that build together."""
         if self._comm is None:
-            self._comm = Comm(current_mesh(self._device).device)
+            self._comm = Comm(current_mesh(self._device).device, trains=False)
         return self._comm
 
     def __enter__(self) -> Init:
