@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
-from deepseek_zero.comm import transports
+from deepseek_zero.comm import links, neighbours, transports
 from tests.plain import (
     BACKWARD,
     STAGE_1,
@@ -427,10 +427,16 @@ def test_units_used_in_another_order_on_one_rank_still_train(setting: Setting) -
 
 @pytest.mark.ranks(2, fresh=True)
 def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
+    """Hosts are counted by their keys: no launcher need say how many ranks each has (PyTorchJob's does not)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.delenv("LOCAL_WORLD_SIZE")
+        patch.setenv("MASTER_ADDR", "localhost")
+        patch.setattr(neighbours, "host_key", lambda: f"host {here()}")
         patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
         engine = engine_for(seeded(Model), STAGE_1)
+    world = links.Links.of_this_world()
+    assert world.board._store.host == "localhost", "and not 127.0.0.1, where another host would find itself"
+    assert (links.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (1, [here()], False)
     if here() == 1:
         engine.module.blocks[2].register_forward_pre_hook(raises)
     with pytest.raises(Boom if here() == 1 else PeerError, match="rank 1"):
