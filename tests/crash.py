@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from deepseek_zero.checkpoint import files
+from deepseek_zero.checkpoint.claim import WRITER
 
 
 @dataclass(eq=False)
@@ -47,6 +48,7 @@ class Recorder:
         with pytest.MonkeyPatch.context() as patch:
             for verb in ("create", "write", "truncate", "sync", "make_folder", "sync_folder", "rename", "remove"):
                 patch.setattr(files, verb, self._recorded(verb, getattr(files, verb)))
+            patch.setattr(files, "open_to_lock", self._recorded("create", files.open_to_lock))
             patch.setattr(files, "remove_empty_folder", self._recorded("remove", files.remove_empty_folder))
             patch.setattr(files, "remove_folder", self._remove_folder)
             yield
@@ -146,3 +148,8 @@ def flip(path: Path, at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+def names_in(folder: Path) -> list[str]:
+    """What lies in a directory of checkpoints, without the lock of the job that saves there."""
+    return sorted(path.name for path in folder.iterdir() if path.name != WRITER)

@@ -23,6 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from deepseek_zero.comm import transports
+from tests.crash import names_in
 from tests.ranks.test_crash import engine_of, newest, step
 
 RANKS = 2
@@ -109,7 +110,7 @@ def main() -> None:
     for _ in range(kills):
         hung += one_life(folder, chance)
         found.append(newest(folder))  # raises where a byte is wrong
-        leftovers += any(path.name.startswith(".") for path in folder.iterdir())
+        leftovers += any(name.startswith(".") for name in names_in(folder))
     sys.stdout.write(json.dumps({"kills": kills, "different": len(set(found)), "hung": hung, "leftovers": leftovers}))
 
 

@@ -26,7 +26,7 @@ from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files, load
 from deepseek_zero.checkpoint.tensor_file import read_header
 from deepseek_zero.checkpoint.verify import verify
-from tests.crash import flip
+from tests.crash import flip, names_in
 from tests.pairwise import cases
 from tests.plain import here, world
 from tests.tower import BF16, FP16, Tower, config, train
@@ -151,7 +151,7 @@ def test_a_value_that_only_pickle_could_hold_is_named_on_every_rank_and_leaves_n
     state = {"history": [1, {"model": nn.Linear(1, 1)}]} if here() == 1 else {"history": []}
     with pytest.raises(CheckpointError, match=r"client_state.history\[1\].model is a torch.nn"):
         engine.save_checkpoint(tmp_path, client_state=state)
-    assert list(tmp_path.iterdir()) == []
+    assert names_in(tmp_path) == []
     train(engine, 0, 1)
 
 
@@ -167,7 +167,7 @@ def test_a_write_that_fails_on_one_rank_fails_on_all_and_keeps_the_last_checkpoi
     assert not (tmp_path / "bad").exists()
     assert (tmp_path / "latest").read_text() == "good"
     dist.barrier()  # rank 0 has tidied up
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["good", "latest"]
+    assert names_in(tmp_path) == ["good", "latest"]
     engine.load_checkpoint(tmp_path)
     engine.save_checkpoint(tmp_path, tag="bad")
     assert (tmp_path / "latest").read_text() == "bad"
@@ -329,7 +329,7 @@ def test_a_step_makes_it_visible_and_what_went_wrong_is_raised_there(tmp_path: P
         with pytest.raises(CheckpointError, match="No space left"):
             steps_until_it_is_over(engine)
     dist.barrier()  # rank 0 has tidied up
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "latest"]
+    assert names_in(tmp_path) == ["first", "latest"]
     train(engine, 3, 4)
 
 
@@ -349,13 +349,13 @@ def test_training_does_not_wait_for_the_removal_of_what_was_replaced(tmp_path: P
         engine.save_checkpoint(tmp_path, tag="one", wait=False)
         steps_until_it_is_over(engine)
         dist.barrier()  # rank 0 has begun
-        names = sorted(path.name for path in tmp_path.iterdir())
+        names = names_in(tmp_path)
         assert names == [".one.replaced", "latest", "one"]
         dist.barrier()
         may_go.set()
         engine.finish_saving()
     dist.barrier()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "one"]
+    assert names_in(tmp_path) == ["latest", "one"]
 
 
 @pytest.mark.ranks(2)

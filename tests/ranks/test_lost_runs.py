@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -141,3 +144,83 @@ def test_a_tag_does_not_take_the_place_of_what_is_no_checkpoint(tmp_path: Path) 
         dist.barrier()
         engine.save_checkpoint(folder, tag="empty")
         engine.save_checkpoint(folder, tag="empty")  # in the place of its own
+
+
+SECOND = """
+import sys, torch, deepseek_zero
+engine = deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={
+    "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "checkpoint": {"layout": sys.argv[2]}})[0]
+try:
+    engine.save_checkpoint(sys.argv[1], tag=sys.argv[3])
+except deepseek_zero.DeepSeekZeroError as error:
+    print("told:", error)
+else:
+    print("saved")
+if len(sys.argv) > 4:  # and hold what it has until it is killed, with a child that outlives it
+    import os, time
+    if os.fork() == 0:
+        os.close(1), os.close(2), time.sleep(20), os._exit(0)
+    print("waits", flush=True)
+    time.sleep(20)
+"""
+
+
+def second(folder: Path, layout: str, tag: str) -> str:
+    """What another job says that saves there."""
+    words = [sys.executable, "-c", SECOND, str(folder), layout, tag]
+    return subprocess.run(words, capture_output=True, text=True, check=True, env=own_environment()).stdout
+
+
+def own_environment() -> dict[str, str]:
+    told = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in told}
+
+
+@pytest.mark.ranks(1, timeout=120)
+def test_the_second_job_in_one_directory_is_told_and_a_dead_one_is_no_obstacle(tmp_path: Path) -> None:
+    for layout in LAYOUTS:
+        folder, engine = tmp_path / layout, build(layout)
+        engine.save_checkpoint(folder, tag="mine")
+        build(layout).save_checkpoint(folder, tag="another engine of this job")
+        for tag in ("mine", "theirs"):
+            said = second(folder, layout, tag)
+            assert f"another job writes into '{folder}': process {os.getpid()} on " in said
+        assert not (folder / "theirs").exists() and (folder / "latest").read_text() == "another engine of this job"
+        engine.save_checkpoint(tmp_path / "elsewhere" / layout, tag="mine")
+        words = [sys.executable, "-c", SECOND, str(folder), layout, "theirs", "wait"]
+        with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=own_environment()) as other:
+            assert other.stdout is not None
+            heard = [other.stdout.readline()]
+            while heard[-1] and "waits" not in heard[-1]:
+                heard.append(other.stdout.readline())
+            assert "saved" in "".join(heard), heard
+            with pytest.raises(CheckpointError, match=rf"another job writes into .*process {other.pid} on"):
+                engine.save_checkpoint(folder, tag="mine")
+            other.kill()
+        engine.save_checkpoint(folder, tag="mine")
+        engine.destroy()
+        assert sorted(path.name for path in folder.iterdir() if path.suffix != ".py") == sorted(
+            ["another engine of this job", "latest", "mine", "theirs"]
+        )
+
+
+@pytest.mark.ranks(1)
+def test_where_the_file_system_knows_no_locks_the_second_job_is_warned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("deepseek_zero.checkpoint.claim.fcntl.lockf", no_locks)
+    engine = build()
+    (tmp_path / ".writer").write_text('{"host": "node7", "process": "12", "job": "4711"}')
+    with warnings_of() as said:
+        engine.save_checkpoint(tmp_path, tag="one")
+    assert any("process 12 on node7 (job 4711)" in each for each in said)
+    os.utime(tmp_path / ".writer", (1, 1))
+    (tmp_path / ".writer").write_text("not JSON")
+    os.utime(tmp_path / ".writer", (1, 1))
+    with warnings_of() as said:
+        build().save_checkpoint(tmp_path, tag="two")
+        engine.save_checkpoint(tmp_path, tag="three")
+    assert not said

@@ -46,6 +46,16 @@ def create(path: Path, flags: int = 0) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
 
+def open_to_lock(path: Path) -> int:
+    """A file that is there for its lock, and says who has it; made where it is not."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def touch(path: Path) -> None:
+    """Say that somebody is alive."""
+    os.utime(path)
+
+
 def write(descriptor: int, data: memoryview, offset: int) -> None:
     """All of it."""
     done = 0

@@ -224,6 +224,7 @@ class Engine(nn.Module):
         if not self.runtime.is_destroyed and self.observer.settings.steps_per_print and self.global_steps > 1:
             log_once("\n".join(["where the run went", *self._where_steps_went()]))
         self.parts.saver.finish()
+        self.parts.saver.close()
         self.runtime.remove_hooks()
         recompute.release(self.parts.recompute)
         if self.parts.vertical is not None:

@@ -10,6 +10,7 @@ import json
 import logging
 import threading
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ import torch
 from ..base.dropin import is_dropin_imported
 from ..base.log import log_once
 from ..checkpoint.catalogue import Keep, is_checkpoint, latest_tag, newest_good_of_all, retain, tags_in
+from ..checkpoint.claim import Claim
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
 from ..checkpoint.deepspeed_save import misfit, save_deepspeed
@@ -60,6 +62,22 @@ class Saver:
         self.current: Saving | None = None
         self.commit_seconds = 0.0  # of the last one
         self._removal: threading.Thread | None = None
+        self._claim = Claim()
+        self._end = weakref.finalize(self, self._claim.release)
+
+    def take(self, comm: Comm, directory: Path) -> None:
+        """Claim a directory for this job; CheckpointError on every rank where another one writes there.  Collective."""
+
+        def claim() -> str:
+            if comm.rank == 0:
+                self._claim.take(directory)
+            return ""
+
+        together(comm, "saving: one job in the directory", claim)
+
+    def close(self) -> None:
+        """Nothing will be saved any more: another job may have the directory."""
+        self._claim.release()
 
     def look(self) -> None:
         """Between two steps: once every rank has written its file, make the checkpoint visible.
@@ -117,6 +135,7 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     loader = engine.training_dataloader
     trainer["data"] = _position(loader, begun)
     engine.parts.saver.finish()
+    engine.parts.saver.take(engine.runtime.comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     if _is_deepspeeds(engine, contents, settings):
         return save_deepspeed(Path(directory), name, contents, settings)
