@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..activations import recompute
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
+from ..comm.agreement import together
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of
@@ -48,7 +50,11 @@ class Engine(nn.Module):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self.observer = Observer(parts.observer_settings, mesh.device)
+        self.observer = together(
+            parts.runtime.comm,
+            "opening the run's records",
+            lambda: Observer(parts.observer_settings, mesh.device),
+        )
         if parts.observer_settings.dump_state:
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
@@ -125,11 +131,20 @@ class Engine(nn.Module):
         else:
             self._stepped = True
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step(**(lr_kwargs or {}))
+                self._move_rates(lr_kwargs or {})
         self.observer.stepped(self)
         self.parts.saver.look()
         if preemption is not None:
             preemption.act(self)
+
+    def _move_rates(self, words: dict[str, Any]) -> None:
+        if isinstance(self.lr_scheduler, ReduceLROnPlateau) and "metrics" not in words:
+            raise UsageError(
+                "ReduceLROnPlateau was not told what it waits for.",
+                "It lowers the rate when a number stops falling, and engine.step() knows none.",
+                'pass it: engine.step(lr_kwargs={"metrics": loss}).',
+            )
+        self.lr_scheduler.step(**words)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import allocated_bytes
+from ..base.errors import StorageError
 from ..base.log import log_once, logger
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
@@ -59,9 +60,16 @@ class Observer:
     def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.timers = Timers(device) if settings.wall_clock_breakdown else None
-        self.monitor = MonitorMaster(settings.monitor)
         path = settings.records_path
-        self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
+        try:
+            self.monitor = MonitorMaster(settings.monitor)
+            self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
+        except OSError as error:
+            raise StorageError(
+                f"the run's records cannot be written: {str(error)[:300]}.",
+                "records.path, or the output_path of a monitor, names a directory that cannot be made or written.",
+                "name another directory, or switch it off.",
+            ) from error
         self._record: StepRecord | None = None
         self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
         self._losses: list[Tensor] = []
@@ -109,7 +117,10 @@ class Observer:
         if wanted.output_file is None:
             logger.info(table)
         else:
-            Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
+            try:
+                Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
+            except OSError as error:  # no reason to lose a run in its forward
+                logger.warning(f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}")
 
     def saw(self, args: tuple[Any, ...]) -> None:
         """Count the tokens of a micro-batch: the elements of the first integer tensor the model is given."""

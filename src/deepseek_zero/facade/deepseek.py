@@ -47,12 +47,13 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
     config = dict(keywords)
     section = config.get(_ZERO, {})
     if not isinstance(section, Mapping):
-        if isinstance(section, bool) or section not in range(4):
+        if type(section) is not int or section not in range(4):
             return config  # for `load` to refuse
         fix = f'write {{"stage": {section}}}, or stage={section} without it.'
         raise UsageError(f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix)
     stage = config.pop("stage", None)
-    if stage is not None and section.get("stage", stage) != stage:
+    twice = stage is not None and "stage" in section
+    if twice and not (type(stage) is type(section["stage"]) is int and stage == section["stage"]):
         raise UsageError(
             f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': {shown(section['stage'])}}}.",
             "They name one thing, and differ.",
@@ -70,6 +71,11 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
     return config
 
 
+def _asks(stated: Any) -> bool:
+    """Whether a key, or one of a section, was stated to some effect: switched off and empty it asks for nothing."""
+    return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
+
+
 _DOOR = "DeepSeekZeRO3"
 
 
@@ -85,7 +91,7 @@ class DeepSeekZeRO3(nn.Module):
         super().__init__()
         module_of(model)
         mesh, raw = current_mesh(default_device()), load(configuration_of(zero_config))
-        if idle := [key for key in ENGINE_ONLY if raw.get(key) is not None]:
+        if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
         self.config = resolve(raw, facts_of(Request(model), mesh))

@@ -37,7 +37,7 @@ class Lion(Optimizer):
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
     ) -> None:
-        if lr < 0 or weight_decay < 0 or not all(0 <= beta < 1 for beta in betas):
+        if not lr >= 0 or not weight_decay >= 0 or not all(0 <= beta < 1 for beta in betas):
             raise ConfigError(
                 f"Lion cannot use lr={lr}, betas={betas}, weight_decay={weight_decay}.",
                 fix="give lr >= 0, weight_decay >= 0 and both betas in [0, 1).",

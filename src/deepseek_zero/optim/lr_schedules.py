@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler as torch_schedules
 
+from deepseek_zero.base.device import tell_schedules_of_step
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, shown
 from deepseek_zero.optim.arguments import checked_arguments, nearest
+from deepseek_zero.optim.lean import unmarked
 from deepseek_zero.optim.schedule import HasParamGroups, Schedule
 from deepseek_zero.optim.schedule_shapes import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -64,15 +66,31 @@ def resolve_schedule(
         )
     settings = checked_arguments(f"scheduler {shown(name)}", cls, params)
     try:
+        _try_out(cls, optimizer, settings)
         built: Schedule | torch.optim.lr_scheduler.LRScheduler = cls(optimizer, **settings)
     except DeepSeekZeroError:
         raise
     except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
         raise ConfigError(
-            f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: {refusal}",
+            f"scheduler {shown(name)} refuses its parameters {shown(settings, 300)}: {str(refusal)[:300]}",
             fix="see the documentation of the class for what it takes.",
         ) from refusal
     return built
+
+
+def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, Any]) -> None:
+    """Three steps over a stand-in: what the class takes and cannot compute with would end the training later."""
+    with unmarked():
+        stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+    stand_in.defaults = dict(getattr(optimizer, "defaults", stand_in.defaults))
+    stand_in.param_groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]
+    schedule = cls(stand_in, **settings)
+    tell_schedules_of_step(stand_in)
+    for _ in range(3):
+        schedule.step(**({"metrics": 1.0} if cls is torch_schedules.ReduceLROnPlateau else {}))
+    rates = [group["lr"] for group in stand_in.param_groups]
+    if not all(isinstance(rate, int | float | torch.Tensor) for rate in rates):
+        raise TypeError(f"its rates are {shown(rates)}")
 
 
 def _flag(text: str) -> bool:

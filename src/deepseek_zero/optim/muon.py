@@ -22,6 +22,7 @@ from deepseek_zero.base.errors import ConfigError
 # into about [0.7, 1.2]; it is not meant to converge to 1.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _NORM_EPS = 1e-7
+_TOO_MANY = 100  # steps of an iteration that five converge; torch draws the same line
 _MUON_LR, _ADAM_LR = 2e-2, 3e-4
 
 # Half formats where the hardware multiplies them fast; a CPU without such units is slower with them than in fp32.
@@ -57,10 +58,11 @@ class MuonSettings:
                 f"Muon does not know ns_method {self.ns_method!r}.", fix="give one of " + ", ".join(_WORK_DTYPE) + "."
             )
         rates = [rate for rate in (self.lr, self.muon_lr, self.adam_lr) if rate is not None]
-        if any(rate < 0 for rate in rates) or self.weight_decay < 0 or not 0 <= self.momentum < 1 or self.ns_steps < 1:
+        sound = all(rate >= 0 for rate in rates) and self.weight_decay >= 0 and 0 <= self.momentum < 1  # NaN is not
+        if not sound or not isinstance(self.ns_steps, int) or not 1 <= self.ns_steps < _TOO_MANY:
             raise ConfigError(
                 f"Muon cannot use {self}.",
-                fix="give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps >= 1.",
+                fix="give learning rates and weight_decay >= 0, momentum in [0, 1) and ns_steps from 1 to 99.",
             )
 
     def lr_of(self, use_muon: bool) -> float:

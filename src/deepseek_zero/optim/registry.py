@@ -15,10 +15,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 from deepseek_zero.base.log import log_once
 from deepseek_zero.optim.arguments import checked_arguments, nearest
 from deepseek_zero.optim.lamb import Lamb
+from deepseek_zero.optim.lean import rule_of, unmarked
 from deepseek_zero.optim.lion import Lion
 from deepseek_zero.optim.muon import Muon
 
@@ -40,10 +42,24 @@ class OptimizerSpec:
         except DeepSeekZeroError:
             raise
         except Exception as refusal:  # torch's classes check by whatever comes to hand: asserts, indices, comparisons
-            raise ConfigError(
-                f"optimizer {self.cls.__name__} refuses its parameters {shown(self.defaults, 300)}: {refusal}",
-                fix="see the documentation of the class for what it takes.",
-            ) from refusal
+            raise self._refusal(refusal) from refusal
+
+    def try_out(self) -> None:
+        """One step over a handful of numbers: what the class takes and cannot compute with is a ConfigError too."""
+        matrix, vector = (nn.Parameter(torch.ones(shape, device=default_device())) for shape in ((2, 2), (2,)))
+        matrix.grad, vector.grad = torch.ones_like(matrix), torch.ones_like(vector)
+        optimizer = self.build([matrix, vector])
+        try:
+            with torch.no_grad():
+                rule_of(optimizer)()
+        except Exception as refusal:
+            raise self._refusal(refusal) from refusal
+
+    def _refusal(self, refusal: Exception) -> ConfigError:
+        return ConfigError(
+            f"optimizer {self.cls.__name__} refuses its parameters {shown(self.defaults, 300)}: {str(refusal)[:300]}",
+            fix="see the documentation of the class for what it takes.",
+        )
 
     def parameter_groups(
         self, model: nn.Module, groups: Iterable[Mapping[str, Any]] | None = None
@@ -150,7 +166,11 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     defaults = {} if params.get("torch_adam") is True else dict(named.defaults)
     if cls in _WITH_FUSED_KERNEL and not _EXCLUDE_FUSED & given.keys():
         defaults["fused"] = True
-    return OptimizerSpec(cls, defaults | given, granularity)
+    spec = OptimizerSpec(cls, defaults | given, granularity)
+    if given:
+        with unmarked():
+            spec.try_out()
+    return spec
 
 
 def granularity_of(optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None) -> Granularity:

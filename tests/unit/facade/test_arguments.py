@@ -146,6 +146,24 @@ CONFIGS: dict[str, tuple[Any, str]] = {
         {**ADAMW, "scheduler": {"type": "WarmupDecayLR", "params": {}}},
         "total_num_steps",
     ),
+    "steps of no size": (
+        {**ADAMW, "scheduler": {"type": "StepLR", "params": {"step_size": 0}}},
+        "StepLR.*modulo by zero",
+    ),
+    "a word for a factor": (
+        {**ADAMW, "scheduler": {"type": "ExponentialLR", "params": {"gamma": "x"}}},
+        "ExponentialLR",
+    ),
+    "iterations without end": (with_params("Muon", ns_steps=2**62), "ns_steps from 1 to 99"),
+    "a rate that is no number": (with_params("Lion", lr=float("nan")), "lr"),
+    "a rate beyond fp32": (with_params("NAdam", lr=1e308), "without overflow"),
+    "a graph on a CPU": (with_params("Adamax", capturable=True), "capturable"),
+    "a list for a rate": (with_params("SGD", dampening=[]), "SGD refuses"),
+    "a directory that cannot be": ({"records": {"path": __file__ + "/x"}}, "records cannot be written"),
+    "a monitor's that cannot be": (
+        {"csv_monitor": {"enabled": True, "output_path": __file__ + "/x"}},
+        "records cannot be written",
+    ),
     "milestones that are none": (
         {**ADAMW, "scheduler": {"type": "MultiStepLR", "params": {"milestones": 5}}},
         "MultiStepLR",
@@ -169,6 +187,22 @@ def test_an_argument_that_cannot_be_is_named(name: str) -> None:
 def test_a_configuration_that_cannot_be_is_named(name: str) -> None:
     given, words = CONFIGS[name]
     refused(lambda: initialize(config=given), words)
+
+
+def test_a_schedule_that_waits_for_a_number_is_told_it() -> None:
+    engine = dz.initialize(model=nn.Linear(3, 2), config={**ADAMW, "scheduler": {"type": "ReduceLROnPlateau"}})[0]
+    engine.backward(engine(torch.ones(4, 3)).mean())
+    refused(engine.step, "metrics")
+    engine.destroy()
+
+
+def test_a_profile_that_cannot_be_written_loses_no_step(capsys: pytest.CaptureFixture[str]) -> None:
+    profile = {"enabled": True, "profile_step": 0, "output_file": __file__ + "/x"}
+    engine = dz.initialize(model=nn.Linear(3, 2), config={**ADAMW, "flops_profiler": profile})[0]
+    engine.backward(engine(torch.ones(4, 3)).mean())
+    engine.step()
+    engine.destroy()
+    assert "flops_profiler.output_file cannot be written" in capsys.readouterr().err
 
 
 def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
