@@ -9,6 +9,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,16 +145,15 @@ def step_through(keywords: dict[str, Any]) -> None:
 @pytest.mark.parametrize("door", ["initialize", "DeepSeekZeRO3"])
 def test_what_is_taken_builds_an_engine_and_takes_a_step_or_says_why_not(door: str) -> None:
     rng, findings, ends = random.Random(15), Findings(), time.process_time() + SECONDS
-    tried = 0
+    tried, is_engine = 0, door == "initialize"
     while tried < BUILT and time.process_time() < ends:
-        is_engine = door == "initialize"
         given = configs.made(rng, meant=0.9) if is_engine else configs.keywords(rng, meant=0.9)
         try:
             resolve(load(given if is_engine else configuration_of(given)), Facts(launched=False))
         except DeepSeekZeroError:
             continue
         tried += 1
-        findings.try_one(given, lambda given=given: step_with(given) if is_engine else step_through(given))
+        findings.try_one(given, partial(step_with if is_engine else step_through, given))
     findings.none()
     assert findings.answers["taken"] > 0.5 * tried
 
@@ -164,6 +164,6 @@ def test_whatever_an_optimizer_and_a_schedule_are_told_they_step_or_are_refused(
     rng, findings, ends = random.Random(16), Findings(), time.process_time() + SECONDS
     while findings.answers.total() < 10 * BUILT and time.process_time() < ends:
         given = configs.trained(rng)
-        findings.try_one(given, lambda given=given: step_with(given))
+        findings.try_one(given, partial(step_with, given))
     findings.none()
     assert findings.answers["taken"] > 0.1 * findings.answers.total()
