@@ -28,6 +28,12 @@ class DeepSeekZeroError(RuntimeError):
         return type(self), (self.what, self.why, self.fix)
 
 
+def brief(error: BaseException) -> str:
+    """What an error of somebody else's says, on one line and not at any length: some quote whole files."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
 class ConfigError(DeepSeekZeroError, ValueError):
     """The configuration cannot be used; lists every problem found, not only the first."""
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, brief
 from .manifest import BUFFER, MOMENT, WEIGHT, Manifest, lacking
 from .state import dtype_name
 
@@ -99,7 +99,7 @@ def records_of(path: Path) -> list[Record]:
         raise CheckpointError(f"{path.name} is missing.", fix="copy the whole folder, or load another tag.") from None
     except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
         raise CheckpointError(
-            f"{path.name} is no file of torch.save: {error}.",
+            f"{path.name} is no file of torch.save: {brief(error)}.",
             "It is damaged, or was cut short.",
             "bring it back from a copy, or load another tag.",
         ) from error
@@ -181,7 +181,7 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
         return _read(folder, trained)
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, OSError) as error:
         raise CheckpointError(
-            f"{folder} is not laid out as expected: {error!r}.",
+            f"{folder} is not laid out as expected: {brief(error)}.",
             "Data-parallel checkpoints of DeepSpeed's stages 0 to 3 are read, others (pipelines, experts) are not.",
             "convert it with DeepSpeed's own tools first.",
         ) from error
@@ -270,7 +270,7 @@ def open_file(path: Path) -> dict[str, Any]:
         ) from None
     except Exception as error:  # a damaged pickle may raise anything
         refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds a {refused[1]}" if refused else f"cannot be read: {(str(error) or repr(error)).splitlines()[0]}"
+        what = f"holds a {refused[1]}" if refused else f"cannot be read: {brief(error)}"
         raise CheckpointError(
             f"{path} {what}.",
             "Only tensors, plain values and four classes of DeepSpeed's are taken, so that a file cannot run code.",

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, brief
 from ..comm.agreement import hear
 from ..comm.collectives import Comm
 
@@ -110,9 +110,9 @@ class Manifest:
                 "The disk, or what leads to it, is at fault.",
                 "look at the disk (dmesg, smartctl), or load another tag.",
             ) from error
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(
-                f"{path} cannot be understood: {type(error).__name__}: {error}.",
+                f"{path} cannot be understood: {brief(error)}.",
                 "The file is damaged.",
                 "load another tag.",
             ) from None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, brief
 from . import files
 from .tensor_file import Entry
 
@@ -74,7 +74,9 @@ def _named(index: Path) -> list[str]:
         where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted(set(where.values()))
     except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{index} is no index: {error!r}.", "", "download or export the weights again.") from None
+        raise CheckpointError(
+            f"{index} is no index: {brief(error)}.", "", "download or export the weights again."
+        ) from None
 
 
 def _inside(name: Any, index: Path) -> str:

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from ..base.device import default_device
-from ..base.errors import CheckpointError
+from ..base.errors import CheckpointError, brief
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
@@ -46,7 +46,7 @@ class WeightFiles:
                 opened = stack.enter_context(safe_open(file, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise CheckpointError(
-                    f"{file} cannot be read: {error}.",
+                    f"{file} cannot be read: {brief(error)}.",
                     "It is missing, damaged or no safetensors file.",
                     "get it again.",
                 ) from None
@@ -82,7 +82,7 @@ def _readable(name: str) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"'{name}' cannot be read: {error}.", "", "get the weights again.") from error
+        raise CheckpointError(f"'{name}' cannot be read: {brief(error)}.", "", "get the weights again.") from error
 
 
 def _refuse_damaged(path: Path, share: Share = ALL) -> str:
