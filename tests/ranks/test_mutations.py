@@ -234,5 +234,5 @@ def test_a_damaged_one_gives_the_right_values_or_an_error_that_names_it(tmp_path
             counts["right"] += 1
             assert not differences(found, told), f"{number}: wrong values without a word"
         dist.barrier()
-    assert min(counts.values()) > COUNT // 30, counts
+    assert min(counts.values()) > COUNT // 100, counts  # both were seen
     assert time.monotonic() - began < (2000 if COUNT > 300 else 200)
