@@ -7,9 +7,11 @@ Knows nothing of lanes' order or of errors (collectives.py, links.py).  Called b
 from __future__ import annotations
 
 import queue
+import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -228,7 +230,7 @@ def _gloo_error(error: RuntimeError) -> Exception:
 
     torch hands gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
     """
-    is_gloos = "gloo/transport/" in str(error).partition("] ")[0]
+    is_gloos = re.match(r"\[[^]]*gloo/transport/", str(error))
     return ConnectionLost(first_line(error)) if is_gloos or isinstance(error, _NETWORK_ERRORS) else error
 
 
@@ -257,23 +259,31 @@ class Nccl(Plain):
 
     def all_gather(self, full: Tensor, mark: Mark) -> Wait:
         group = self.groups[lane_of(mark.lane)]
-        work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
+        with _nccl_errors():
+            work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
         return lambda: _nccl_wait(work)
 
     def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing, incoming = list(pieces), list(received)
         outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]  # nothing travels to ourselves
-        work = dist.all_to_all(incoming, outgoing, group=self.groups[lane_of(mark.lane)], async_op=True)
+        with _nccl_errors():
+            work = dist.all_to_all(incoming, outgoing, group=self.groups[lane_of(mark.lane)], async_op=True)
         return once(lambda: _nccl_wait(work), lambda: use(received))
 
 
 def _nccl_wait(work: dist.Work | None) -> None:
-    """Let the stream wait; where NCCL has found meanwhile that a peer is gone, say so."""
-    if work is None:
-        return
+    """Let the stream wait."""
+    if work is not None:
+        with _nccl_errors():
+            work.wait()
+
+
+@contextmanager
+def _nccl_errors() -> Iterator[None]:
+    """Where NCCL has found that a peer is gone, say so; any other error is what it is."""
     try:
-        work.wait()
+        yield
     except dist.DistBackendError as caught:
         if any(word in str(caught) for word in NCCL_LOST):
             raise ConnectionLost(first_line(caught)) from None

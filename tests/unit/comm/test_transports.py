@@ -1,0 +1,71 @@
+"""Which errors of a transport mean that a peer is gone: those of gloo's and NCCL's own networks, and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepseek_zero.comm import transports
+from deepseek_zero.comm.marks import Mark
+from deepseek_zero.comm.transports import ConnectionLost, Nccl, first_line
+
+GLOO = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40143. This is typically ..."
+TRACE = "\nException raised from recvBytes at /src/Utils.hpp:787 (most recent call first):\nframe #0: c10::Error::Error"
+
+
+def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str) -> tuple[Nccl, Mark]:
+    class Work:
+        def wait(self) -> None:
+            raise error
+
+    def issue(*args: Any, **kwargs: Any) -> Work:
+        if at == "issue":
+            raise error
+        return Work()
+
+    monkeypatch.setattr(dist, "all_gather_into_tensor", issue)
+    return Nccl(0, 2, {"gather": None}, torch.device("cpu")), Mark("engine 0/gather", 4, 0, 0, [])
+
+
+@pytest.mark.parametrize("at", ["issue", "wait"])
+@pytest.mark.parametrize(
+    "error, expected",
+    [
+        (dist.DistBackendError("NCCL error: remote process exited, ncclRemoteError" + TRACE), ConnectionLost),
+        (dist.DistBackendError("NCCL error: unhandled system error, ncclSystemError"), ConnectionLost),
+        (dist.DistBackendError("NCCL error: ncclInvalidUsage, duplicate GPU detected"), dist.DistBackendError),
+        (torch.OutOfMemoryError("CUDA out of memory"), torch.OutOfMemoryError),
+        (RuntimeError("Unconvertible NCCL type ComplexHalf"), RuntimeError),
+    ],
+    ids=["a peer gone", "a network gone", "misuse", "no memory", "a dtype"],
+)
+def test_of_nccls_errors_only_a_lost_peer_is_a_lost_connection(
+    error: Exception, expected: type[Exception], at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nccl, mark = nccl_that_raises(error, monkeypatch, at)
+    with pytest.raises(expected) as caught:
+        nccl.all_gather(torch.zeros(4), mark)()
+    assert type(caught.value) is expected
+    assert expected is not ConnectionLost or "frame" not in str(caught.value)
+
+
+def test_of_gloos_errors_only_its_transports_are_lost_connections() -> None:
+    for error, is_lost in (
+        (RuntimeError(GLOO), True),
+        (dist.DistNetworkError("Connection reset by peer" + TRACE), True),
+        (RuntimeError("Invalid scalar type"), False),
+        (RuntimeError("a model of gloo/transport/ fame has a bad shape"), False),
+        (torch.OutOfMemoryError("no memory"), False),
+    ):
+        found = transports._gloo_error(error)
+        assert isinstance(found, ConnectionLost) is is_lost
+        assert is_lost or found is error
+
+
+def test_an_error_is_quoted_without_files_and_frames_of_cpp() -> None:
+    assert first_line(RuntimeError(GLOO)).startswith("Connection closed by peer [127.0.0.1]:40143.")
+    assert first_line(RuntimeError("Broken pipe" + TRACE)) == "Broken pipe"
+    assert first_line(RuntimeError()) == ""
