@@ -51,6 +51,19 @@ def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_
         torch.testing.assert_close(torch.tensor(seen["weights"][name]), value, rtol=1e-4, atol=1e-6)
 
 
+@BY_HAND
+def test_an_accelerate_that_counted_one_process_is_told_on_every_rank_what_to_do() -> None:
+    need_client("accelerate")
+    launch = ["exec", sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]
+    launch += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
+    process = start([*OURS, *launch, "--main_process_port", "0"], "program_accelerate_alone.py")
+    _, errors = process.communicate(timeout=200)
+    assert process.returncode != 0
+    assert "accelerate counted 1 process, and this world has 2" in errors
+    assert 'InitProcessGroupKwargs(backend="gloo")' in errors
+    assert "train_batch_size is not equal" not in errors
+
+
 SCRIPT = """
 import argparse
 import deepspeed

@@ -19,6 +19,7 @@ from ..config import choose_source
 from ..config.load import load
 from ..engine.start import Request, module_of, parameters_of, start
 from . import again
+from .counting import refuse_miscount
 from .deepspeed import DeepSpeedEngine
 from .views import ParameterOffload, show_ds_names
 
@@ -68,6 +69,7 @@ def initialize(
     if dist_init_required is not False:
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
     if unchanged:
+        refuse_miscount()
         again.end_engine_of(module_of(model))
     engine = start(raw, Request(model, optimizer, parameters, lr_scheduler, training_data, collate_fn), DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)

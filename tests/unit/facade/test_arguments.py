@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import base64
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -228,6 +229,21 @@ def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
         refused(call, words)
     assert not list(tmp_path.iterdir())
     engine.destroy()
+
+
+@pytest.mark.usefixtures("as_deepspeed")
+def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {"distributed_type": "DistributedType.DEEPSPEED", "num_processes": 2}
+    state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
+    monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    try:
+        refused(initialize, "accelerate counted 2 processes, and this world has 1")
+        for harmless in ({"num_processes": 1}, {"num_processes": 2, "distributed_type": "DistributedType.NO"}, {}):
+            shared |= harmless
+            initialize()
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("door", ["initialize", "ZeroOptimizer"])
