@@ -34,7 +34,7 @@ def refuse_miscount() -> None:
 
 
 def _counted_by_accelerate() -> int | None:
-    """Its number of processes, where it was started for DeepSpeed; asked of a module that somebody else has imported."""
+    """Its number of processes, where it was started for DeepSpeed; asked of a module that others have imported."""
     state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
     if not isinstance(shared, Mapping) or "DEEPSPEED" not in str(shared.get("distributed_type")):

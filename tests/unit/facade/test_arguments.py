@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import importlib
 import json
 import sys
 from collections.abc import Callable
@@ -227,7 +228,7 @@ def test_what_an_engine_cannot_save_or_load_is_named(tmp_path: Path) -> None:
     ]
     for call, words in calls:
         refused(call, words)
-    assert not list(tmp_path.iterdir())
+    assert {path.name for path in tmp_path.iterdir()} <= {".writer"}  # who writes there, said before anything is
     engine.destroy()
 
 
@@ -236,6 +237,7 @@ def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyP
     shared = {"distributed_type": "DistributedType.DEEPSPEED", "num_processes": 2}
     state = SimpleNamespace(PartialState=SimpleNamespace(_shared_state=shared))
     monkeypatch.setitem(sys.modules, "accelerate.state", state)
+    importlib.import_module("deepspeed")
     try:
         refused(initialize, "accelerate counted 2 processes, and this world has 1")
         for harmless in ({"num_processes": 1}, {"num_processes": 2, "distributed_type": "DistributedType.NO"}, {}):
