@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..activations import recompute
 from ..base.errors import UsageError
-from ..base.log import log_once
+from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
 from ..comm.agreement import together
@@ -59,7 +59,7 @@ class Engine(nn.Module):
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
-        self._stepped = False
+        self._stepped = self._told_of_graphless = False
         self._accumulation = config.gradient_accumulation_steps
         self.observer.planned(self.plan())
 
@@ -87,14 +87,17 @@ class Engine(nn.Module):
         """Differentiate the loss; gradients are reduced as they appear.  Returns the loss divided by the accumulation
         steps.
 
-        Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model.
+        Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model: it
+        counts as zeros there.  Where no rank's loss requires a gradient, this or the step raises UsageError on all.
         """
         runtime = self.runtime
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
             with self.observer.timed("backward"):
-                if loss.requires_grad:
+                if not self._has_graph(loss):
+                    runtime.is_graphless = True
+                else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if runtime.backwards == done:
                     runtime.catch_up()
@@ -103,6 +106,30 @@ class Engine(nn.Module):
             raise
         self.observer.loss(loss)
         return loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
+
+    def _has_graph(self, loss: Tensor) -> bool:
+        """Whether a loss can be differentiated.  UsageError where it cannot and no other rank's may."""
+        if not isinstance(loss, Tensor):
+            raise UsageError(
+                f"engine.backward got a {type(loss).__name__} where a tensor is needed.",
+                "A loss is differentiated through the operations that made it.",
+                "pass the loss itself, not loss.item().",
+            )
+        if loss.requires_grad:
+            return True
+        if self.mesh.size == 1:
+            raise UsageError(
+                "engine.backward got a loss that does not require a gradient.",
+                "It was computed under torch.no_grad(), detached, or made of parameters that are frozen.",
+                "compute it from the model's outputs with gradients on.",
+            )
+        if not self._told_of_graphless:
+            self._told_of_graphless = True
+            logger.warning(
+                f"step {self.global_steps + 1}: this rank's loss does not require a gradient, so it counts as zeros "
+                "beside the other ranks'.  If that is so on all of them, the step is an error; this is said once."
+            )
+        return False
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """Count a micro-batch; at the accumulation boundary update the weights and the learning rate.  Collective.
@@ -126,7 +153,7 @@ class Engine(nn.Module):
             word = preemption.word if preemption is not None else None
             self.optimizer.step(word=word, number=self.global_steps + 1)
         self.global_steps += 1
-        if self.optimizer.overflow:
+        if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1
         else:
             self._stepped = True

@@ -14,8 +14,8 @@ from zlib import crc32
 
 import torch
 
-from ..comm.collectives import Comm
 from ..sharding.group import FlatGroup
+from ..sharding.runtime import Runtime
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class Verdict:
     """What all ranks agree on.  norm: of the gradient as it is held (still multiplied by the loss scale).
 
     any_late: whether a rank holds gradients that came after their sum.  any_edited: whether the program has changed
-    some on a rank.  absences: of each rank, a number that tells which parameters have none.  words: each rank's own,
+    some on a rank.  is_idle: whether no rank has a gradient at all.  any_graphless: whether a rank was given a loss
+    without a graph.  absences: of each rank, a number that tells which parameters have none.  words: each rank's own,
     empty where ranks have none.
     """
 
@@ -31,6 +32,8 @@ class Verdict:
     by_group: tuple[float, ...]
     any_late: bool = False
     any_edited: bool = False
+    is_idle: bool = False
+    any_graphless: bool = False
     absences: tuple[int, ...] = ()
     words: tuple[float, ...] = ()
 
@@ -39,15 +42,18 @@ class Verdict:
         return math.isfinite(self.norm)
 
 
-def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = None, *, late: bool = False) -> Verdict:
-    """The global norm of the reduced gradients.  Collective.
+def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
+    """The global norm of the reduced gradients, and what each rank has to say of them.  Collective.
 
-    late: whether this rank holds gradients that came after their sum.  word: travels along; on every rank, or on none.
+    word: travels along; on every rank, or on none.
     """
+    groups, comm = runtime.trained_groups, runtime.comm
     edited = any(group.gradient.arrivals.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
-    # Three facts in one number, which float64 holds exactly.
-    row = [float(4 * absent + 2 * edited + late), *(square for group in groups for square in group.gradient.squares())]
+    # What this rank says, in one number, which float64 holds exactly.
+    said = (bool(runtime.reducer.late), edited, runtime.is_idle, runtime.is_graphless)
+    fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
+    row = [fact, *(square for group in groups for square in group.gradient.squares())]
     row += [] if word is None else [word]
     rows = comm.rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist() if comm.size > 1 else [row]
     # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
@@ -70,7 +76,9 @@ def agree_on_norm(groups: Sequence[FlatGroup], comm: Comm, word: float | None = 
         tuple(sums),
         any_late=any(each & 1 for each in facts),
         any_edited=differ or any(each & 2 for each in facts),
-        absences=tuple(each >> 2 for each in facts),
+        is_idle=all(each & 4 for each in facts),
+        any_graphless=any(each & 8 for each in facts),
+        absences=tuple(each >> len(said) for each in facts),
         words=tuple(words),
     )
 

@@ -7,6 +7,7 @@ weights.  Called by engine.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
+from ..base.log import log_once
 from ..comm.agreement import agree, telling
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
@@ -68,7 +70,9 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.  norm: global gradient norm, unscaled.  skipped: non-finite gradients, nothing changed."""
+    """What one step did.  norm: global gradient norm, unscaled.  skipped: nothing changed, since gradients were not
+    finite or there were none.
+    """
 
     norm: float
     skipped: bool
@@ -89,7 +93,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         groups = without_twins(groups)
         self.overflow = False
-        self.steps = 0  # calls of step
+        self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
         self.nonfinite = NonFinite(runtime, scaler, watches=settings.lift)
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
@@ -251,29 +255,50 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), telling(runtime.comm):
             runtime.before_step()
-            verdict = agree_on_norm(groups, runtime.comm, word, late=bool(runtime.reducer.late))
+            verdict = agree_on_norm(runtime, word)
             self._refuse_differences(verdict)
             if verdict.any_late:
                 runtime.reducer.settle()
-                verdict = agree_on_norm(groups, runtime.comm, word)
+                verdict = agree_on_norm(runtime, word)
+        is_idle = verdict.is_idle and bool(groups)
+        if is_idle:
+            self._report_idle(verdict)
+        with torch.no_grad(), telling(runtime.comm):
             if verdict.any_edited:
                 for each in [group.gradient.spread(group.members[0].name) for group in groups]:
                     each.wait()
             if any(group.gradient.arrivals.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
             scale = self.loss_scale
-            skip = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
+            self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
+            skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
             hypers = hypers_of(self.inner) if self.delay is not None or self.early is not None else None
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
-            self.overflow = skip
             tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
-            origin = self.nonfinite.after(verdict, skipped=skip, step=self.steps)
-            lifted = self.lifter.after(origin, skip, self.scaler) if self.lifter is not None else None
-        if self.scaler is not None and lifted is None:
-            self.scaler.update(skip)
+            origin = self.nonfinite.after(verdict, skipped=self.overflow, step=self.steps)
+            lifted = self.lifter.after(origin, self.overflow, self.scaler) if self.lifter is not None else None
+        if self.scaler is not None and lifted is None and not is_idle:
+            self.scaler.update(self.overflow)
+
+    def _report_idle(self, verdict: Verdict) -> None:
+        """No rank has a gradient: UsageError on all where a loss had no graph, else a warning; nothing is updated."""
+        if verdict.any_graphless:
+            self.zero_grad()
+            raise UsageError(
+                f"step {self.steps}: no rank's loss required a gradient, so there is nothing to update with.",
+                "The loss was computed under torch.no_grad(), detached, or made of parameters that are frozen.",
+                "compute it from the model's outputs with gradients on; a rank alone may be without.",
+            )
+        self._idle_steps += 1
+        if self._idle_steps & (self._idle_steps - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
+            log_once(
+                f"step {self.steps}: no gradient has reached the model since the last step, on any rank, so nothing "
+                "was updated.\n  What to do: call backward before step(); leave out both where a batch is passed over.",
+                logging.WARNING,
+            )
 
     def _refuse_differences(self, verdict: Verdict) -> None:
         """Raise on every rank, before any state has changed, where ranks made of `.grad` what has no common meaning."""

@@ -39,6 +39,8 @@ class Runtime:
         self.loss_factor = LossFactor(self)
         self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
+        self.has_gradients = False  # a backward has brought one since they were dropped
+        self.is_graphless = False  # a loss without a graph was given since the last step
         self.gatherer = Gatherer(units, settings, self.comm, route.turns)
         self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
@@ -131,6 +133,7 @@ class Runtime:
                 "compute the loss from the wrapped model's outputs, or put the term into the model's forward.",
             )
         self.comm.progress()
+        self.has_gradients = True
         unit.group_of[id(param)].gradient.collect(param)
         unit.collected.add(id(param))
         if unit.reduced_in_backward:
@@ -188,6 +191,11 @@ class Runtime:
         for group in self.trained_groups:
             group.gradient.adopt()
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether this rank has no gradient: no backward has brought one, and the program has made none."""
+        return not self.has_gradients and not any(group.gradient.arrivals.is_edited for group in self.trained_groups)
+
     def after_step(self, *, drop: bool = True) -> None:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
         if drop:
@@ -206,7 +214,7 @@ class Runtime:
         self.reducer.wait()
         self.route.ferry.land()
         self.reducer.late.clear()
-        self.loss_factor.is_recorded = False
+        self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.drop()
         if not self.settings.streams:  # gathered weights would have their pages again a moment later
