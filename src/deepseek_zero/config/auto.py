@@ -16,7 +16,6 @@ from deepseek_zero.config.load import validate
 from deepseek_zero.config.problems import Problem, Problems
 from deepseek_zero.config.raw import Decision, RawConfig, copied, lookup, put
 from deepseek_zero.config.schema import Config
-from deepseek_zero.config.schema_zero import ZeroOptimization
 
 _ZERO = "zero_optimization."
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -47,7 +46,6 @@ class Facts:
     has_bf16: bool = True
     launched: bool = True
     hidden_size: int | None = None
-    num_params: int | None = None
     loader_micro_batch: int | None = None
     client_optimizer: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
@@ -236,13 +234,4 @@ def _scheduler(run: _Resolver) -> None:
             )
 
 
-def _replicated(run: _Resolver) -> None:
-    """Say so when nothing will be sharded at stage 3 because every parameter is below the threshold."""
-    total = run.facts.num_params
-    key = _ZERO + "stage3_param_persistence_threshold"
-    threshold = run.get(key, ZeroOptimization.model_fields["stage3_param_persistence_threshold"].default)
-    if run.get(_ZERO + "stage") == 3 and total is not None and total <= threshold:
-        run.news.append(f"{key} {threshold} covers all {total} parameters: they stay replicated; 0 shards them")
-
-
-_RULES = (_precision, _ranks, _batch, _sizes, _optimizer, _scheduler, _replicated)
+_RULES = (_precision, _ranks, _batch, _sizes, _optimizer, _scheduler)

@@ -19,7 +19,7 @@ from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
 from ..base.errors import UsageError, shown
-from ..base.log import log_first
+from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Keep
 from ..comm.agreement import agree, together
@@ -55,6 +55,9 @@ if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+NEXT_TO_NOTHING = 0.1  # of a model's parameters
 
 
 @dataclass(frozen=True)
@@ -287,6 +290,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     tiers = tiers_of(config, settings, comm, mesh.device, step_settings.tile_numel)
     admit(tiers, model, settings, comm, _optimizer_name(config, client))
     runtime = wrap_model(model, settings, comm, mesh.device, tiers)
+    _tell_what_stays_whole(runtime, settings)
     scaler = scaler_of(config)
     optimizer = ShardedOptimizer(runtime, groups, make, step_settings, scaler) if make is not None else None
     runtime.loss_factor.scaler = scaler
@@ -341,6 +345,18 @@ def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
 def _look_at(model: nn.Module) -> None:
     refuse_complex(model)
     tie_shared(model)
+
+
+def _tell_what_stays_whole(runtime: Runtime, settings: PlanSettings) -> None:
+    """One line where stage 3 shards next to nothing: the threshold's default is made for large models."""
+    total = sum(member.slot.numel for group in runtime.groups for member in group.members)
+    whole = sum(member.slot.numel for group in runtime.groups if not group.is_sharded for member in group.members)
+    if settings.stage == 3 and whole > (1 - NEXT_TO_NOTHING) * total:
+        told = f"all {total}" if whole == total else f"{whole} of {total}"
+        log_once(
+            f"stage 3 shards next to nothing: {told} parameters stay whole on every rank, in tensors of at most "
+            f"zero_optimization.stage3_param_persistence_threshold = {settings.persistence_numel}; 0 shards them all."
+        )
 
 
 def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:

@@ -50,7 +50,6 @@ def facts_of(request: Request, mesh: Mesh) -> Facts:
         has_bf16=has_fast_bf16(mesh.device),
         launched=mesh.is_distributed,
         hidden_size=hidden,
-        num_params=sum(param.numel() for param in request.model.parameters()),
         loader_micro_batch=_count(getattr(request.training_data, "batch_size", None)),
         client_optimizer=client,
     )

@@ -217,11 +217,6 @@ def test_deepspeeds_refusal_is_there_for_doors_that_want_it() -> None:
     assert resolved({"train_batch_size": AUTO}, Facts(require_batch_key=True)).batch.train == 1
 
 
-def test_a_model_below_the_persistence_threshold_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    resolved({"train_batch_size": 1, "zero_optimization": {"stage": 3}}, Facts(num_params=5000))
-    assert "they stay replicated" in capsys.readouterr().err
-
-
 # The result -----------------------------------------------------------------------------------------------------------
 
 

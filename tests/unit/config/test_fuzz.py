@@ -84,7 +84,6 @@ def facts(rng: random.Random) -> Facts:
         has_bf16=rng.random() < 0.5,
         launched=rng.random() < 0.5,
         hidden_size=rng.choice([None, 8]),
-        num_params=rng.choice([None, 10]),
         loader_micro_batch=rng.choice([None, 4]),
         client_optimizer=rng.choice([{}, {"lr": 0.1, "betas": (0.9, 0.99)}]),
     )
