@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
     from .comm.start import init_distributed
+    from .config.keywords import ConfigKeywords
     from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .facade.deepspeed import DeepSpeedEngine
     from .facade.initialize import add_config_arguments, initialize
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ConfigKeywords",
     "DeepSeekZeRO3",
     "DeepSeekZeroError",
     "DeepSpeedConfigError",
@@ -47,6 +49,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "ConfigKeywords": "config.keywords",
     "DeepSeekZeRO3": "facade.deepseek",
     "ZeroOptimizer": "facade.deepseek",
     "DeepSeekZeroError": "base.errors",

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..base.given import refuse
 from ..base.log import log_once
 from ..base.mesh import current_mesh
 from ..config import resolve
+from ..config.keywords import ZeroKeywords
 from ..config.load import load
 from ..engine import exporting
 from ..engine.assemble import Parts, adopting, assemble, granularities
@@ -87,16 +88,17 @@ class DeepSeekZeRO3(nn.Module):
     the model itself are equally good.  It tells (`explain`), exports, and can be dropped.
     """
 
-    def __init__(self, model: nn.Module, **zero_config: Any) -> None:
+    def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
         super().__init__()
         module_of(model)
-        mesh, raw = current_mesh(default_device()), load(configuration_of(zero_config))
+        keywords: dict[str, Any] = dict(zero_config)
+        mesh, raw = current_mesh(default_device()), load(configuration_of(keywords))
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
         self.config = resolve(raw, facts_of(Request(model), mesh))
         parts = assemble(self.config, model, mesh, None, None)
-        parts.told = {name: zero_config[name] for name in ("optimizer", "lr") if name in zero_config}
+        parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
         self.module, self.runtime = model, parts.runtime
         # The model keeps what drives it: a caller who drops this object still trains.
         model.register_forward_pre_hook(_Keep(parts))

@@ -7,6 +7,8 @@ Apart from the engine, because only this reads a configuration: `from deepspeed 
 from __future__ import annotations
 
 import argparse
+import os
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -16,12 +18,16 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.given import refuse, whole_number
 from ..comm.start import init_distributed, join
 from ..config import choose_source
+from ..config.keywords import ConfigKeywords
 from ..config.load import load
 from ..engine.start import Request, module_of, parameters_of, start
 from . import again
 from .counting import refuse_miscount
 from .deepspeed import DeepSpeedEngine
 from .views import ParameterOffload, show_ds_names
+
+# A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
+Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
 
 __all__ = ["add_config_arguments", "initialize"]
 
@@ -37,9 +43,9 @@ def initialize(
     mpu: Any = None,
     dist_init_required: bool | None = None,
     collate_fn: Any = None,
-    config: Any = None,
+    config: Configuration = None,
     mesh_param: Any = None,
-    config_params: Any = None,
+    config_params: Configuration = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
 
