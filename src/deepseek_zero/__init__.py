@@ -22,10 +22,9 @@ if TYPE_CHECKING:
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
     from .comm.start import init_distributed
-    from .config.keywords import ConfigKeywords
     from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .facade.deepspeed import DeepSpeedEngine
-    from .facade.initialize import add_config_arguments, initialize
+    from .facade.initialize import ConfigKeywords, add_config_arguments, initialize
     from .utils import log_dist
 
 __version__ = "0.1.0"
@@ -49,7 +48,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConfigKeywords": "config.keywords",
+    "ConfigKeywords": "facade.initialize",
     "DeepSeekZeRO3": "facade.deepseek",
     "ZeroOptimizer": "facade.deepseek",
     "DeepSeekZeroError": "base.errors",

@@ -56,7 +56,7 @@ WRONG = {
     'dz.DeepSeekZeRO3(model, zero_optimization={"stag": 3})': "zero_optimization",
     'dz.DeepSeekZeRO3(model, bf16=True)': "bf16",
     'c1: ConfigKeywords = {"zero_optimisation": {"stage": 3}}': "zero_optimisation",
-    'c2: ConfigKeywords = {"zero_optimization": {"stage3_param_persistance_threshold": 0}}': "persistance",
+    'c2: ConfigKeywords = {"zero_optimization": {"stage3_prefetch_bucket": 0}}': "zero_optimization",
     'c3: ConfigKeywords = {"optimizer": {"type": 3}}': "type",
     'c4: ConfigKeywords = {"bf16": {"master": "double"}}': "master",
     'dz.initialize(model=model, config=5)': "config",

@@ -29,7 +29,7 @@ from .views import ParameterOffload, show_ds_names
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
 Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
 
-__all__ = ["add_config_arguments", "initialize"]
+__all__ = ["ConfigKeywords", "add_config_arguments", "initialize"]
 
 
 def initialize(
