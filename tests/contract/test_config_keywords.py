@@ -57,8 +57,8 @@ WRONG = {
     'dz.DeepSeekZeRO3(model, bf16=True)': "bf16",
     'c1: ConfigKeywords = {"zero_optimisation": {"stage": 3}}': "zero_optimisation",
     'c2: ConfigKeywords = {"zero_optimization": {"stage3_prefetch_bucket": 0}}': "zero_optimization",
-    'c3: ConfigKeywords = {"optimizer": {"type": 3}}': "type",
-    'c4: ConfigKeywords = {"bf16": {"master": "double"}}': "master",
+    'c3: ConfigKeywords = {"optimizer": {"type": 3}}': "optimizer",
+    'c4: ConfigKeywords = {"bf16": {"master": "double"}}': "bf16",
     'dz.initialize(model=model, config=5)': "config",
 }  # fmt: skip
 
