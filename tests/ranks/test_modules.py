@@ -5,6 +5,7 @@ Each test compares an engine on two ranks with plain copies of the same model (t
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from deepseek_zero.base.errors import PeerError
 from tests.plain import (
     BACKWARD,
     Setting,
@@ -28,6 +30,7 @@ from tests.plain import (
     on_stages_1_to_3,
     seeded,
 )
+from tests.rank_pool import POLL_SECONDS
 
 pytestmark = pytest.mark.ranks(2)
 WIDTH = 8
@@ -759,3 +762,59 @@ def test_the_gradient_of_the_input_is_the_plain_one(setting: Setting) -> None:
         return x.grad
 
     assert_trains_like_plain(Stack, body, setting)
+
+
+class Silent(nn.Module):
+    """Leaves its result in what it was given, and returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Any]) -> None:
+        state["x"] = state["x"] + self.line(state["x"]).tanh()
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Silent() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x}
+        for block in self.blocks:
+            block(state)
+        return state["x"]
+
+
+@on_stages_1_and_3
+def test_a_unit_that_returns_nothing_while_an_exception_is_handled_has_not_failed(setting: Setting) -> None:
+    def body(model: nn.Module, rank: int, step: int, backward: Any) -> Tensor:
+        try:
+            raise LookupError("this batch was not in the cache")
+        except LookupError:
+            out = model(draw(rank, step, 4, WIDTH))
+            if rank == here() == 0 and hasattr(model, "module"):
+                time.sleep(3 * POLL_SECONDS)  # the other rank, which waits, looks whether this one has failed
+            backward(out.square().mean())
+        return out
+
+    assert_trains_like_plain(Stateful, body, setting, steps=2, units=["Silent"])
+
+
+@on_stages_1_and_3
+def test_a_unit_that_fails_while_an_exception_is_handled_is_heard_of(setting: Setting) -> None:
+    engine = engine_for(seeded(Stateful), setting, units=["Silent"])
+    error, told = (ValueError, "bad value") if here() == 0 else (PeerError, "rank 0")
+    if here() == 0:
+        engine.module.blocks[1].line.register_forward_pre_hook(refuse)
+    try:
+        raise LookupError("this batch was not in the cache")
+    except LookupError:
+        with pytest.raises(error, match=told):
+            engine.backward(engine(draw(here(), 0, 4, WIDTH)).square().mean())
+            engine.step()
+
+
+def refuse(module: nn.Module, args: Any) -> None:
+    raise ValueError("bad value")

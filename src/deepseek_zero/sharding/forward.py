@@ -40,11 +40,13 @@ class Active:
     """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
 
     was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.
+    has_returned: its forward came to its end.
     """
 
     def __init__(self, unit: Unit, *, is_border: bool) -> None:
         self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.AT_REST, is_border
         self.contexts: list[Any] = []
+        self.has_returned = False
 
 
 class Forward:
@@ -130,6 +132,10 @@ class Forward:
         if goes and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.runtime.fetch)
 
+    def returned(self) -> None:
+        """The innermost forward has come to its end; without this word it has raised when it is left."""
+        self.active[-1].has_returned = True
+
     def leave(self, unit: Unit, given: Any, output: Any) -> Any:
         """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
         nothing has left its result.
@@ -137,9 +143,9 @@ class Forward:
         active = self.active.pop()
         for context in reversed(active.contexts):
             context.__exit__(None, None, None)
-        error = sys.exc_info()[1]
-        if error is not None and output is None:
-            if not ends_recomputation(error):
+        if not active.has_returned:
+            error = sys.exception()  # torch calls this hook while it handles what the forward raised
+            if error is not None and not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
         if self.any_lifted and unit is not self.runtime.root:

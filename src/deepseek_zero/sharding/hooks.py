@@ -26,6 +26,8 @@ def install(runtime: Runtime) -> list[Any]:
     for unit in runtime.units:
         before, after = (_bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward))
         handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        returned = _bound(_forward_returned, runtime)  # torch calls it, before the other, only where nothing was raised
+        handles.append(unit.module.register_forward_hook(returned))
         handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for group in unit.trained:
             for member in group.members:
@@ -92,7 +94,7 @@ def _call(
     reference: weakref.ref[Runtime], function: Callable[..., Any], first: tuple[Any, ...], *args: Any, **kwargs: Any
 ) -> Any:
     runtime = reference()
-    if runtime is None and function in (_after_forward, _after_part):
+    if runtime is None and function in (_forward_returned, _after_forward, _after_part):
         return None  # the hook before this forward has raised already
     if runtime is None:
         raise UsageError(
@@ -108,6 +110,10 @@ def _call(
 
 def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return runtime.forward.enter(runtime.units[number], args, kwargs)
+
+
+def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
+    runtime.forward.returned()
 
 
 def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
