@@ -38,6 +38,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     """
     runtime, folder = contents.runtime, directory / tag
     opened: list[DeepSpeedCheckpoint] = []
+    runtime.follow_requires_grad()
     trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
 
     def look() -> str:

@@ -77,6 +77,7 @@ def existing(directory: Path, tag: str) -> Path:
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
     """Fill weights, masters and moments from `directory/tag`.  Collective."""
     runtime, loaded = contents.runtime, []
+    runtime.follow_requires_grad()
 
     def look() -> str:
         folder = existing(directory, tag)

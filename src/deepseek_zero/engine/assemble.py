@@ -391,7 +391,8 @@ def _optimizer_parts(
     if config.optimizer.type is None:
         return [], None, ()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
-    groups = spec.parameter_groups(model, _groups(model, params) if params is not None else None)
+    # Of all parameters, the frozen ones too: they are updated once they are unfrozen.
+    groups = spec.parameter_groups(model, _groups(model, params if params is not None else list(model.parameters())))
     if not any(group["params"] for group in groups):
         raise UsageError(
             f"optimizer {config.optimizer.type} has nothing to train.",

@@ -210,6 +210,10 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """Update the weights; collective once the model is wrapped."""
         self._attach().step(closure)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Update more parameters; once the model is wrapped, of that model."""
+        self._attach().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._attach().zero_grad(set_to_none)
 

@@ -145,6 +145,7 @@ class Moments:
 
     def cut(self, piece: Piece, into: Sequence[Piece]) -> None:
         """Let the optimizer's state of a piece be that of the stretches it was cut into."""
+        piece.group.barrier.cross()  # a checkpoint that is written meanwhile reads it by this piece
         state = self._inner.state.pop(piece.param, None)
         self._counted.discard(id(piece))
         for part in into if state is not None else ():

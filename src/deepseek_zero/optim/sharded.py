@@ -37,6 +37,7 @@ from .lift import Lifter
 from .moments import Moments
 from .nonfinite import NonFinite
 from .piece import Cover, Piece, Span, Tile, Work, bundles_of, cuts_of, spans_of, work_of
+from .registry import granularity_of
 from .scratch import Scratch
 from .update import Decision, Updater, hypers_of
 
@@ -97,20 +98,22 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.nonfinite = NonFinite(runtime, scaler, watches=settings.lift)
         self.lifter = Lifter(runtime) if settings.lift else None
         self.last: StepResult | None = None
-        whole = [
+        self.uncut = whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(runtime.route.pool.device, allowance=runtime.route.tiers.allowance)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
-        self.names_by_group = [trained_names(group["params"]) for group in groups]
+        self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
+        self.names_by_group = list(map(trained_names, self.params_by_group))
         bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
         self.work = _work_of(runtime, bundles, settings)
         self.scratch.numel = self.work.fullest
         slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
         with unmarked():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
+        self._has_states_at_once = bool(self.inner.state)  # Adagrad makes them when it is built
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         late = settings.delay_after
@@ -121,6 +124,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
+        runtime.updates = weakref.ref(self)
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
     # insist on owning parameters.
@@ -194,6 +198,74 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 for span in spans_of(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
                     pieces.append(self._piece(group, span))
         return pieces
+
+    # -- when parameters are frozen and unfrozen (sharding/regroup.py, Updates)
+
+    def refuse_regrouping(self) -> None:
+        """Raise where updates are under way that an unfrozen parameter could not join."""
+        if self.early is not None or self.delay is not None:
+            raise UsageError(
+                "a parameter that was frozen when the model was wrapped was unfrozen, under super_offload or "
+                "delayed_update_after.",
+                "Updates made in backward are undone from a log that was laid out for the others.",
+                "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
+            )
+
+    def regroup(self, groups: Sequence[FlatGroup]) -> None:
+        """Update the parameters of these groups too, each by the parameter group it was given in."""
+        self.finish()
+        new = {id(group) for group in groups if group.trainable}
+        for number, params in enumerate(self.params_by_group):
+            self._take(number, [param for param in params if id(owner_of(param)) in new])
+        self._plan_work()
+        for group in groups:
+            group.optimizer = weakref.ref(self) if group.trainable else group.optimizer
+        known = {id(param) for params in self.params_by_group for param in params}
+        members = [member for group in groups if group.trainable for member in group.members]
+        if strangers := [member.name for member in members if id(member.param) not in known]:
+            log_once(
+                f"'{strangers[0]}' and {len(strangers) - 1} more parameters were unfrozen and are in no group of "
+                "the optimizer: they get gradients and are not updated.  Give it all parameters, or add_param_group.",
+                logging.WARNING,
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Update more parameters of the wrapped model, by hyper-parameters of their own.  Every rank, between steps."""
+        given = param_group["params"]
+        (group,) = without_twins([{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}])
+        names = {id(param) for params in self.params_by_group for param in params}
+        if any(id(param) in names for param in group["params"]):
+            raise UsageError(
+                "some parameters appear in more than one parameter group.",
+                "Each element is updated once, by the hyper-parameters of one group.",
+                "give add_param_group parameters that the optimizer does not have.",
+            )
+        self.refuse_regrouping()
+        self.finish()
+        self.uncut.append(granularity_of(self.inner, group) != "element")
+        self.params_by_group.append(group["params"])
+        self.pieces_by_group.append([])
+        self.names_by_group.append([])
+        self.inner.add_param_group({**group, "params": []})
+        _prefer_fused(self.inner)
+        self._take(len(self.params_by_group) - 1, group["params"])
+        self._plan_work()
+
+    def _take(self, number: int, params: Sequence[nn.Parameter]) -> None:
+        """More parameters of one of the user's groups."""
+        if not params:
+            return
+        group = self.inner.param_groups[number]
+        if self.uncut[number]:
+            recut(self.runtime, [{"params": params}])
+        pieces = self._cut(params, self.uncut[number])
+        self.pieces_by_group[number] = [*self.pieces_by_group[number], *pieces]
+        self.names_by_group[number] = trained_names(self.params_by_group[number])
+        if self._has_states_at_once and pieces:
+            options = {**group, "params": [piece.param for piece in pieces]}
+            with unmarked():
+                make: Any = type(self.inner)
+                self.inner.state.update(make([options]).state)
 
     def _piece(self, group: FlatGroup, span: Span) -> Piece:
         assert group.master is not None

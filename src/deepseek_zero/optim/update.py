@@ -191,7 +191,8 @@ class Updater:
                     self.moments.show(piece)
                     shown.append(piece)
                     piece.param.grad = self._scaled(piece, grad, decision.factor)
-            self._step_inner(tile, decision.hypers)
+            for part in self._alike(tile, shown):
+                self._step_inner(part, decision.hypers)
             done = True
         finally:
             for piece in shown:
@@ -209,6 +210,15 @@ class Updater:
             return into.copy_(grad)
         is_alike = grad.dtype == dtype and grad.device == into.device
         return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
+
+    def _alike(self, tile: Tile, shown: Sequence[Piece]) -> list[Tile]:
+        """A tile, or in two where some pieces have states and others (unfrozen since) have not: torch's fused SGD takes
+        no such mixture.
+        """
+        new = {id(piece) for piece in shown if not self.inner.state.get(piece.param)}
+        if not new or len(new) == len(shown):
+            return [tile]
+        return [[item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)]
 
     def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
         """One call of the inner optimizer, over the pieces of a tile."""

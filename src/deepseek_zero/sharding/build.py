@@ -17,11 +17,10 @@ from ..comm.collectives import Comm, hand_out
 from ..tiers.ferry import ferry_of
 from ..tiers.tier import Tiers
 from .buffer import Pool, Route
-from .group import FlatGroup, Member
+from .group import FlatGroup, planned_group
 from .handle import owner_of
 from .init import materialise
-from .layout import Slot
-from .plan import PlanSettings, plan_for, predivide_of
+from .plan import PlanSettings, predivide_of
 from .runtime import Runtime
 from .unit import Unit
 from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, group_params, persistent_names
@@ -92,17 +91,8 @@ def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm,
 
 
 def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:
-    settings = settings.for_unit(choice.name or "root", full_precision=key.full_precision)
-    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
-    members = [
-        Member(
-            choice.params[name], Slot(name, tuple(choice.params[name].shape), 0), type(choice.params[name]), key.dtype
-        )
-        for name in names
-    ]
-    return FlatGroup(
-        members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide_of(settings, route.comm.size)
-    )
+    params = {name: choice.params[name] for name in names}
+    return planned_group(choice.name or "root", key, params, settings, route)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

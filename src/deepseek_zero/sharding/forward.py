@@ -20,6 +20,7 @@ from ..base.device import ends_recomputation
 from ..precision.policy import cast_inputs, map_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
+from .regroup import follow
 from .saved import weight_hooks
 from .structure import Structure
 from .unit import Unit, UnitState
@@ -60,7 +61,7 @@ class Forward:
         self.active: list[Active] = []
         self.count = 0
         self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
-        self._structure = Structure(runtime.model, runtime.groups)
+        self.structure = Structure(runtime.model, runtime.groups)
         self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
         self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
 
@@ -72,21 +73,25 @@ class Forward:
 
     def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a unit's forward: its weights are in use when this returns."""
-        if (
+        begins = (
             unit is self.runtime.root
             and not self.active
             and (self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted)
-        ):
+        )
+        if begins:
             self.runtime.recover()
             self.runtime.phase = Phase.FORWARD
             self.runtime.comm.meter.clock.enter("forward")
-            schedule = self.runtime.gatherer.schedule
-            self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         is_border = self._is_outermost() and self.runtime.loss_factor.has_border
         self.active.append(Active(unit, is_border=is_border))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
+        if begins:
+            if torch.is_grad_enabled():
+                follow(self.runtime, begins_a_step=begins_a_step)
+            schedule = self.runtime.gatherer.schedule
+            self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         if unit is self.runtime.root and begins_a_step:
-            self._structure.check()
+            self.structure.check()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
         self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
         if is_border:

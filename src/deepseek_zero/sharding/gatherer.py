@@ -33,8 +33,11 @@ class Gatherer:
         self._walk: Pass | None = None
         self._cursor = 0
         self._resident_before: frozenset[int] = frozenset()
+        self._look_at_groups()
+
+    def _look_at_groups(self) -> None:
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
-        sharded = [group for unit in units for group in unit.sharded]
+        sharded = [group for unit in self.units for group in unit.sharded]
         self._rests_in_common = any(group.weight.common is not None for group in sharded)
 
     @property
@@ -132,8 +135,9 @@ class Gatherer:
         self.order_is_agreed = True
 
     def replan(self, settings: PlanSettings) -> None:
-        """Go on with other sizes, in the same order; between two steps."""
+        """Go on with other sizes, or other groups of the units, in the same order; between two steps."""
         self.settings = settings
+        self._look_at_groups()
         self.schedule = plan_schedule(self.sizes, self.schedule.forward.order, settings, self._around)
 
     def _issue_for_others(self, position: int) -> None:

@@ -7,7 +7,7 @@ which work on the slices it shows them.  Called by unit.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,7 +27,8 @@ from .init import take_values
 from .layout import LAYOUTS, FlatLayout, Slot
 from .master import Master
 from .placement import R, S
-from .plan import ShardPlan, Spec
+from .plan import PlanSettings, ShardPlan, Spec, plan_for, predivide_of
+from .wrap import GroupKey
 
 
 @dataclass(eq=False)
@@ -39,6 +40,11 @@ class Member:
     kind: type[nn.Parameter]
     built_dtype: torch.dtype
     nothing: Tensor = field(init=False)  # its data at rest
+    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
+
+    def __post_init__(self) -> None:
+        with without_torch_function():
+            self.is_frozen = not self.param.requires_grad
 
     @property
     def name(self) -> str:
@@ -64,6 +70,8 @@ class FlatGroup:
         self.weight: FlatBuffer
         self.master: Master | None = None
         self.full: FlatBuffer | None = None
+        self.key: GroupKey | None = None
+        self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
@@ -342,6 +350,21 @@ def complete(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
         start, stop = group.layout.owned(slot, rank)
         parts.append(full[start - slot.start : max(start, stop) - slot.start])
     comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
+
+
+def planned_group(
+    unit: str, key: GroupKey, params: Mapping[str, nn.Parameter], settings: PlanSettings, route: Route
+) -> FlatGroup:
+    """The group of one row of the plan.  Collective.  unit: its name.  params: whole ones, by full name."""
+    settings = settings.for_unit(unit, full_precision=key.full_precision)
+    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
+    members = [
+        Member(param, Slot(name, tuple(param.shape), 0), type(param), key.dtype) for name, param in params.items()
+    ]
+    predivide = predivide_of(settings, route.comm.size)
+    group = FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide)
+    group.key = key
+    return group
 
 
 def gathers_a_copy(group: FlatGroup) -> bool:

@@ -17,6 +17,7 @@ from ..base.errors import UsageError
 from .handle import Hook
 
 if TYPE_CHECKING:
+    from .group import FlatGroup
     from .runtime import Runtime
 
 
@@ -30,12 +31,20 @@ def install(runtime: Runtime) -> list[Any]:
         handles.append(unit.module.register_forward_hook(returned))
         handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
         for group in unit.trained:
-            for member in group.members:
-                hook = _bound(_on_grad, runtime, unit.number)
-                handles.append(member.param.register_post_accumulate_grad_hook(hook))
+            handles += watch_grads(runtime, unit.number, group)
     for part in _parts_of_root(runtime):
         handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), with_kwargs=True, prepend=True))
         handles.append(part.register_forward_hook(_bound(_after_part, runtime), always_call=True))
+    return handles
+
+
+def watch_grads(runtime: Runtime, number: int, group: FlatGroup) -> list[Any]:
+    """Tell the runtime of every gradient of a group that is complete; returns torch's handles."""
+    handles = []
+    for member in group.members:
+        if not member.is_frozen:
+            hook = _bound(_on_grad, runtime, number)
+            handles.append(member.param.register_post_accumulate_grad_hook(hook))
     return handles
 
 

@@ -24,8 +24,7 @@ class Reducer:
 
     def __init__(self, units: Sequence[Unit], comm: Comm, overlap: bool) -> None:
         self.units, self.comm, self.overlap = list(units), comm, overlap
-        grads = [group.plan.grad for unit in self.units for group in unit.trained]
-        self.shards = any(grad is not None and grad.placement is S for grad in grads)  # so every backward reduces
+        self.shards = False
         self.order: list[int] = []
         self._passed: dict[int, int] = {}  # how many of `order` are done before backward comes to a unit
         self.late: set[int] = set()
@@ -35,6 +34,8 @@ class Reducer:
 
     def set_order(self, backward: Pass) -> None:
         """Reductions follow the backward walk: each unit when it is done, the root at the end."""
+        grads = [group.plan.grad for unit in self.units for group in unit.trained]
+        self.shards = any(grad is not None and grad.placement is S for grad in grads)  # so every backward reduces
         self.order, self._passed = [], {}
         for unit, ended in zip(backward.order, backward.ends, strict=True):
             self._passed[unit] = len(self.order)
@@ -79,7 +80,7 @@ class Reducer:
         """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
         members = [member for unit in self.units for group in unit.trained for member in group.members]
         got = {number for unit in self.units for number in unit.collected}
-        unused = [member.name for member in members if id(member.param) not in got]
+        unused = [each.name for each in members if id(each.param) not in got and each.param.requires_grad]
         if unused:
             raise UsageError(
                 f"{len(unused)} parameters got no gradient in this backward, among them '{unused[0]}'.",

@@ -8,6 +8,7 @@ Called by engine.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from .group import FlatGroup
 from .loss_factor import LossFactor
 from .plan import PlanSettings
 from .reducer import Reducer
+from .regroup import Updates, follow
 from .state_dict import shard_state_dicts
 from .unit import Unit
 from .watch import Watcher
@@ -48,6 +50,7 @@ class Runtime:
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
+        self.updates: Callable[[], Updates | None] = lambda: None  # weak: set by an optimizer
         self._handles = [*hooks.install(self), *shard_state_dicts(units)]
 
     @property
@@ -74,6 +77,14 @@ class Runtime:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def follow_requires_grad(self) -> None:
+        """Let groups be what `requires_grad` says now, and not at the next forward.  Collective where it changed."""
+        follow(self, begins_a_step=self.backwards == 0 and self.forward.count == 0)
+
+    def watch(self, unit: Unit, group: FlatGroup) -> None:
+        """Hear of the gradients of a group that is trained from now on."""
+        self._handles += hooks.watch_grads(self, unit.number, group)
 
     def unit_of(self, group: FlatGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)

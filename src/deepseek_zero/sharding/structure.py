@@ -22,6 +22,10 @@ class Structure:
         self.model, self.groups = model, list(groups)
         self._seen: list[tuple[nn.Module, list[int]]] = []
 
+    def follow(self, groups: Sequence[FlatGroup]) -> None:
+        """The parameters are in other groups now."""
+        self.groups = list(groups)
+
     def check(self) -> None:
         """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
         if not self._seen or any(_holds(module) != held for module, held in self._seen):

@@ -37,22 +37,28 @@ class Unit:
     def __init__(
         self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int, *, is_tile: bool = False
     ) -> None:
-        self.name, self.module, self.groups, self.number = name, module, list(groups), number
-        self.sharded = [group for group in self.groups if group.is_sharded]
-        self.trained = [group for group in self.groups if group.trainable]
+        self.name, self.module, self.number = name, module, number
         self._state = UnitState.AT_REST
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
         self.collected: set[int] = set()  # id(param) of gradients that arrived in the backward under way
-        self.group_of = {id(member.param): group for group in self.trained for member in group.members}
-        self.expected: set[int] = set(self.group_of)
+        self.hold(groups)
         self.reduced_in_backward = False
         self.is_lifted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
 
+    def hold(self, groups: Sequence[FlatGroup]) -> None:
+        """Consist of these groups from now on."""
+        self.groups = list(groups)
+        self.sharded = [group for group in self.groups if group.is_sharded]
+        self.trained = [group for group in self.groups if group.trainable]
+        trained = [(member, group) for group in self.trained for member in group.members]
+        self.group_of = {id(member.param): group for member, group in trained}
+        self.expected: set[int] = {id(member.param) for member, _ in trained if not member.is_frozen}
+
     @property
     def has_frozen_shards(self) -> bool:
-        return any(not group.trainable for group in self.sharded)
+        return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
     def state(self) -> UnitState:
@@ -130,7 +136,7 @@ class Unit:
 
     def start_reduce(self) -> None:
         """Start adding up the ranks' gradients.  Collective within the reduce lane."""
-        self._reduces += [group.gradient.reduce(self.name) for group in self.trained]
+        self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
 
     def finish_reduce(self) -> None:
         for pending in self._reduces:
