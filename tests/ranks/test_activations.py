@@ -209,11 +209,11 @@ def test_what_configure_says_of_offload_holds_for_the_engines_of_the_process() -
 
 
 @pytest.mark.ranks(2)
-def test_an_offload_directory_that_one_rank_lacks_is_an_error_on_every_rank(tmp_path: Path) -> None:
-    mine = tmp_path / f"rank{dist.get_rank()}"
-    if dist.get_rank() == 0:
-        mine.mkdir()
-    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="No such file or directory"):
+def test_an_offload_directory_that_one_rank_cannot_make_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    mine = tmp_path / f"rank{dist.get_rank()}" / "inside"
+    if dist.get_rank() == 1:
+        mine.parent.touch()
+    with pytest.raises(PeerError if dist.get_rank() == 0 else StorageError, match="Not a directory"):
         engine_of("none", activation_checkpointing=section("nvme", str(mine)))
     recompute.release(recompute.current())
 

@@ -9,6 +9,7 @@ that stands beside it: in `_Process`, here and nowhere else.  Called by engine/a
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -145,6 +146,16 @@ def release(recompute: Recompute | None) -> None:
     if recompute is None:
         return
     recompute.close()
+    _forget(recompute)
+
+
+def release_with(owner: object, recompute: Recompute) -> None:
+    """Undo a `configure` when `owner` goes, should nobody `release` before."""
+    weakref.finalize(owner, _forget, recompute).atexit = False
+
+
+def _forget(recompute: Recompute) -> None:
+    # Without closing it: a finalizer may run anywhere, and a disk's threads end by themselves when it goes.
     if _Process.recompute is recompute:
         _Process.recompute = None
 

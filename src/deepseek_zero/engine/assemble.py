@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..activations.recompute import Recompute, RecomputeSettings, configure
+from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..activations.vertical import VerticalOrder
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
@@ -322,7 +322,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         "Ranks take their batches and their learning rates in step, and save in step.",
         "pass the same configuration on every rank.",
     )
-    parts.recompute = _recompute_for(recompute_settings_of(config), comm)
+    parts.recompute = _recompute_for(recompute_settings_of(config), comm, runtime)
     parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
     if config.deterministic:
         parts.determinism = together(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
@@ -359,11 +359,15 @@ def _tell_what_stays_whole(runtime: Runtime, settings: PlanSettings) -> None:
         )
 
 
-def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:
-    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing."""
+def _recompute_for(settings: RecomputeSettings, comm: Comm, runtime: Runtime) -> Recompute | None:
+    """What this configuration makes of `checkpointing.checkpoint` while the model is driven by this runtime; one that
+    says nothing of it changes nothing.
+    """
     if settings == RecomputeSettings():
         return None
-    return together(comm, "opening the nvme_path of activations", lambda: configure(settings))
+    recompute = together(comm, "opening the nvme_path of activations", lambda: configure(settings))
+    release_with(runtime, recompute)
+    return recompute
 
 
 def _optimizer_name(config: Config, client: Client) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import time
@@ -18,6 +19,7 @@ import torch
 from torch import nn
 
 import deepseek_zero as dz
+from deepseek_zero.activations import recompute
 from deepseek_zero.base.errors import DeepSeekZeroError, shown
 from deepseek_zero.base.log import logger
 from deepseek_zero.config import Facts, resolve
@@ -155,6 +157,8 @@ def test_what_is_taken_builds_an_engine_and_takes_a_step_or_says_why_not(door: s
         findings.try_one(given, partial(step_with if is_engine else step_through, given))
     findings.none()
     assert findings.answers["taken"] > 0.5 * tried
+    gc.collect()
+    assert recompute.current() is None, "what an engine says of the process's checkpoints goes with it"
 
 
 @pytest.mark.slow
