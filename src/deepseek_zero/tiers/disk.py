@@ -34,6 +34,7 @@ from .tier import OVER, Extent, Ticket
 from .traffic import Traffic, TransferEvent
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
+SECTOR = 512  # the least that a disk reads or writes
 
 
 class State(Enum):
@@ -361,17 +362,17 @@ class Transfer:
 
 
 def sum_of(piece: Tensor) -> int:
-    """The sum of all 8-byte words, each times an odd number of its place, modulo 2^64: found at the speed of memory,
-    other after any change of one word, and other where words, sectors or pages have changed places.
+    """The sums of the 8-byte words of each sector, each times an odd number of its place, modulo 2^64: other after any
+    change of one word, and other where sectors or pages have changed places.  A disk moves nothing smaller.
     """
-    pages = piece.numpy().view(np.uint64).reshape(-1, PAGE // 8)
-    return int(np.einsum("ij,j->i", pages, _odd_numbers(PAGE // 8, 1)) @ _odd_numbers(len(pages), 2))
+    sectors = piece.numpy().view(np.uint64).reshape(-1, SECTOR // 8)
+    return int(np.einsum("ij->i", sectors) @ _odd_numbers(len(sectors)))
 
 
 @cache
-def _odd_numbers(count: int, row: int) -> npt.NDArray[np.uint64]:
-    """Odd numbers without a pattern (splitmix64): a word counts by its page's times its own, and no two words alike."""
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(row << 32)) * np.uint64(0x9E3779B97F4A7C15)
+def _odd_numbers(count: int) -> npt.NDArray[np.uint64]:
+    """Odd numbers without a pattern (splitmix64)."""
+    mixed = np.arange(count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed | np.uint64(1)

@@ -280,7 +280,9 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     assert "reading values" in str(error) and "not those that were written" in str(error)
 
 
-@pytest.mark.parametrize(("size", "first", "second"), [(4096, 0, 4096), (512, 512, 1024), (8, 16, 8192), (8, 0, 8)])
+@pytest.mark.parametrize(
+    ("size", "first", "second"), [(4096, 0, 4096), (512, 512, 1024), (8, 16, 8192), (1024, 0, 3072)]
+)
 def test_words_sectors_and_pages_that_changed_places_are_found(
     tmp_path: Path, size: int, first: int, second: int
 ) -> None:
