@@ -30,6 +30,7 @@ import torch.distributed as dist
 import deepseek_zero as dz
 from benchmarks.cells import Cell
 from benchmarks.model import Batches, build_model
+from benchmarks.probes import memory_now
 from benchmarks.systems.common import Job, engine_settings, engine_step, take_a_core
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,21 +63,13 @@ def work(cell: Cell, way: str, folder: str) -> None:
     for number, line in enumerate(sys.stdin):
         if line.strip() == "memory":
             gc.collect()
-            say({"memory": proportional_bytes()})
+            say({"memory": memory_now()["pss"]})
             continue
         dist.barrier()
         began, ran = time.perf_counter(), time.process_time()
         losses = [loss.item() for loss in step(batches.of_step(number))]
         say({"seconds": time.perf_counter() - began, "cpu": time.process_time() - ran, "losses": losses})
     engine.destroy()
-
-
-def proportional_bytes() -> int:
-    """This process' memory, what it shares counted in parts."""
-    for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("the kernel has no Pss")
 
 
 def say(what: dict[str, Any]) -> None:

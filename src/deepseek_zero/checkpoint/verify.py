@@ -10,7 +10,7 @@ import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,8 @@ def _check_export(path: Path, seen: Seen) -> Iterator[Fault]:
     except CheckpointError as error:
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
-    known = {name: Record(name, place.start, place.stop, None) for name, place in header.places.items()}
-    yield from _check_records(path, [replace(each, crc=header.sums.get(each.name)) for each in known.values()], seen)
+    records = [Record(name, place.start, place.stop, header.sums.get(name)) for name, place in header.places.items()]
+    yield from _check_records(path, records, seen)
 
 
 def what_is_compared(path: Path) -> str:

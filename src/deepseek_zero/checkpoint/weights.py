@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..base.device import default_device
 from ..base.errors import CheckpointError, brief
+from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
@@ -113,8 +114,8 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
     """Whose updates may wait, have come ahead or be owed: they are of the weights that were there."""
-    found = next((group.optimizer() for group in runtime.trained_groups if group.optimizer() is not None), None)
-    return found if isinstance(found, ShardedOptimizer) else None
+    found = (optimizer_of(group.members[0].param) for group in runtime.trained_groups)
+    return next((optimizer for optimizer in found if optimizer is not None), None)
 
 
 def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:

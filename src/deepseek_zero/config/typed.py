@@ -1,6 +1,6 @@
 """config/keywords.py, rendered from the schema: what editors and type checkers know of a configuration.
 
-Called by scripts/config_keywords and by the contract test that keeps the file true.
+scripts/config_keywords writes the file; a contract test keeps it true.
 """
 
 from __future__ import annotations

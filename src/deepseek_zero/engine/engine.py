@@ -33,7 +33,24 @@ if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not
     from .assemble import Parts
 
 
-class Engine(nn.Module):
+class StandsForModule(nn.Module):
+    """What wraps a model as `module`: attributes that it does not have are the model's."""
+
+    module: nn.Module
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            own = getattr(type(self), name, None)
+            if isinstance(own, property) and own.fget is not None:
+                return own.fget(self)  # an AttributeError inside it led here: that one is to be seen, not ours
+            if name == "module":  # not there yet
+                raise
+            return getattr(self.module, name)
+
+
+class Engine(StandsForModule):
     """One model, its optimizer and its schedule.
 
     The wrapped model stays `engine.module`; other attributes fall through to it.  `loss.backward()` and
@@ -276,17 +293,6 @@ class Engine(nn.Module):
         if self.parts.determinism is not None:
             self.parts.determinism.release()
         self.observer.close()
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            own = getattr(type(self), name, None)
-            if isinstance(own, property) and own.fget is not None:
-                return own.fget(self)  # an AttributeError inside it led here: that one is to be seen, not ours
-            if name == "module":  # not there yet
-                raise
-            return getattr(self.module, name)
 
     @property
     def device(self) -> torch.device:

@@ -27,6 +27,7 @@ from ..config.keywords import ZeroKeywords
 from ..config.load import load
 from ..engine import exporting
 from ..engine.assemble import Parts, adopting, assemble, granularities
+from ..engine.engine import StandsForModule
 from ..engine.start import Request, facts_of, module_of, parameters_of
 from ..optim.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
@@ -80,7 +81,7 @@ def _asks(stated: Any) -> bool:
 _DOOR = "DeepSeekZeRO3"
 
 
-class DeepSeekZeRO3(nn.Module):
+class DeepSeekZeRO3(StandsForModule):
     """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
 
     The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped (`module`): it computes what
@@ -138,14 +139,6 @@ class DeepSeekZeRO3(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take whole tensors under the model's names; every rank passes them and keeps its slices."""
         return self.module.load_state_dict(state_dict, *args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "module":  # not there yet
-                raise
-            return getattr(self.module, name)
 
 
 # What this door has wrapped, for the optimizers that come later; both weakly, since the model holds the parts (_Keep).

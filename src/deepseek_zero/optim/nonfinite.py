@@ -2,7 +2,7 @@
 
 The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.  After one that was not
 finite the units' borders are watched for a step; if that one is not finite either, the ranks agree on the unit where a
-number first stopped being finite.  Called by sharded.py; lift.py draws the conclusion for precision "auto".
+number first stopped being finite.  lift.py draws the conclusion for precision "auto".
 """
 
 from __future__ import annotations

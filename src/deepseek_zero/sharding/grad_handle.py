@@ -3,7 +3,7 @@
 What works element by element does so on every rank's part, without communication: in place (`mul_`, `+=`, `clamp_`,
 `torch._foreach_add_`) it changes the gradient that the step uses, out of place it gives another such tensor, which may
 be assigned to `.grad`.  Norms are taken over all ranks.  Whatever else would read or change elements raises, and says
-what to write.  Called by gradient.py, which owns the parts, and by torch.
+what to write.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class GradOwner(Protocol):
 ELEMENT_WISE = frozenset(
     """
     abs absolute add addcdiv addcmul bitwise_and bitwise_not bitwise_or bitwise_xor clamp clamp_max clamp_min clip clone
-    contiguous copy copysign div divide eq erf exp fill float_power fmax fmin ge gt isfinite isinf isnan le lerp log
+    copy copysign div divide eq erf exp fill float_power fmax fmin ge gt isfinite isinf isnan le lerp log
     log1p logical_and logical_not logical_or logical_xor lt masked_fill maximum minimum mul multiply nan_to_num ne neg
     negative positive pow reciprocal relu rsqrt rsub sigmoid sign sqrt square sub subtract tanh true_divide where xlogy
     zero

@@ -10,7 +10,7 @@ takes arguments, a gradient is multiplied by what is missing, or divided again:
     engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
 
 with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of several engines is
-divided by the accumulation of the engine that was asked.  Called by forward.py, hooks.py and engine/engine.py.
+divided by the accumulation of the engine that was asked.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A parameter that is frozen keeps its place, its master and its moments, which nobody touches until it is unfrozen; a
 group without any other is not reduced.  One that was frozen when it was wrapped has a weight only: it leaves its group
-for one that is trained.  All ranks compare what changed before anything does.  Called by forward.py and runtime.py.
+for one that is trained.  All ranks compare what changed before anything does.
 """
 
 from __future__ import annotations

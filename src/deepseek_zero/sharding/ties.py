@@ -2,7 +2,7 @@
 overlap in part, or hold numbers that are not real.
 
 Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their memory.  Cutting
-copies values into flat buffers, which would part them without a word.  Called by engine/assemble.py and init.py.
+copies values into flat buffers, which would part them without a word.
 """
 
 from __future__ import annotations
