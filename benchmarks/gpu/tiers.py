@@ -34,7 +34,7 @@ from benchmarks.cells import ADAMW, Shape
 from benchmarks.gpu.throughput import Model, Size, batch_for, plain
 from deepseek_zero.base.device import synchronize
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.report.placement import told
+from deepseek_zero.planner.unit_tiers import describe_tiers
 
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "gpu_tiers.json"
 GIB = 1 << 30
@@ -154,7 +154,7 @@ def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
     found.peak_device_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     measured = engine.memory_report().measured
     found.host_bytes, found.disk_bytes = measured.get("host", 0), measured.get("nvme", 0)
-    found.rests = told(engine.runtime.settings.rests)
+    found.rests = describe_tiers(engine.runtime.settings.rests)
     engine.destroy()
 
 

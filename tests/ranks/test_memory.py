@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from deepseek_zero.engine.memory import predicted_bytes
 from deepseek_zero.optim.sharded import TILE_NUMEL
-from deepseek_zero.report.estimate import resident_bytes, step_of_units, units_of_model
-from deepseek_zero.report.lending import buffer_bytes, lent_buffers
+from deepseek_zero.planner.memory import resident_bytes, step_of_units, units_of_model
+from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded
 from tests.pairwise import cases
@@ -134,7 +134,7 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
     settings = engine.runtime.settings
     units = units_of_model(model, settings, ranks)
     expected = resident_bytes(units, step_of_units(units, dist.get_rank(), "AdamW", TILE_NUMEL.cpu))
-    expected["buffers"] = buffer_bytes(lent_buffers(units, settings, in_place=ranks > 1))
+    expected["buffers"] = buffer_bytes(pool_buffers(units, settings, in_place=ranks > 1))
     assert predicted_bytes(engine.runtime, engine.optimizer) == expected
 
 

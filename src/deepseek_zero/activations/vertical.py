@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..planner.schedule import enclosing
 from ..sharding.outputs import map_tensors
 from ..sharding.runtime import Runtime
-from ..sharding.schedule import enclosing
 from ..sharding.unit import Unit
 from .arguments import replaced
 from .recompute import checkpoint

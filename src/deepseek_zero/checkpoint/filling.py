@@ -125,7 +125,7 @@ def fill_optimizer(
     for group, found in states if states is not None else states_of(reader, manifest, optimizer, before):
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
-        if group.plan.moments_rest:
+        if group.plan.moments_external:
             found = state = {}
             give_back_holes()
 
@@ -187,7 +187,7 @@ def _memory_for(piece: Piece, dtype: torch.dtype, before: Any) -> Tensor:
         isinstance(before, Tensor)
         and (before.device.type, before.dtype, before.numel()) == ("cpu", dtype, piece.numel)
         and before.is_contiguous()
-        and not piece.group.plan.moments_rest
+        and not piece.group.plan.moments_external
     ):
         return before.view(-1)
     return torch.empty(piece.numel, dtype=dtype)

@@ -218,7 +218,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
     optimizer = contents.optimizer
     if optimizer is None or optimizer.inner.state or contents.runtime.route.pool.device.type != "cpu":
         return False
-    if any(group.plan.moments_rest for group in contents.runtime.trained_groups):
+    if any(group.plan.moments_external for group in contents.runtime.trained_groups):
         return False
     with ExitStack() as stack:
         reader = Reader(folder, manifest.chunks, stack)

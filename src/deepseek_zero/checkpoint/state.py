@@ -20,8 +20,8 @@ from ..base.errors import CheckpointError
 from ..optim.flow import Stretch
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer
+from ..planner.spec import R
 from ..sharding.group import FlatGroup
-from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from .manifest import MOMENT, OWED, WEIGHT, WHOLE, Chunk
 

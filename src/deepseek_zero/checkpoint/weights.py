@@ -21,11 +21,11 @@ from ..base.device import default_device
 from ..base.errors import CheckpointError, brief
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
+from ..planner.layout import boxes
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.handle import owner_of
 from ..sharding.init import Init, take_slice
-from ..sharding.layout import boxes
 from ..sharding.runtime import Runtime
 from .load import refill
 from .manifest import together

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.capabilities import Capability
-from ..base.device import PerDevice
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import shares_gpu
 from .board import raised_in
@@ -44,9 +43,6 @@ from .transports import (
     first_line,
     nothing,
 )
-
-# ordered_sum's tile: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large kernels.
-TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
 
 Finish = Callable[[], None]
 T = TypeVar("T")

@@ -27,12 +27,12 @@ from ..comm.collectives import Comm
 from ..optim.flow import FlowSettings
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
+from ..planner.spec import PlanSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
 from ..sharding.build import refuse_wrapped, wrap_model
-from ..sharding.plan import PlanSettings
 from ..sharding.runtime import Runtime
 from ..sharding.ties import refuse_complex, tie_shared, without_twins
 from ..sharding.tuning import KEYS as TUNED
@@ -170,7 +170,7 @@ def plan_settings_of(config: Config) -> PlanSettings:
         weight_tier=TIERS[zero.offload_param.device],
         state_tier=TIERS[zero.offload_optimizer.device],
         device_bytes=device_bytes_of(config),
-        delays=zero.offload_optimizer.delayed_update_after is not None,
+        delayed_update=zero.offload_optimizer.delayed_update_after is not None,
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),

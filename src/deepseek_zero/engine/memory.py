@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from ..base.device import CPU
 from ..optim.piece import Piece
 from ..optim.sharded import ShardedOptimizer
-from ..report.estimate import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
-from ..report.lending import buffer_bytes, lent_buffers
+from ..planner.memory import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
+from ..planner.pool_estimate import buffer_bytes, pool_buffers
+from ..planner.spec import ShardPlan
+from ..planner.volume import StepVolume, step_volume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.picture import UnitPlace, place_of
-from ..report.volume import StepVolume, step_volume
 from ..sharding.group import FlatGroup, resting
-from ..sharding.plan import ShardPlan
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent, Tier
 
@@ -35,7 +35,7 @@ def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) ->
 
     home: what is updated there works in buffers of its own; None: wherever.
     """
-    cut = {id(piece.param): 0 if piece.group.plan.moments_rest else piece.numel for piece in optimizer.pieces()}
+    cut = {id(piece.param): 0 if piece.group.plan.moments_external else piece.numel for piece in optimizer.pieces()}
     groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
     here = [piece for piece in optimizer.pieces() if home in (None, piece.master.home)]
@@ -48,13 +48,13 @@ def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) ->
         casts_grads=scales or any(map(grad_is_cast, plans)) or any(map(_grad_crosses, here)),
         joins_masters=any(plan.master_is_split for plan in plans),
         home=home or CPU,
-        resting=_resting(optimizer, here),
+        external=_resting(optimizer, here),
         widens_masters=any(not piece.master.is_changed_in_place and not piece.master.is_split for piece in here),
         blocks=[
             (group, piece.numel)
             for group, pieces in zip(optimizer.param_groups, optimizer.pieces_by_group, strict=True)
             for piece in pieces
-            if piece.group.plan.moments_kept == "8bit"
+            if piece.group.plan.moments_format == "8bit"
         ],
         undoes=_undoes(optimizer),
         undo_budget=optimizer.settings.undo_bytes,
@@ -81,7 +81,7 @@ def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[G
     return [
         (GroupFacts.of(group.plan, group.layout), options)
         for group, options in _updated(optimizer)
-        if group.plan.moments_rest and id(group) in groups
+        if group.plan.moments_external and id(group) in groups
     ]
 
 
@@ -113,7 +113,7 @@ def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dic
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
     in_place = runtime.comm.reads_in_place
-    lent = lent_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device, in_place)
+    lent = pool_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device, in_place)
     predicted["buffers"] = buffer_bytes(lent) + (step.undo_bytes if step is not None else 0)
     if optimizer is not None:
         homes = {piece.master.home for piece in optimizer.pieces()}

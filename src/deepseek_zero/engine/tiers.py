@@ -19,10 +19,10 @@ from ..base.log import log_once
 from ..comm.agreement import together
 from ..comm.collectives import Comm
 from ..comm.links import ranks_of_this_host
-from ..report.estimate import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
-from ..report.lending import buffer_bytes, lent_buffers
-from ..report.placement import Choices, place, split_by_ratio, told
-from ..sharding.plan import PlanSettings
+from ..planner.memory import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
+from ..planner.pool_estimate import buffer_bytes, pool_buffers
+from ..planner.spec import PlanSettings
+from ..planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
 from ..tiers.device import NO_LIMIT, Allowance
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory, free_host_bytes
@@ -92,21 +92,21 @@ def with_places(
         moments = moments_for(optimizer, {}).per_element if optimizer is not None else 0
         working = _working_bytes(units, settings, comm, optimizer, device) + wish.undo_bytes
         budgets = _budgets(wish, comm, working, device)
-        rests = together(comm, "placing states", lambda: place(units, choices, budgets, moments))
-        log_once(f"placement: {told(rests)}")
-        return replace(settings, rests=rests)
+        rests = together(comm, "placing states", lambda: assign_tiers(units, choices, budgets, moments))
+        log_once(f"placement: {describe_tiers(rests)}")
+        return replace(settings, unit_tiers=rests)
     if wish.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
         units_now = units_of_model(model, settings, comm.size)
-        return replace(settings, rests=split_by_ratio(units_now, settings.weight_tier, wish.ratio))
+        return replace(settings, unit_tiers=split_by_ratio(units_now, settings.weight_tier, wish.ratio))
     return settings
 
 
-def _choices(settings: PlanSettings, wish: PlacementSettings, device: torch.device) -> Choices:
+def _choices(settings: PlanSettings, wish: PlacementSettings, device: torch.device) -> TierChoices:
     """On a CPU the host's memory is the device's, so it is a place of its own only where it has a budget."""
     tiers = [Tier.DEVICE]
     tiers += [Tier.HOST] if wish.host is not None or device.type != "cpu" else []
     tiers += [Tier.NVME] if wish.path is not None else []
-    return Choices(
+    return TierChoices(
         tuple(tiers) if wish.chooses_weights and settings.stage == 3 else (settings.weight_tier,),
         tuple(tiers) if wish.chooses_states and settings.stage > 0 else (settings.state_tier,),
     )
@@ -136,7 +136,7 @@ def _working_bytes(
 ) -> int:
     """What the schedule lends and a step works in, where as much as possible rests elsewhere."""
     slowest = units[max(units, key=list(Tier).index)]
-    lent = lent_buffers(slowest, settings, device=device, in_place=comm.reads_in_place)
+    lent = pool_buffers(slowest, settings, device=device, in_place=comm.reads_in_place)
     step = replace(step_of_units(slowest, comm.rank, optimizer or "SGD", 1 << 20), casts_grads=True)  # a step may clip
     return buffer_bytes(lent) + step.scratch_bytes
 
@@ -145,7 +145,7 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
     """The memories that a plan names.  Collective: where one rank's disk refuses, every rank raises."""
     zero, memories = config.zero_optimization, dict[Tier, Memory]()
     wanted = {settings.weight_tier, settings.state_tier}
-    wanted |= {tier for rest in settings.rests for tier in (rest.weights, rest.states)}
+    wanted |= {tier for rest in settings.unit_tiers for tier in (rest.weights, rest.states)}
     if Tier.HOST in wanted:
         asks = any(
             section.pin_memory for section in (zero.offload_optimizer, zero.offload_param) if section.device != "none"

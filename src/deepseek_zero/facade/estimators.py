@@ -1,7 +1,7 @@
 """DeepSpeed's memory estimators in its words, with the bytes of our own plans: mixed precision with Adam.
 
 A row of the table per place of parameters and optimizer states.  DeepSpeed multiplies by guesses (18 bytes, a factor of
-1.5 for buffers); these are what report/estimate.py counts for a plan.  Reached through the drop-in.
+1.5 for buffers); these are what planner/memory.py counts for a plan.  Reached through the drop-in.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from ..planner.memory import GroupFacts, total_bytes
+from ..planner.spec import PlanSettings, plan_for
 from ..precision.policy import Policy
-from ..report.estimate import GroupFacts, total_bytes
-from ..sharding.plan import PlanSettings, plan_for
 from ..tiers.tier import Tier
 
 GIB = 2**30

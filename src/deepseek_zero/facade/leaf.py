@@ -1,7 +1,7 @@
 """DeepSpeed's leaf modules: blocks that travel as one piece (mixtures of experts), marked before wrapping.
 
-The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test; sharding/wrap.py reads it
-when units are chosen.  Re-exported by `deepseek_zero.utils`.
+The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test;
+planner/auto_wrap_policy.py reads it when units are chosen.  Re-exported by `deepseek_zero.utils`.
 """
 
 from __future__ import annotations

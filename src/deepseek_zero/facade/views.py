@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..base.errors import UnknownNameError
+from ..planner.layout import Slot
 from ..sharding.group import FlatGroup
 from ..sharding.handle import AtRest, owner_of
 from ..sharding.init import InitShard
-from ..sharding.layout import Slot
 from ..tiers.tier import Tier
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..planner.layout import Slot
+from ..planner.spec import R
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, complete
 from ..sharding.handle import owner_of
-from ..sharding.layout import Slot
-from ..sharding.placement import R
 from .piece import Cover
 from .sharded import ShardedOptimizer
 

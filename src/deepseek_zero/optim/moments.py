@@ -112,7 +112,7 @@ class Moments:
         piece.group.barrier.cross()
         state = self._inner.state.get(piece.param, {})
         self._count(piece, state)
-        if not piece.group.plan.moments_rest:
+        if not piece.group.plan.moments_external:
             return
         for name, value in state.items():
             if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._scratch.is_nothing(value):
@@ -185,7 +185,7 @@ class Moments:
         if key not in self._found:
             plan, group = piece.group.plan, piece.group
             assert plan.moments is not None
-            kept = kept_as(plan.moments_kept, name) if dtype == torch.float32 else None
+            kept = kept_as(plan.moments_format, name) if dtype == torch.float32 else None
             stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
             numel = piece.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
@@ -201,7 +201,7 @@ class Moments:
         """What the optimizer allocates itself is taken of the training device all the same."""
         if state and id(piece) not in self._counted:
             self._counted.add(id(piece))
-            rest = piece.group.plan.moments_rest
+            rest = piece.group.plan.moments_external
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
             self._scratch.allowance.take_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..planner.layout import Slot
+from ..planner.spec import R
 from ..precision.compact import Chance
 from ..precision.split import scratch_numel
 from ..sharding.group import FlatGroup
-from ..sharding.layout import Slot
 from ..sharding.master import Master
-from ..sharding.placement import R
 from .flow import Reflection, Stretch
 from .scratch import Scratch
 
@@ -193,7 +193,7 @@ def work_of(bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int]
     """numbers: of each group's unit, by id of the group; None: tiles may reach from one unit into the next."""
     now, later = list[Tile](), dict[int, list[Tile]]()
     for bundle in bundles:
-        if may_wait and all(piece.group.plan.updates_later for _, piece in bundle):
+        if may_wait and all(piece.group.plan.can_defer_update for _, piece in bundle):
             unit = EVERY_UNIT if numbers is None else numbers[id(bundle[0][1].group)]
             later.setdefault(unit, []).append(bundle)
         else:

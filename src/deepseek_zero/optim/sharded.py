@@ -21,11 +21,11 @@ from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedu
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, telling
+from ..planner.spec import R
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
 from ..sharding.group import FlatGroup
 from ..sharding.handle import owner_of
-from ..sharding.placement import R
 from ..sharding.runtime import Runtime
 from ..sharding.ties import without_twins
 from .clip import Verdict, absent_among, agree_on_norm, clip_factor

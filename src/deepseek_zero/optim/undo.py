@@ -2,7 +2,7 @@
 
 Copies, not arithmetic: an update cannot be calculated backwards without rounding, and not at all once a number is not
 finite.  They lie in one buffer that is taken once, on the host, where everything rests that is updated early.  Called
-by early.py; report/estimate.py predicts its bytes.
+by early.py; planner/memory.py predicts its bytes.
 """
 
 from __future__ import annotations

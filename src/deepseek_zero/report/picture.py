@@ -1,6 +1,6 @@
 """The plan as a picture: what of each unit rests where, beside when it is gathered, used and released.
 
-Draws nothing that is not estimated or printed elsewhere: bytes are estimate.py's `group_bytes`, times are the
+Draws nothing that is not estimated or printed elsewhere: bytes are `group_bytes` of planner/memory.py, times are the
 schedule's list of actions.  Called by the engine's `explain`; needs matplotlib, as plots.py does.
 """
 
@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from ..base.quantities import format_bytes, unit_of
-from ..sharding.schedule import Action, Kind, Schedule
+from ..planner.memory import STATES, UnitFacts, group_bytes
+from ..planner.schedule import Action, ActionKind, Schedule
 from ..tiers.tier import Tier
-from .estimate import STATES, UnitFacts, group_bytes
 from .plots import BLUE, FAINT, GREY, INK, ORANGE, canvas, dress, save, titles
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
@@ -64,7 +64,7 @@ class Strip:
     """
 
     gathered: list[tuple[int, int, int]] = field(default_factory=list)
-    used: list[tuple[int, int, Kind]] = field(default_factory=list)
+    used: list[tuple[int, int, ActionKind]] = field(default_factory=list)
     reduced: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -74,13 +74,13 @@ def strip_of(actions: Sequence[Action]) -> Strip:
     for action in actions:
         column = len(strip.used)
         match action.kind:
-            case Kind.GATHER:
+            case ActionKind.GATHER:
                 since[action.unit] = column
-            case Kind.FORWARD | Kind.BACKWARD:
+            case ActionKind.FORWARD | ActionKind.BACKWARD:
                 strip.used.append((action.unit, column, action.kind))
-            case Kind.REDUCE:
+            case ActionKind.REDUCE:
                 strip.reduced.append((action.unit, column))
-            case Kind.RELEASE:
+            case ActionKind.RELEASE:
                 strip.gathered.append((action.unit, since.pop(action.unit), column))
     return strip
 
@@ -131,7 +131,7 @@ def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> N
     for at, start, stop in moving:
         axes.barh(at, stop - start, 0.74, start, color=GATHERED)
     for unit, column, kind in strip.used:
-        axes.barh(row[unit], 1, 0.74, column, color=FORWARD if kind is Kind.FORWARD else BACKWARD)
+        axes.barh(row[unit], 1, 0.74, column, color=FORWARD if kind is ActionKind.FORWARD else BACKWARD)
     thick = max(0.5, min(1.5, 120 / len(strip.used)))  # points; less than a column
     for unit, column in strip.reduced:
         axes.plot(column, row[unit], "|", color=INK, markersize=7, markeredgewidth=thick, clip_on=False)

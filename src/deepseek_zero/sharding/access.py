@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
 from ..comm.collectives import hand_out
+from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
 from .group import FlatGroup
 from .handle import owner_of, put_to_rest, wake
 from .init import InitShard
-from .placement import R, S
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[FlatGroup]:

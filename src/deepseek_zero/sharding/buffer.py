@@ -16,16 +16,14 @@ from torch import Tensor
 
 from ..base.device import storage_users
 from ..base.memory import give_back
-from ..comm.collectives import DONE, TILE_NUMEL, Comm, Pending, ordered_sum
+from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.same_host import Common
+from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
+from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
 from ..tiers.device import Allowance
 from ..tiers.ferry import Ferry
 from ..tiers.tier import OVER, Crossing, Extent, Ticket, Tier, Tiers, peek
-from .layout import BLOCK, FlatLayout, Slot
-from .placement import TRANSITIONS, Movement, R, S
-from .plan import Spec
 
-MOST_UNDER_WAY = 2  # messages of one reduction
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
 
@@ -269,17 +267,6 @@ class Route:
     ferry: Ferry = field(default_factory=Ferry)
 
 
-def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
-    """Elements of one reduction message: a slice, or as much of it as a bucket over all ranks allows."""
-    return min(max(BLOCK, bucket_numel // layout.ranks // BLOCK * BLOCK), layout.slice_numel)
-
-
-def messages_under_way(layout: FlatLayout, bucket_numel: int) -> int:
-    """Reduction messages that are under way at once: the next one travels while one is waited for and added up."""
-    messages = -(-layout.slice_numel // max(1, message_numel(layout, bucket_numel)))
-    return min(messages, 1 if layout.ranks == 1 else MOST_UNDER_WAY)
-
-
 def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add: bool = False) -> Pending:
     """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
 
@@ -339,7 +326,7 @@ def _reduce_scatter(
         landing = Landing(kept, step, extent, route, add=add) if kept.device != route.pool.device else None
 
         def add_up(received: Sequence[Tensor]) -> None:
-            scratch = route.pool.take(TILE_NUMEL.on(route.pool.device), torch.float32)
+            scratch = route.pool.take(SUM_TILE_NUMEL.on(route.pool.device), torch.float32)
             into = kept if landing is None else landing.sum()
             ordered_sum(received, into, scratch, divisor=route.divisor, add=add)
             route.pool.give(scratch)

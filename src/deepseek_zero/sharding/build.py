@@ -14,16 +14,23 @@ from ..base.device import default_device
 from ..base.errors import UsageError
 from ..comm.agreement import agree
 from ..comm.collectives import Comm, hand_out
+from ..planner.auto_wrap_policy import (
+    GroupKey,
+    UnitChoice,
+    choose_units,
+    full_precision_names,
+    group_params,
+    persistent_names,
+)
+from ..planner.spec import PlanSettings, predivide_of
 from ..tiers.ferry import ferry_of
 from ..tiers.tier import Tiers
 from .buffer import Pool, Route
 from .group import FlatGroup, planned_group
 from .handle import owner_of
 from .init import materialise
-from .plan import PlanSettings, predivide_of
 from .runtime import Runtime
 from .unit import Unit
-from .wrap import GroupKey, UnitChoice, choose_units, full_precision_names, group_params, persistent_names
 
 
 def refuse_wrapped(model: nn.Module) -> None:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.collectives import Comm
+from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
+from ..planner.spec import PlanSettings
 from .buffer import Turns
-from .plan import PlanSettings
-from .schedule import Pass, Schedule, enclosing, plan_schedule
 from .tuning import Tuner
 from .unit import Unit, UnitState
 

@@ -17,12 +17,11 @@ from ..base.device import PerDevice, without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..base.memory import give_back, private_pages
 from ..comm.collectives import DONE, Pending
+from ..planner.layout import Slot
+from ..planner.spec import P, R, S, Spec
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer, has_pages_to_return, move
 from .grad_handle import GradAtRest, Part, grad_at_rest, own_part_of
-from .layout import Slot
-from .placement import P, R, S
-from .plan import Spec
 from .waiting import Waiting
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)

@@ -17,6 +17,9 @@ from torch import Tensor, nn
 from ..base.device import CPU, without_torch_function
 from ..base.memory import give_back_holes
 from ..comm.collectives import DONE, Comm, Pending, hand_out
+from ..planner.auto_wrap_policy import GroupKey
+from ..planner.layout import LAYOUTS, FlatLayout, Slot
+from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
 from ..precision.policy import cast_master
 from ..tiers.tier import Delivery, Extent, Tier
 from .buffer import Barrier, FlatBuffer, Route, move
@@ -24,11 +27,7 @@ from .grad_handle import Part
 from .gradient import Gradient
 from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
 from .init import take_values
-from .layout import LAYOUTS, FlatLayout, Slot
 from .master import Master
-from .placement import R, S
-from .plan import PlanSettings, ShardPlan, Spec, plan_for, predivide_of
-from .wrap import GroupKey
 
 
 @dataclass(eq=False)
@@ -162,7 +161,7 @@ class FlatGroup:
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         values, rank = self.master.values(), self.master.rank
-        self.plan = self.plan.lifted()
+        self.plan = self.plan.promoted()
         self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {what}")
         self.weight.barrier = values.barrier = self.barrier
         self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)

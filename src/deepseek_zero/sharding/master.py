@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ..base.device import CPU
+from ..planner.layout import Slot
+from ..planner.spec import Placement, R
 from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
 from ..tiers.ferry import Ferry, Mirror
 from ..tiers.tier import Extent
 from .buffer import FlatBuffer
-from .layout import Slot
-from .placement import Placement, R
 
 _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 

@@ -14,8 +14,8 @@ import torch
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm
-from .placement import S
-from .schedule import Pass
+from ..planner.schedule import Pass
+from ..planner.spec import S
 from .unit import Unit
 
 

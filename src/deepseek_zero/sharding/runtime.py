@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from ..base.clock import BETWEEN
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import UsageError
+from ..planner.spec import PlanSettings
 from . import hooks, tuning
 from .buffer import Route
 from .forward import Forward, Phase
 from .gatherer import Gatherer
 from .group import FlatGroup
 from .loss_factor import LossFactor
-from .plan import PlanSettings
 from .reducer import Reducer
 from .regroup import Updates, follow
 from .state_dict import shard_state_dicts
@@ -228,7 +228,7 @@ class Runtime:
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.drop()
-        if not self.settings.streams:  # gathered weights would have their pages again a moment later
+        if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
             self.route.pool.rest()
 
     # -- trouble

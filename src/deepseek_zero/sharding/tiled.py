@@ -1,7 +1,7 @@
 """A linear operator larger than memory: cut into tiles, each a unit of its own, gathered and released one by one.
 
-Owns `TiledLinear`, DeepSpeed's name and arguments.  wrap.py reads `children_are_units`; everything else about its tiles
-is what every unit has, so they are sharded, offloaded, updated and saved like any other.  Called by models.
+Owns `TiledLinear`, DeepSpeed's name and arguments.  auto_wrap_policy.py reads `children_are_units`; everything else
+about its tiles is what every unit has, so they are sharded, offloaded, updated and saved like any other.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ import torch
 
 from ..base.log import log_once
 from ..comm.collectives import Comm
-from .plan import PlanSettings
+from ..planner.spec import PlanSettings
 
 if TYPE_CHECKING:
     from .runtime import Runtime

@@ -31,7 +31,7 @@ MOVES = {
 
 class Unit:
     """Groups of parameters that move together. `module` is whose forward needs them; the root unit holds what is
-    left.  is_tile: a unit for the sake of memory alone, wherever it stands (wrap.py).
+    left.  is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
     """
 
     def __init__(

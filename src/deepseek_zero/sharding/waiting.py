@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from ..planner.layout import Slot
+from ..planner.spec import S
 from ..tiers.tier import Extent
 from .buffer import FlatBuffer
-from .layout import Slot
-from .placement import S
 
 if TYPE_CHECKING:
     from .gradient import Gradient
@@ -71,7 +71,7 @@ class Waiting:
 
     def _room(self) -> FlatBuffer:
         if self.buffer is None:
-            spec = self.gradient.group.plan.waiting
+            spec = self.gradient.group.plan.delayed_grad
             assert spec is not None
             self.buffer = self.gradient.new_slice(spec)
         return self.buffer

@@ -15,7 +15,7 @@ from deepseek_zero.facade import builders, elasticity, estimators, flops, groups
 from deepseek_zero.facade.accelerator import get_accelerator, set_accelerator
 from deepseek_zero.facade.looking import log_dist_once
 from deepseek_zero.facade.on_device import OnDevice
-from deepseek_zero.report.estimate import mixed_precision_adam_bytes
+from deepseek_zero.planner.memory import mixed_precision_adam_bytes
 
 # -- memory estimators
 

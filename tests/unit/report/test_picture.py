@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.report.estimate import GroupFacts, UnitFacts, group_bytes
+from deepseek_zero.planner.memory import GroupFacts, UnitFacts, group_bytes
+from deepseek_zero.planner.schedule import ActionKind, plan_schedule
+from deepseek_zero.planner.spec import PlanSettings, plan_for
 from deepseek_zero.report.picture import UnitPlace, draw_plan, place_of, strip_of
-from deepseek_zero.sharding.plan import PlanSettings, plan_for
-from deepseek_zero.sharding.schedule import Kind, plan_schedule
 from deepseek_zero.tiers.tier import Tier
 from tests.unit.report.test_plots import is_png_of
 
@@ -42,7 +42,7 @@ def test_the_strip_is_the_list_of_actions_in_columns() -> None:
     schedule = plan_schedule([10, 100, 100, 100], range(4), settings)
     assert str(schedule).startswith("G0 G1 F0 G2 F1 R1 G3 F2 R2 F3 R3 R0 G0 G3 B0 G2 B3 S3 R3")
     strip = strip_of(schedule.actions())
-    assert strip.used[:5] == [(unit, unit, Kind.FORWARD) for unit in range(4)] + [(0, 4, Kind.BACKWARD)]
+    assert strip.used[:5] == [(unit, unit, ActionKind.FORWARD) for unit in range(4)] + [(0, 4, ActionKind.BACKWARD)]
     assert strip.gathered[:5] == [(1, 0, 2), (2, 1, 3), (3, 2, 4), (0, 0, 4), (3, 4, 6)]
     assert strip.reduced == [(3, 6), (2, 7), (1, 8), (0, 8)]
 

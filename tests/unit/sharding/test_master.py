@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
-from deepseek_zero.sharding.layout import even_layout
 from deepseek_zero.sharding.master import Master
-from deepseek_zero.sharding.placement import Placement, R, S
-from deepseek_zero.sharding.plan import Spec
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
 RANK = 1

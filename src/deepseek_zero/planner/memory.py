@@ -1,10 +1,9 @@
 """What a plan will hold, in bytes, from the plan alone; report/measure.py finds what is held.
 
-    bytes = sum over groups and states of numel(placement) x itemsize, plus what lending.py says the schedule lends
+    bytes = sum over groups and states of numel(placement) x itemsize, plus what the pool lends (pool_estimate.py)
 
 `resident_bytes` counts small tensors too: one element per group for the placeholder that parameters at rest expand (in
 "weight"), and the optimizer's step counters (in "moments").  Nothing is allocated: a model on the meta device will do.
-Called by the engine's memory report, the examples and the truth contract.
 """
 
 from __future__ import annotations
@@ -22,11 +21,10 @@ from ..base.device import CPU
 from ..base.memory import PAGE
 from ..precision.compact import BLOCK, kept_dtype
 from ..precision.split import scratch_numel
-from ..sharding.layout import LAYOUTS, FlatLayout, Slot
-from ..sharding.placement import R, S
-from ..sharding.plan import PlanSettings, ShardPlan, Spec, plan_for
-from ..sharding.wrap import choose_units, full_precision_names, group_params, persistent_names
 from ..tiers.tier import Tier
+from .auto_wrap_policy import choose_units, full_precision_names, group_params, persistent_names
+from .layout import LAYOUTS, FlatLayout, Slot
+from .spec import PlanSettings, R, S, ShardPlan, Spec, plan_for
 
 STATES = ("weight", "grad", "master", "moments")
 COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
@@ -121,11 +119,11 @@ def group_bytes(facts: GroupFacts, moments_per_element: int, states: Sequence[st
     What rests in another memory counts there ("host", "nvme"), in whole pages.
     """
     plan, found = facts.plan, dict.fromkeys(STATES, 0)
-    moments = plan.moments and replace(plan.moments, dtype=kept_dtype(plan.moments_kept, plan.moments.dtype))
+    moments = plan.moments and replace(plan.moments, dtype=kept_dtype(plan.moments_format, plan.moments.dtype))
     rows = (
         ("weight", plan.weight, 1),
         ("grad", plan.grad, 1),
-        ("grad", plan.waiting, 1),
+        ("grad", plan.delayed_grad, 1),
         ("master", None if plan.master_is_weight else plan.master, 1),
         ("moments", moments, moments_per_element),
     )
@@ -214,7 +212,7 @@ class StepFacts:
     casts_grads: bool
     joins_masters: bool = False
     home: torch.device = CPU
-    resting: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
+    external: Sequence[tuple[GroupFacts, Mapping[str, Any]]] = ()
     widens_masters: bool = False
     blocks: Sequence[tuple[Mapping[str, Any], int]] = ()
     undoes: Sequence[Sequence[tuple[ShardPlan, Mapping[str, Any], int]]] = ()
@@ -242,14 +240,14 @@ class StepFacts:
         assert plan.master is not None and plan.moments is not None
         count = moments_for(self.optimizer, options).count(options)
         own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
-        moments = kept_dtype(plan.moments_kept, plan.moments.dtype).itemsize * count
-        powers = count * -(-numel // BLOCK) if plan.moments_kept == "8bit" else 0
+        moments = kept_dtype(plan.moments_format, plan.moments.dtype).itemsize * count
+        powers = count * -(-numel // BLOCK) if plan.moments_format == "8bit" else 0
         return numel * (plan.weight.dtype.itemsize + own + moments) + powers
 
-    def resting_bytes(self) -> Counter[str]:
+    def external_bytes(self) -> Counter[str]:
         """Moments in other memories, by tier: whole slices, in whole pages."""
         found = Counter[str]()
-        for facts, options in self.resting:
+        for facts, options in self.external:
             found.update(group_bytes(facts, moments_for(self.optimizer, options).count(options), STATES[3:]))
         return found
 
@@ -262,12 +260,12 @@ class StepFacts:
             for numel in run:
                 filled = numel if filled + numel > self.tile_numel else filled + numel
                 fullest = max(fullest, filled)
-        narrow = [(facts, options) for facts, options in self.resting if facts.plan.moments_kept != "fp32"]
+        narrow = [(facts, options) for facts, options in self.external if facts.plan.moments_format != "fp32"]
         widened = max((moments_for(self.optimizer, options).count(options) for _, options in narrow), default=0)
         elements = fullest * (self.casts_grads + (self.joins_masters or self.widens_masters) + widened)
         if self.joins_masters:
             elements += scratch_numel(self.home, fullest)
-        tiers = {facts.plan.moments.tier for facts, _ in self.resting if facts.plan.moments is not None}
+        tiers = {facts.plan.moments.tier for facts, _ in self.external if facts.plan.moments is not None}
         if self.joins_masters or self.widens_masters or narrow or Tier.NVME in tiers:
             elements += 1  # the NaN that stands for what is not here
         return elements * torch.float32.itemsize
@@ -278,18 +276,18 @@ def step_of_units(units: Sequence[UnitFacts], rank: int, optimizer: str, tile_nu
     pieces = [
         (group.plan, numel) for unit in units for group in unit.trained for numel in group.piece_sizes(rank, tile_numel)
     ]
-    resting = [group for unit in units for group in unit.trained if group.plan.moments_rest]
+    resting = [group for unit in units for group in unit.trained if group.plan.moments_external]
     resting = [group for group in resting if group.piece_sizes(rank, tile_numel)]
     return StepFacts(
         optimizer,
-        [(options, [0 if plan.moments_rest else numel for plan, numel in pieces])],
-        [[numel for plan, numel in pieces if plan.updates_later is later] for later in (False, True)],
+        [(options, [0 if plan.moments_external else numel for plan, numel in pieces])],
+        [[numel for plan, numel in pieces if plan.can_defer_update is later] for later in (False, True)],
         tile_numel,
         casts_grads=any(grad_is_cast(plan) for plan, _ in pieces),
         joins_masters=any(plan.master_is_split for plan, _ in pieces),
-        resting=[(group, options) for group in resting],
+        external=[(group, options) for group in resting],
         widens_masters=any(plan.master_is_rounded for plan, _ in pieces),
-        blocks=[(options, numel) for plan, numel in pieces if plan.moments_kept == "8bit"],
+        blocks=[(options, numel) for plan, numel in pieces if plan.moments_format == "8bit"],
     )
 
 
@@ -299,7 +297,7 @@ def grad_is_cast(plan: ShardPlan) -> bool:
 
 
 def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) -> dict[str, int]:
-    """Bytes one rank holds between steps, by state, to the byte; what the schedule lends is lending.py's.
+    """Bytes one rank holds between steps, by state, to the byte; what the schedule lends is pool_estimate.py's.
 
     An optimizer works on parameters, not on the padding between them, and keeps counters: its moments are summed by
     piece.
@@ -308,7 +306,7 @@ def resident_bytes(units: Sequence[UnitFacts], step: StepFacts | None = None) ->
     total = total_bytes(groups, moments_per_element=0)
     total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)  # the placeholders
     total["moments"] = step.moments_bytes if step is not None else 0
-    for tier, nbytes in step.resting_bytes().items() if step is not None else ():
+    for tier, nbytes in step.external_bytes().items() if step is not None else ():
         total[tier] = total.get(tier, 0) + nbytes
     return total
 

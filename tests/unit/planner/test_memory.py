@@ -7,8 +7,8 @@ from math import inf
 import pytest
 import torch
 
-from deepseek_zero.precision.policy import Policy
-from deepseek_zero.report.estimate import (
+from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.memory import (
     GroupFacts,
     StepFacts,
     UnitFacts,
@@ -19,8 +19,8 @@ from deepseek_zero.report.estimate import (
     total_bytes,
     units_of_model,
 )
-from deepseek_zero.sharding.layout import even_layout
-from deepseek_zero.sharding.plan import PlanSettings, plan_for
+from deepseek_zero.planner.spec import PlanSettings, plan_for
+from deepseek_zero.precision.policy import Policy
 from tests.models import Gpt
 
 GB = 10**9

@@ -3,7 +3,6 @@
 The order is recorded on the first step and is only a hint: a unit used out of order costs latency, never correctness.
 Every rank computes the same schedule, and walks all of it, so that a unit one rank skips is still gathered by all.
 `print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``: gather, forward, release, backward (B) and reduce (S).
-Called by runtime.py and report.
 """
 
 from __future__ import annotations
@@ -12,10 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from .plan import PlanSettings
+from .spec import PlanSettings
 
 
-class Kind(Enum):
+class ActionKind(Enum):
     """What an action does to its unit."""
 
     GATHER = "G"
@@ -27,7 +26,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    kind: Kind
+    kind: ActionKind
     unit: int
 
     def __str__(self) -> str:
@@ -73,25 +72,25 @@ class Schedule:
         found: list[Action] = []
         root = self.forward.order[0]
         for k, unit in enumerate(self.forward.order):
-            found += [Action(Kind.GATHER, each) for each in self.forward.issue[k]]
-            found.append(Action(Kind.FORWARD, unit))
-            found += [Action(Kind.RELEASE, each) for each in self.forward.ends[k] if each not in self.kept]
+            found += [Action(ActionKind.GATHER, each) for each in self.forward.issue[k]]
+            found.append(Action(ActionKind.FORWARD, unit))
+            found += [Action(ActionKind.RELEASE, each) for each in self.forward.ends[k] if each not in self.kept]
         if root not in self.kept:
-            found.append(Action(Kind.RELEASE, root))
+            found.append(Action(ActionKind.RELEASE, root))
         for k, unit in enumerate(self.backward.order):
-            found += [Action(Kind.GATHER, each) for each in self.backward.issue[k]]
-            found.append(Action(Kind.BACKWARD, unit))
+            found += [Action(ActionKind.GATHER, each) for each in self.backward.issue[k]]
+            found.append(Action(ActionKind.BACKWARD, unit))
             for each in self.backward.ends[k]:
-                found += [Action(Kind.REDUCE, each), Action(Kind.RELEASE, each)]
-        return [*found, Action(Kind.REDUCE, root), Action(Kind.RELEASE, root)]
+                found += [Action(ActionKind.REDUCE, each), Action(ActionKind.RELEASE, each)]
+        return [*found, Action(ActionKind.REDUCE, root), Action(ActionKind.RELEASE, root)]
 
     def peak_live_numel(self, sizes: Sequence[int]) -> int:
         """Largest number of gathered elements alive at once."""
         live = peak = 0
         for action in self.actions():
-            if action.kind is Kind.GATHER:
+            if action.kind is ActionKind.GATHER:
                 live += sizes[action.unit]
-            elif action.kind is Kind.RELEASE:
+            elif action.kind is ActionKind.RELEASE:
                 live -= sizes[action.unit]
             peak = max(peak, live)
         return peak
@@ -124,7 +123,7 @@ def plan_schedule(
     around = around or {}
     forward, backward = list(order), _reverse(order, around)
     none: frozenset[int] = frozenset()
-    at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams else none
+    at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams_weights else none
     kept = _kept(sizes, backward, settings, at_turn)
     return Schedule(
         forward=_walk(sizes, forward, around, settings, none, kept),

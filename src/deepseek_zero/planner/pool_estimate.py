@@ -3,8 +3,7 @@
 The pool (sharding/buffer.py) lends flat buffers by dtype and size and keeps what comes back, so what it holds is, for
 each size, the largest number lent at once.  That depends on the sizes of units, the window and the ranks, never on how
 many units there are: ZeRO-R's constant buffers.  A unit's gradient is counted from when backward comes to the unit;
-where it has others inside, its first gradient may come later, and the number is an upper bound.  Called by the
-engine's memory report and the truth contract.
+where it has others inside, its first gradient may come later, and the number is an upper bound.
 """
 
 from __future__ import annotations
@@ -16,62 +15,62 @@ from dataclasses import dataclass, field
 import torch
 
 from ..base.device import CPU
-from ..comm.collectives import TILE_NUMEL
-from ..sharding.buffer import message_numel, messages_under_way
-from ..sharding.placement import S
-from ..sharding.plan import PlanSettings
-from ..sharding.schedule import Kind, Schedule, enclosing, plan_schedule
 from ..tiers.tier import Tier
-from .estimate import GroupFacts, UnitFacts
+from .layout import SUM_TILE_NUMEL, message_numel, messages_under_way
+from .memory import GroupFacts, UnitFacts
+from .schedule import ActionKind, Schedule, enclosing, plan_schedule
+from .spec import PlanSettings, S
 
 Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
 
 
 @dataclass
-class Ledger:
+class PoolLedger:
     """How many buffers of each size are out, and the most that ever were."""
 
     lent: Counter[Size] = field(default_factory=Counter)
-    most: Counter[Size] = field(default_factory=Counter)
+    peak: Counter[Size] = field(default_factory=Counter)
 
     def take(self, sizes: Iterable[Size]) -> None:
         for size in sizes:
             self.lent[size] += 1
-            self.most[size] = max(self.most[size], self.lent[size])
+            self.peak[size] = max(self.peak[size], self.lent[size])
 
     def give(self, sizes: Iterable[Size]) -> None:
         self.lent.subtract(sizes)
 
 
 @dataclass
-class _Player:
+class _StepReplay:
     """One micro-batch that ends a step, played through."""
 
     units: Sequence[UnitFacts]
     settings: PlanSettings
     scratch: Size  # where partial sums are formed
     in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
-    crosses: bool = False  # other memories are not the training device's: a sum for them is made beside its summands
-    ledger: Ledger = field(default_factory=Ledger)
+    copies_sums: bool = (
+        False  # other memories are not the training device's: a sum for them is made beside its summands
+    )
+    ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
-    in_flight: list[Size] = field(default_factory=list)  # what the reduction under way gives back when it is waited for
+    in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
     # Of its groups: room for a message, how many there are, how many are under way at once.
-    landings: list[tuple[Size, int, int]] = field(default_factory=list)
+    staged: list[tuple[Size, int, int]] = field(default_factory=list)
     outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
         for action in schedule.actions():
             unit = self.units[action.unit]
             match action.kind:
-                case Kind.GATHER:
+                case ActionKind.GATHER:
                     self.ledger.take(self._gathered(unit))
-                case Kind.RELEASE:
+                case ActionKind.RELEASE:
                     self.ledger.give(self._gathered(unit))
-                case Kind.BACKWARD:
+                case ActionKind.BACKWARD:
                     self.ledger.take(self._partials(unit))
-                case Kind.REDUCE:
+                case ActionKind.REDUCE:
                     self._reduce(unit)
-        self._wait()
+        self._wait_in_flight()
         self.ledger.give(self.outgoing)
         self.outgoing = []
 
@@ -88,7 +87,7 @@ class _Player:
         return group.travel_dtype(self.settings), group.padded_numel
 
     def _reduce(self, unit: UnitFacts) -> None:
-        self._wait()
+        self._wait_in_flight()
         self.is_reducing = any(group.ranks > 1 or _is_cut(group) for group in unit.trained)
         for group in unit.trained:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
@@ -97,23 +96,23 @@ class _Player:
             taken += [] if self.in_place else [self._inbox(group)] * under_way
             self.ledger.take(taken)
             self.in_flight += held + taken
-            if self._crosses(group):
-                self.landings.append((*self._landings(group), under_way))
-                self.ledger.take([self.landings[-1][0]] * under_way)
+            if self._is_staged(group):
+                self.staged.append((*self._staging(group), under_way))
+                self.ledger.take([self.staged[-1][0]] * under_way)
             if group.ranks == 1:
                 self._send()  # nothing to wait for
         if not self.settings.overlap:
-            self._wait()
+            self._wait_in_flight()
 
     def _is_copied(self, group: GroupFacts) -> bool:
         """Whether a whole gradient travels in another dtype than it is kept in."""
         return not _is_cut(group) and group.plan.grad is not None and self._travel(group)[0] != group.plan.grad.dtype
 
-    def _crosses(self, group: GroupFacts) -> bool:
+    def _is_staged(self, group: GroupFacts) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
-        return self.crosses and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
+        return self.copies_sums and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
 
-    def _landings(self, group: GroupFacts) -> tuple[Size, int]:
+    def _staging(self, group: GroupFacts) -> tuple[Size, int]:
         """One message's sum, before it crosses; how many there are."""
         assert group.plan.grad is not None
         message = message_numel(group.layout, self.settings.bucket_numel)
@@ -124,7 +123,7 @@ class _Player:
         message = message_numel(group.layout, self.settings.bucket_numel)
         return self._travel(group)[0], message * (group.ranks - 1)
 
-    def _wait(self) -> None:
+    def _wait_in_flight(self) -> None:
         if self.is_reducing:
             self.ledger.take([self.scratch])
             self.ledger.give([self.scratch])
@@ -134,12 +133,12 @@ class _Player:
 
     def _send(self) -> None:
         """Sums are made and cross, message by message; each has its room until the next is on its way."""
-        for size, messages, under_way in self.landings:
+        for size, messages, under_way in self.staged:
             for number in range(messages):
                 self.ledger.give(self.outgoing)
                 self.outgoing = [size]
                 self.ledger.take([size] if number + under_way < messages else [])  # the first when it all began
-        self.landings = []
+        self.staged = []
 
 
 def gathered_size(group: GroupFacts) -> Size:
@@ -150,7 +149,7 @@ def _is_cut(group: GroupFacts) -> bool:
     return group.plan.grad is not None and group.plan.grad.placement is S
 
 
-def lent_buffers(
+def pool_buffers(
     units: Sequence[UnitFacts],
     settings: PlanSettings,
     agreed: Schedule | None = None,
@@ -165,16 +164,18 @@ def lent_buffers(
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
-        if not any(group.plan.rests_elsewhere for group in groups):
+        if not any(group.plan.is_offloaded for group in groups):
             return Counter()
         in_place = True
     sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
     declared = plan_schedule(sizes, range(len(units)), settings, around)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
-        player = _Player(units, settings, (torch.float32, TILE_NUMEL.on(device)), in_place, device.type != "cpu")
+        player = _StepReplay(
+            units, settings, (torch.float32, SUM_TILE_NUMEL.on(device)), in_place, device.type != "cpu"
+        )
         player.play(schedule)
-        most |= player.ledger.most
+        most |= player.ledger.peak
     return most
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import OutOfMemoryError
+from deepseek_zero.planner.memory import UnitFacts, units_of_model
+from deepseek_zero.planner.spec import PlanSettings, UnitTiers
+from deepseek_zero.planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.report.estimate import UnitFacts, units_of_model
-from deepseek_zero.report.placement import Choices, place, split_by_ratio, told
-from deepseek_zero.sharding.plan import PlanSettings, Rest
 from deepseek_zero.tiers.tier import Tier
 from tests.models import Gpt
 
@@ -31,7 +31,7 @@ def weight_bytes(number: int) -> int:
 
 
 def test_where_there_is_room_everything_is_on_the_device() -> None:
-    rests = place(units(), Choices(ALL, ALL), dict.fromkeys(ALL, PLENTY), 2)
+    rests = assign_tiers(units(), TierChoices(ALL, ALL), dict.fromkeys(ALL, PLENTY), 2)
     assert {(rest.weights, rest.states) for rest in rests} == {(DEVICE, DEVICE)}
     assert [rest.unit for rest in rests] == [unit.name for unit in units()[DEVICE]]
 
@@ -39,24 +39,26 @@ def test_where_there_is_room_everything_is_on_the_device() -> None:
 def test_weights_come_first_then_the_states_of_the_first_units() -> None:
     weights = sum(weight_bytes(number) for number in range(len(units()[DEVICE])))
     first = weight_bytes(0) // 2 * (2 + 2 + 8)  # gradient, the lower half of the master, moments
-    rests = place(units(), Choices(ALL, ALL), {DEVICE: weights + first, HOST: 0, NVME: PLENTY}, 2)
+    rests = assign_tiers(units(), TierChoices(ALL, ALL), {DEVICE: weights + first, HOST: 0, NVME: PLENTY}, 2)
     assert {rest.weights for rest in rests} == {DEVICE}
     assert [rest.states for rest in rests] == [DEVICE, *[NVME] * (len(rests) - 1)]
 
 
 def test_what_overflows_one_memory_goes_to_the_next() -> None:
-    rests = place(units(), Choices(ALL, ALL), {DEVICE: weight_bytes(0), HOST: weight_bytes(1), NVME: PLENTY}, 2)
+    rests = assign_tiers(
+        units(), TierChoices(ALL, ALL), {DEVICE: weight_bytes(0), HOST: weight_bytes(1), NVME: PLENTY}, 2
+    )
     assert [rest.weights for rest in rests][:3] == [DEVICE, HOST, NVME]
 
 
 def test_what_is_fixed_is_not_chosen() -> None:
-    rests = place(units(), Choices((HOST,), ALL), dict.fromkeys(ALL, PLENTY), 2)
+    rests = assign_tiers(units(), TierChoices((HOST,), ALL), dict.fromkeys(ALL, PLENTY), 2)
     assert {(rest.weights, rest.states) for rest in rests} == {(HOST, DEVICE)}
 
 
 def test_what_fits_nowhere_is_named() -> None:
     with pytest.raises(OutOfMemoryError, match=r"weight of unit 'root' need .* fit nowhere: 8 B are left of device"):
-        place(units(), Choices((DEVICE,), (DEVICE,)), {DEVICE: 8}, 2)
+        assign_tiers(units(), TierChoices((DEVICE,), (DEVICE,)), {DEVICE: 8}, 2)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 1.0])
@@ -71,5 +73,5 @@ def test_a_ratio_keeps_whole_units_and_offloads_at_least_the_share(ratio: float)
 
 
 def test_one_line_tells_it() -> None:
-    rests = [Rest("a", DEVICE, NVME), Rest("b", DEVICE, DEVICE), Rest("c", NVME, NVME)]
-    assert told(rests) == "device: weights of 2 units, states of 1; nvme: weights of 1 units, states of 2"
+    rests = [UnitTiers("a", DEVICE, NVME), UnitTiers("b", DEVICE, DEVICE), UnitTiers("c", NVME, NVME)]
+    assert describe_tiers(rests) == "device: weights of 2 units, states of 1; nvme: weights of 1 units, states of 2"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from deepseek_zero.planner.spec import P, PlanSettings, R, S, ShardPlan, Spec, plan_for
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.sharding.placement import P, R, S
-from deepseek_zero.sharding.plan import PlanSettings, ShardPlan, Spec, plan_for
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
@@ -65,7 +64,7 @@ def test_dtypes_follow_the_policy_and_the_accumulation(
 
 def test_a_lifted_plan_computes_in_fp32_and_has_a_whole_master() -> None:
     plan = plan_of(3, Policy(compute=BF16))
-    lifted = plan.lifted()
+    lifted = plan.promoted()
     assert lifted.grad is not None
     assert (lifted.weight.dtype, lifted.grad.dtype) == (FP32, FP32)
     assert (lifted.master, lifted.moments) == (plan.moments, plan.moments)

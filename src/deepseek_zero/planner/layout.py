@@ -1,6 +1,6 @@
 """Where each parameter lies in a unit's flat buffer, and which slice each rank owns.
 
-Pure arithmetic on names, shapes and offsets; holds no tensor.  Called by group.py, wrap.py, optim and checkpoint.
+Pure arithmetic on names, shapes and offsets; holds no tensor.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from ..base.device import PerDevice
+
 # Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
 # direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
 BLOCK = 1024
+
+# Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large
+# kernels.
+SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
+MAX_IN_FLIGHT = 2  # messages of one reduction
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape, int]  # offset, size, flat start
@@ -123,6 +130,17 @@ def whole_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, bloc
 
 
 LAYOUTS = {"element": even_layout, "tensor": whole_layout}
+
+
+def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
+    """Elements of one reduction message: a slice, or as much of it as a bucket over all ranks allows."""
+    return min(max(BLOCK, bucket_numel // layout.ranks // BLOCK * BLOCK), layout.slice_numel)
+
+
+def messages_under_way(layout: FlatLayout, bucket_numel: int) -> int:
+    """Reduction messages that are under way at once: the next one travels while one is waited for and added up."""
+    messages = -(-layout.slice_numel // max(1, message_numel(layout, bucket_numel)))
+    return min(messages, 1 if layout.ranks == 1 else MAX_IN_FLIGHT)
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

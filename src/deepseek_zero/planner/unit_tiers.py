@@ -2,7 +2,7 @@
 
 What moves most per byte comes first: a sharded weight is read three times a step and written once, a moment once each.
 Among the states those of the first units come first: their gradients are the last that backward makes, and theirs are
-the weights that the next forward needs first.  Pure arithmetic over plans.  Called by engine/tiers.py.
+the weights that the next forward needs first.  Pure arithmetic over plans.
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from dataclasses import dataclass
 
 from ..base.errors import OutOfMemoryError
 from ..base.quantities import format_bytes
-from ..sharding.plan import Rest
 from ..tiers.tier import Tier
-from .estimate import STATES, UnitFacts, group_bytes
+from .memory import STATES, UnitFacts, group_bytes
+from .spec import UnitTiers
 
 WEIGHTS, OTHERS = STATES[:1], STATES[1:]
 
 
 @dataclass(frozen=True)
-class Choices:
+class TierChoices:
     """The memories that weights and states may rest in, fastest first; one that is fixed has no choice."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
 
 
-def place(
-    units: Mapping[Tier, Sequence[UnitFacts]], choices: Choices, budgets: Mapping[Tier, int], moments: int
-) -> tuple[Rest, ...]:
+def assign_tiers(
+    units: Mapping[Tier, Sequence[UnitFacts]], choices: TierChoices, budgets: Mapping[Tier, int], moments: int
+) -> tuple[UnitTiers, ...]:
     """A place for every unit.  OutOfMemoryError where they do not fit.
 
     units: what the plan of each unit is where all of it rests in one memory.  budgets: bytes of one rank.  moments: per
@@ -56,21 +56,21 @@ def place(
     weights = [put(number, WEIGHTS, choices.weights) for number in range(count)]
     states = [put(number, OTHERS, choices.states) for number in range(count)]
     names = [unit.name for unit in next(iter(units.values()))]
-    return tuple(Rest(*each) for each in zip(names, weights, states, strict=True))
+    return tuple(UnitTiers(*each) for each in zip(names, weights, states, strict=True))
 
 
-def split_by_ratio(units: Sequence[UnitFacts], weights: Tier, ratio: float) -> tuple[Rest, ...]:
+def split_by_ratio(units: Sequence[UnitFacts], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
     """The units whose states stay on the device where only a share of all elements is offloaded (Twin-Flow)."""
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept, found = 0, []
     for unit in units:
         kept += sum(group.padded_numel for group in unit.trained)
         if kept <= keep:
-            found.append(Rest(unit.name, weights, Tier.DEVICE))
+            found.append(UnitTiers(unit.name, weights, Tier.DEVICE))
     return tuple(found)
 
 
-def told(rests: Sequence[Rest]) -> str:
+def describe_tiers(rests: Sequence[UnitTiers]) -> str:
     """One line: how many units rest where."""
     parts = []
     for tier in Tier:

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from deepseek_zero.sharding.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes
+from deepseek_zero.planner.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes
 
 SHAPES: list[Shape] = [(), (0,), (1,), (7,), (5, 3), (1, 9), (4, 1, 6), (2, 3, 4, 5), (3, 0, 2), (1025,), (33, 65)]
 

@@ -8,9 +8,9 @@ import pytest
 from torch import nn
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.sharding.plan import PlanSettings
+from deepseek_zero.planner.auto_wrap_policy import choose_units
+from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.sharding.tiled import TiledLinear
-from deepseek_zero.sharding.wrap import choose_units
 
 
 class Block(nn.Module):

@@ -6,7 +6,6 @@
 
 A slice is padded numel / N elements, so each term is (N-1)/N of the padded size.  With persistence 0, window 0 and G
 micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.  Nothing is allocated and nothing is sent.
-Called by the truth contract and by programs that plan a run.
 """
 
 from __future__ import annotations
@@ -16,10 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..sharding.placement import R, S
-from ..sharding.plan import PlanSettings
-from ..sharding.schedule import Kind, Schedule
-from .estimate import GroupFacts, UnitFacts
+from .memory import GroupFacts, UnitFacts
+from .schedule import ActionKind, Schedule
+from .spec import PlanSettings, R, S
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ def step_volume(units: Sequence[UnitFacts], schedule: Schedule, settings: PlanSe
     if ranks == 1:
         return StepVolume(0, 0, 0, 0, 0)
     trained = [group for unit in units for group in unit.trained]
-    once = sum(gather_bytes(units[action.unit]) for action in schedule.actions() if action.kind is Kind.GATHER)
+    once = sum(gather_bytes(units[action.unit]) for action in schedule.actions() if action.kind is ActionKind.GATHER)
     return StepVolume(
         gathers=once * settings.accumulation,
         reduces=sum(_reduce_bytes(group, settings) for group in trained),

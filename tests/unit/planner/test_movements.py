@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from deepseek_zero.sharding.placement import TRANSITIONS, Movement, P, Placement, R, S
+from deepseek_zero.planner.spec import TRANSITIONS, Movement, P, Placement, R, S
 
 
 def test_placements_are_one_letter_each_in_tables() -> None:

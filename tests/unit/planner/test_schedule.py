@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from deepseek_zero.sharding.plan import PlanSettings
-from deepseek_zero.sharding.schedule import Kind, Schedule, enclosing, plan_schedule
+from deepseek_zero.planner.schedule import ActionKind, Schedule, enclosing, plan_schedule
+from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.tiers.tier import Tier
 
 SIZES = [10, 100, 100, 100]  # the root and three blocks
@@ -97,12 +97,12 @@ def test_any_schedule_uses_only_what_is_gathered_and_releases_what_it_gathers(se
     schedule = plan_schedule(sizes, order, settings)
     live: set[int] = set()
     for action in schedule.actions():
-        if action.kind is Kind.GATHER:
+        if action.kind is ActionKind.GATHER:
             assert action.unit not in live
             live.add(action.unit)
         else:
             assert action.unit in live, f"{action} in {schedule}"
-            live -= {action.unit} if action.kind is Kind.RELEASE else set()
+            live -= {action.unit} if action.kind is ActionKind.RELEASE else set()
     assert not live
     needed = sizes[0] + max(sizes[1:], default=0)  # the root and a block, whatever the window says
     assert schedule.peak_live_numel(sizes) <= max(window, needed)
@@ -155,11 +155,11 @@ def test_any_schedule_of_units_inside_units_has_what_it_uses_and_all_that_is_aro
         while chain[-1] in around:
             chain.append(around[chain[-1]])
         chains[action.unit] = sizes[0] + sum(sizes[unit] for unit in chain if unit)
-        if action.kind is Kind.GATHER:
+        if action.kind is ActionKind.GATHER:
             assert action.unit not in live
             live.add(action.unit)
         else:
             assert {0, *chain} <= live, f"{action} in {schedule}"
-            live -= {action.unit} if action.kind is Kind.RELEASE else set()
+            live -= {action.unit} if action.kind is ActionKind.RELEASE else set()
     assert not live
     assert schedule.peak_live_numel(sizes) <= max(window, *chains.values())

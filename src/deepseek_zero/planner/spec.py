@@ -1,4 +1,13 @@
-"""ZeRO as data: four kinds of state, each with a placement, a dtype and a tier.
+r"""Where a state's elements are over the ranks of the data-parallel axis, and what changes one placement into another.
+
+    from \ to    REPLICATE            SHARD
+    SHARD        all-gather           (same)
+    PARTIAL      all-reduce           reduce-scatter
+    REPLICATE    (same)               local slice
+
+Carried out by `move` in sharding/buffer.py.
+
+ZeRO as data: four kinds of state, each with a placement, a dtype and a tier.
 
             Z0   Z1   Z2   Z3
  weight      R    R    R    S
@@ -7,19 +16,49 @@
  moments     R    S    S    S
 
 A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.
-The plan is printed (`explain`), estimated (report/estimate.py multiplies it out) and saved with every checkpoint.
+The plan is printed (`explain`), estimated (planner/memory.py multiplies it out) and saved with every checkpoint.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from enum import Enum
 
 import torch
 
 from ..precision.policy import Policy
 from ..tiers.device import NO_LIMIT
 from ..tiers.tier import Tier
-from .placement import P, Placement, R, S
+
+
+class Placement(Enum):
+    """One letter each in tables: R, S, P."""
+
+    REPLICATE = "R"  # every rank holds every element
+    SHARD = "S"  # rank r holds slice r
+    PARTIAL = "P"  # every rank holds a summand of every element
+
+
+class Movement(Enum):
+    """What `move` does; the names of torch.distributed."""
+
+    NOTHING = "nothing"
+    ALL_GATHER = "all-gather"
+    ALL_REDUCE = "all-reduce"
+    REDUCE_SCATTER = "reduce-scatter"
+    LOCAL_SLICE = "local slice"
+
+
+R, S, P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+
+TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
+    (S, R): Movement.ALL_GATHER,
+    (S, S): Movement.NOTHING,
+    (P, R): Movement.ALL_REDUCE,
+    (P, S): Movement.REDUCE_SCATTER,
+    (R, R): Movement.NOTHING,
+    (R, S): Movement.LOCAL_SLICE,
+}
 
 
 @dataclass(frozen=True)
@@ -53,8 +92,8 @@ class ShardPlan:
     master: Spec | None = None
     moments: Spec | None = None
     master_is_weight: bool = False
-    moments_kept: str = "fp32"
-    is_delayed: bool = False
+    moments_format: str = "fp32"
+    delayed_update: bool = False
 
     @property
     def master_is_rounded(self) -> bool:
@@ -67,18 +106,18 @@ class ShardPlan:
         return self.master is not None and self.master.dtype == torch.int16
 
     @property
-    def rests_elsewhere(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether any state rests in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)
         return any(spec is not None and spec.tier is not Tier.DEVICE for spec in specs)
 
     @property
-    def moments_rest(self) -> bool:
+    def moments_external(self) -> bool:
         """Whether moments are kept for the optimizer instead of by it."""
-        return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_kept != "fp32")
+        return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32")
 
     @property
-    def updates_later(self) -> bool:
+    def can_defer_update(self) -> bool:
         """Whether nobody sees a weight without asking for it, since weights and moments rest elsewhere: the update
         then may wait for the next forward.
         """
@@ -86,13 +125,13 @@ class ShardPlan:
         return Tier.DEVICE not in tiers
 
     @property
-    def waiting(self) -> Spec | None:
+    def delayed_grad(self) -> Spec | None:
         """The gradient of an earlier step, where its update comes late: this rank's slice, beside the one that is
         collected.
         """
-        return replace(self.grad, placement=S) if self.is_delayed and self.grad is not None else None
+        return replace(self.grad, placement=S) if self.delayed_update and self.grad is not None else None
 
-    def lifted(self) -> ShardPlan:
+    def promoted(self) -> ShardPlan:
         """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
         return replace(self, weight=replace(self.weight, dtype=torch.float32), grad=grad, master=self.moments)
@@ -103,10 +142,10 @@ class ShardPlan:
         words = {state: str(spec) if spec is not None else "-" for state, spec in found.items()}
         if self.master_is_split:
             words["master"] = words["master"].replace("int16", "weight+int16")
-        if self.waiting is not None:
-            words["grad"] += f" + {self.waiting}"
-        if self.moments_kept != "fp32":
-            words["moments"] = words["moments"].replace("float32", self.moments_kept)
+        if self.delayed_grad is not None:
+            words["grad"] += f" + {self.delayed_grad}"
+        if self.moments_format != "fp32":
+            words["moments"] = words["moments"].replace("float32", self.moments_format)
         return words
 
 
@@ -120,7 +159,7 @@ COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
 
 
 @dataclass(frozen=True)
-class Rest:
+class UnitTiers:
     """Where one unit's sharded weights rest between uses, and where its moments, own masters and gradients do."""
 
     unit: str
@@ -158,9 +197,9 @@ class PlanSettings:
     transport: str = "fastest"
     weight_tier: Tier = Tier.DEVICE
     state_tier: Tier = Tier.DEVICE
-    rests: tuple[Rest, ...] = ()
+    unit_tiers: tuple[UnitTiers, ...] = ()
     device_bytes: int = NO_LIMIT
-    delays: bool = False
+    delayed_update: bool = False
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -170,14 +209,14 @@ class PlanSettings:
     fuse_numel: int = 0
 
     @property
-    def streams(self) -> bool:
+    def streams_weights(self) -> bool:
         """Whether weights of some unit come out of another memory for each use."""
-        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(rest.weights for rest in self.rests)))
+        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(rest.weights for rest in self.unit_tiers)))
 
     def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
         """What holds for one unit, and for those of its parameters that never leave fp32."""
-        usual = Rest(name, self.weight_tier, self.state_tier)
-        rest = next((rest for rest in self.rests if rest.unit == name), usual)
+        usual = UnitTiers(name, self.weight_tier, self.state_tier)
+        rest = next((rest for rest in self.unit_tiers if rest.unit == name), usual)
         policy = self.policy.lifted() if full_precision else self.policy
         return replace(self, policy=policy, weight_tier=rest.weights, state_tier=rest.states)
 
@@ -209,4 +248,4 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
     grad = Spec(P, grad_dtype) if in_place else Spec(S, grad_dtype, tier)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
-    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delays)
+    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update)

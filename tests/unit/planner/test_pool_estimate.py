@@ -7,16 +7,15 @@ from collections import Counter
 import pytest
 import torch
 
-from deepseek_zero.comm.collectives import TILE_NUMEL
+from deepseek_zero.planner.layout import SUM_TILE_NUMEL, even_layout
+from deepseek_zero.planner.memory import GroupFacts, UnitFacts, units_of_model
+from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
+from deepseek_zero.planner.spec import PlanSettings, plan_for
 from deepseek_zero.precision.policy import Policy
-from deepseek_zero.report.estimate import GroupFacts, UnitFacts, units_of_model
-from deepseek_zero.report.lending import buffer_bytes, lent_buffers
-from deepseek_zero.sharding.layout import even_layout
-from deepseek_zero.sharding.plan import PlanSettings, plan_for
 from tests.models import Gpt
 
 FP32 = torch.float32
-SCRATCH = (FP32, TILE_NUMEL.cpu)
+SCRATCH = (FP32, SUM_TILE_NUMEL.cpu)
 
 
 def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitFacts], PlanSettings]:
@@ -29,40 +28,40 @@ def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tupl
 
 def test_a_world_of_one_borrows_nothing() -> None:
     for stage in range(4):
-        assert lent_buffers(*units_of(stage, ranks=1)) == Counter()
+        assert pool_buffers(*units_of(stage, ranks=1)) == Counter()
 
 
 def test_whole_gradients_need_an_inbox_per_size_and_a_scratch() -> None:
     for stage in (0, 1):
-        assert lent_buffers(*units_of(stage, ranks=3)) == {SCRATCH: 1, (FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
+        assert pool_buffers(*units_of(stage, ranks=3)) == {SCRATCH: 1, (FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
 
 
 def test_sharded_gradients_need_two_partial_ones_as_well_while_one_is_on_its_way() -> None:
     inboxes = {(FP32, 2 * 1024): 1, (FP32, 2 * 2048): 1}
     partials = {(FP32, 3 * 1024): 1, (FP32, 3 * 2048): 2}
-    assert lent_buffers(*units_of(2, ranks=3)) == {SCRATCH: 1, **inboxes, **partials}
+    assert pool_buffers(*units_of(2, ranks=3)) == {SCRATCH: 1, **inboxes, **partials}
     partials[FP32, 3 * 2048] = 1
-    assert lent_buffers(*units_of(2, ranks=3, overlap=False)) == {SCRATCH: 1, **inboxes, **partials}
+    assert pool_buffers(*units_of(2, ranks=3, overlap=False)) == {SCRATCH: 1, **inboxes, **partials}
 
 
 def test_stage_3_gathers_into_buffers_of_the_same_sizes() -> None:
-    found = lent_buffers(*units_of(3, ranks=3))
+    found = pool_buffers(*units_of(3, ranks=3))
     assert found[FP32, 3 * 1024] == 2, "the root's weight and its partial gradient, open throughout backward"
     assert found[FP32, 3 * 2048] == 3, "a block's weight, its partial gradient, and the one on its way"
 
 
 def test_a_bucket_bounds_the_inbox_of_each_of_the_two_messages_under_way() -> None:
-    found = lent_buffers(*units_of(1, ranks=3, bucket_numel=3 * 1024))
+    found = pool_buffers(*units_of(1, ranks=3, bucket_numel=3 * 1024))
     assert found == {SCRATCH: 1, (FP32, 2 * 1024): 2}
 
 
 def test_a_reduce_dtype_other_than_the_gradients_needs_a_copy_to_travel() -> None:
     units, settings = units_of(1, ranks=2, policy=Policy(reduce=torch.bfloat16))
-    assert lent_buffers(units, settings)[torch.bfloat16, 2 * 2048] == 1
+    assert pool_buffers(units, settings)[torch.bfloat16, 2 * 2048] == 1
 
 
 def test_a_wide_window_holds_every_unit() -> None:
-    found = lent_buffers(*units_of(3, ranks=2, blocks=5, window_numel=10**9))
+    found = pool_buffers(*units_of(3, ranks=2, blocks=5, window_numel=10**9))
     assert found[FP32, 2 * 2048] == 5 + 1, "five weights; a partial gradient more while the first block is still in use"
 
 
@@ -77,7 +76,7 @@ def test_buffers_stay_constant_from_10_to_200_million_parameters(stage: int, win
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
         found[sum(parameter.numel() for parameter in model.parameters())] = buffer_bytes(
-            lent_buffers(units_of_model(model, settings, ranks=4), settings)
+            pool_buffers(units_of_model(model, settings, ranks=4), settings)
         )
     assert min(found) < 10_500_000 and max(found) > 195_000_000
     assert len(set(found.values())) == 1, found
@@ -88,6 +87,6 @@ def test_the_default_window_of_a_billion_elements_holds_such_models_whole() -> N
         settings = PlanSettings(stage=3, persistence_numel=0)
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
-        return buffer_bytes(lent_buffers(units_of_model(model, settings, ranks=4), settings))
+        return buffer_bytes(pool_buffers(units_of_model(model, settings, ranks=4), settings))
 
     assert buffers(63) > 10 * buffers(3), "constant buffers need a window below the model's size"

@@ -1,6 +1,6 @@
 """Which modules become units, and which parameters share a group.
 
-Decides from the model alone, the same on every rank; moves nothing.  Called by runtime.py.
+Decides from the model alone, the same on every rank; moves nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UsageError
-from .plan import PlanSettings
+from .spec import PlanSettings
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
