@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.claim import WRITER
+from deepseek_zero.checkpoint.catalogue import WRITER
 
 
 @dataclass(eq=False)

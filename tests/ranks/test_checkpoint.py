@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files, load
-from deepseek_zero.checkpoint.tensor_file import read_header
+from deepseek_zero.checkpoint.safetensors_file import read_header
 from deepseek_zero.checkpoint.verify import verify
 from tests.crash import flip, names_in
 from tests.pairwise import cases
@@ -570,7 +570,7 @@ def test_a_damaged_checkpoint_is_refused_by_a_run_that_begins(tmp_path: Path, st
     saved.save_checkpoint(tmp_path, tag="flipped")
     path = tmp_path / "flipped" / "rank_00001.safetensors"
     if here() == 0:
-        place = next(place for name, place in read_header(path).places.items() if name.startswith(f"{kind}|"))
+        place = next(place for name, place in read_header(path).locations.items() if name.startswith(f"{kind}|"))
         flip(path, place.start)
     dist.barrier()
     begun = build(stage, **BF16)

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.checkpoint.catalogue import folder_of, latest_tag
+from deepseek_zero.checkpoint.catalogue import latest_tag, tag_folder
 from deepseek_zero.checkpoint.convert import convert_to_safetensors
+from deepseek_zero.checkpoint.format import MANIFEST, Manifest
 from deepseek_zero.checkpoint.layouts import layout_of
-from deepseek_zero.checkpoint.manifest import MANIFEST, Manifest
-from deepseek_zero.checkpoint.verify import glance, verify
+from deepseek_zero.checkpoint.verify import check_headers, verify
 from tests.crash import Disk, Recorder, names_in
 
 KILLS = 200 if os.environ.get("DEEPSEEK_ZERO_FULL") else 20
@@ -51,7 +51,7 @@ def newest(directory: Path) -> str | None:
     tag = latest_tag(directory)
     if tag is None:
         return None
-    folder = folder_of(directory, tag)
+    folder = tag_folder(directory, tag)
     faults = verify(folder)
     assert not faults, faults
     return Manifest.read(folder / MANIFEST).run
@@ -116,7 +116,7 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
             for _ in range(2):
                 step(engine)
                 make(root / name)
-                found = glance(root / name / place)[0]
+                found = check_headers(root / name / place)[0]
                 assert found is not None
                 known.append(found.run or str(weights_of(root / name)))
                 ends.append(len(recorder.operations))
@@ -130,7 +130,7 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
             if operation[0] not in ("write", "create", "sync"):  # they change nothing that has a name already
                 for kept in (1.0, 0.0, 0.5):
                     disk.leave(left, random.Random(count), kept)
-                    path = folder_of(left / name, "it") if name == "theirs" else left / name
+                    path = tag_folder(left / name, "it") if name == "theirs" else left / name
                     said = f"{name} after {count} operations ({operation[0]}), kept {kept}"
                     if layout_of(path) is None:
                         assert known[number] == "", said
@@ -138,7 +138,7 @@ def test_every_prefix_of_an_export_or_a_conversion_leaves_a_whole_one_or_is_told
                         assert name in ("cut", "converted"), f"{said}: {faults}"
                         told.add(str(faults[0]))
                     else:
-                        manifest = glance(path)[0]
+                        manifest = check_headers(path)[0]
                         assert manifest is not None
                         assert (manifest.run or str(weights_of(path))) in known[number : number + 2], said
                     shutil.rmtree(left)

@@ -136,7 +136,7 @@ def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all_and_nothing_appears(
     engine = start(3)
     with pytest.MonkeyPatch.context() as patch:
         if here() == 1:
-            patch.setattr("deepseek_zero.checkpoint.tensor_file.TensorFile.write", _full_disk)
+            patch.setattr("deepseek_zero.checkpoint.safetensors_file.SafetensorsWriter.write", _full_disk)
         with pytest.raises(CheckpointError, match=r"rank 1 failed .*No space left"):
             engine.export(tmp_path / "out", max_shard_bytes=400)
     assert not (tmp_path / "out").exists()

@@ -211,7 +211,7 @@ def test_where_the_file_system_knows_no_locks_the_second_job_is_warned(
     def no_locks(*_: Any) -> None:
         raise OSError(errno.ENOLCK, "No locks available")
 
-    monkeypatch.setattr("deepseek_zero.checkpoint.claim.fcntl.lockf", no_locks)
+    monkeypatch.setattr("deepseek_zero.checkpoint.catalogue.fcntl.lockf", no_locks)
     engine = build()
     (tmp_path / ".writer").write_text('{"host": "node7", "process": "12", "job": "4711"}')
     with warnings_of() as said:

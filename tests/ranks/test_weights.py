@@ -67,14 +67,14 @@ def drop(state: dict[str, Tensor], names: Any) -> dict[str, Tensor]:
 
 @pytest.mark.ranks(2)
 def test_each_rank_reads_only_what_it_holds(tmp_path: Path) -> None:
-    from deepseek_zero.checkpoint.weights import WeightFiles
+    from deepseek_zero.checkpoint.hf_folder import SafetensorsFolder
 
     engine = start(3)
     write(tmp_path)
     ranges: list[tuple[str, int, int]] = []
     with pytest.MonkeyPatch.context() as patch:
-        read = WeightFiles.read
-        patch.setattr(WeightFiles, "read", lambda self, *asked: ranges.append(asked) or read(self, *asked))
+        read = SafetensorsFolder.read
+        patch.setattr(SafetensorsFolder, "read", lambda self, *asked: ranges.append(asked) or read(self, *asked))
         engine.load_weights(tmp_path)
     mine = sum(stop - start for _, start, stop in ranges)
     held = torch.tensor([mine])

@@ -16,7 +16,7 @@ from torch import nn
 import deepseek_zero
 from deepseek_zero import utils, zero
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.manifest import MANIFEST, RNG, VALUE, Manifest
+from deepseek_zero.checkpoint.format import MANIFEST, RNG, VALUE, Manifest
 from tests.tower import BF16, Tower, config, train
 from tests.training import offload
 

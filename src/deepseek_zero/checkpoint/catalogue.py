@@ -1,26 +1,35 @@
-"""Which checkpoints a directory holds, which of them is the newest good one, and which may go.
+"""A directory of checkpoints: which it holds, which is the newest good one, which may go, and which job saves there.
 
     <tag>/              a checkpoint; the text file `latest` names one
-    .<tag>.saving/      being written, or what a save that never finished has left
-    .<tag>.replaced/    the one before under the same tag, until the new one has its name
-    .<tag>.pruned/      being removed
-    .latest.saving      `latest`, being written
+    .<tag>.saving/      a save that is under way, or one that never finished
+    .<tag>.replaced/    the previous checkpoint of the same tag, until the new one has its name
+    .<tag>.pruned/      a checkpoint that is being removed
+    .latest.saving      `latest` while it is being written
+    .writer             says which job saves here, and is locked while that job lives
 
 A hidden name is no checkpoint, with one exception: a crash between the two renames of a save leaves a tag as
 `.<tag>.replaced` alone.  It counts as that tag, and cleaning gives it its name back.
 
-Whether somebody still writes: the job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the
-kernel lets go of it when that process ends, on whichever host.  Where the file system knows no locks, nothing is
-removed.  A folder without that file was left by an older version or by a crash before the first byte, once nothing in
-it has changed for an hour.  Called by engine/saving.py and cli/checkpoint_pages.py.
+The job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the kernel releases it when that
+process ends, on whichever host.  Where the file system knows no locks, nothing is removed.  A folder without that file
+was left by an older version or by a crash before the first byte, once nothing in it has changed for an hour.
+
+Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints, so the second one is
+refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's): workers that it forks do not inherit it, a
+network file system knows it too, and the kernel releases it when the process ends, so that a dead job is no obstacle.
+Engines of one process share it.  Where the file system knows no locks, the file's text and its time of change decide,
+and the second job is only warned.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import logging
+import os
 import re
+import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -32,19 +41,19 @@ from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
 from .deepspeed_read import is_deepspeed
-from .draft import WRITING
+from .format import LATEST, MANIFEST, NEWEST, Manifest, run_and_gather
 from .layouts import Layout, layout_of
-from .manifest import LATEST, MANIFEST, NEWEST, Manifest, together
-from .verify import NOTHING, Fault, Share, glance, verify
+from .staging import STAGING_LOCK
+from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
 
-FORGOTTEN_SECONDS = 3600.0
-MOST_TOLD = 3  # faults named of one checkpoint that is passed over
+STALE_SAVE_SECONDS = 3600.0
+MAX_FAULTS_SHOWN = 3  # faults named of one checkpoint that is passed over
 
 _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointInfo:
     """One checkpoint of a directory, ours or in DeepSpeed's layout.  manifest: None where it cannot be read.  faults:
     as far as was looked.
     """
@@ -88,7 +97,7 @@ class Leftover:
 
 
 @dataclass(frozen=True)
-class Keep:
+class Retention:
     """What stays.  last: so many of the newest complete ones (None: all).  every: multiples of so many steps too."""
 
     last: int | None = None
@@ -96,18 +105,18 @@ class Keep:
 
 
 @dataclass
-class Pruned:
+class PruneResult:
     """What `prune` did, or would do."""
 
-    removed: list[Entry] = field(default_factory=list)
-    kept: list[Entry] = field(default_factory=list)
+    removed: list[CheckpointInfo] = field(default_factory=list)
+    kept: list[CheckpointInfo] = field(default_factory=list)
     cleaned: list[Path] = field(default_factory=list)
 
 
 # -- what there is
 
 
-def checkpoints(directory: Path, *, glancing: bool = True) -> list[Entry]:
+def checkpoints(directory: Path, *, glancing: bool = True) -> list[CheckpointInfo]:
     """All tags, newest first: by step, then by time; those whose step nobody knows before all others.
 
     Reads manifests and, if `glancing`, the headers of their files.
@@ -115,7 +124,7 @@ def checkpoints(directory: Path, *, glancing: bool = True) -> list[Entry]:
     found = []
     for tag in tags_in(directory):
         with suppress(FileNotFoundError):  # it went while we looked
-            found.append(entry_of(directory, tag, glancing=glancing))
+            found.append(info_of(directory, tag, glancing=glancing))
     return sorted(found, key=lambda entry: (entry.manifest is None, entry.step, entry.saved_at), reverse=True)
 
 
@@ -133,26 +142,26 @@ def latest_tag(directory: Path) -> str | None:
         ) from error
 
 
-def entry_of(directory: Path, tag: str, *, glancing: bool = True) -> Entry:
+def info_of(directory: Path, tag: str, *, glancing: bool = True) -> CheckpointInfo:
     """One tag, which must be there."""
-    return entry_at(folder_of(directory, tag), tag, glancing=glancing)
+    return info_at(tag_folder(directory, tag), tag, glancing=glancing)
 
 
-def entry_at(path: Path, tag: str, *, glancing: bool = True) -> Entry:
+def info_at(path: Path, tag: str, *, glancing: bool = True) -> CheckpointInfo:
     """A checkpoint or export by its path, which must be there."""
-    manifest, faults = glance(path) if glancing else glance(path, NOTHING)
+    manifest, faults = check_headers(path) if glancing else check_headers(path, NO_FILES)
     saved = path / MANIFEST
-    return Entry(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
+    return CheckpointInfo(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
 
 
-def folder_of(directory: Path, tag: str) -> Path:
+def tag_folder(directory: Path, tag: str) -> Path:
     """Where a tag lies."""
     folder = directory / tag
-    replaced = replaced_by(folder)
+    replaced = replaced_path(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
 
 
-def replaced_by(folder: Path) -> Path:
+def replaced_path(folder: Path) -> Path:
     """Where the one before under the same tag lies."""
     return folder.with_name(f".{folder.name}.replaced")
 
@@ -161,7 +170,7 @@ def leftovers(directory: Path) -> list[Leftover]:
     """Every hidden name of ours that is no checkpoint."""
     found = []
     for path, tag, state in _hidden(directory):
-        if state == "replaced" and folder_of(directory, tag) == path:
+        if state == "replaced" and tag_folder(directory, tag) == path:
             continue
         found.append(Leftover(path, tag, state, is_in_use=state == "saving" and is_being_written(path)))
     return found
@@ -170,11 +179,11 @@ def leftovers(directory: Path) -> list[Leftover]:
 def is_being_written(path: Path) -> bool:
     """Whether some process still writes there, or may: see the head of this file."""
     try:
-        with open(path / WRITING, "rb") as file:
+        with open(path / STAGING_LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except (FileNotFoundError, NotADirectoryError):
-        return _seconds_since_change(path) < FORGOTTEN_SECONDS
+        return _seconds_since_change(path) < STALE_SAVE_SECONDS
     except OSError:  # somebody holds it, or the file system knows no locks
         return True
 
@@ -185,11 +194,11 @@ def tags_in(directory: Path) -> list[str]:
         return []
     visible = [path.name for path in directory.iterdir() if not path.name.startswith(".") and is_checkpoint(path)]
     return visible + [
-        tag for path, tag, state in _hidden(directory) if state == "replaced" and folder_of(directory, tag) == path
+        tag for path, tag, state in _hidden(directory) if state == "replaced" and tag_folder(directory, tag) == path
     ]
 
 
-def is_one(path: Path) -> bool:
+def is_single_checkpoint(path: Path) -> bool:
     """Whether a path is one checkpoint or export, not a directory of checkpoints (which may hold an export, too)."""
     layout = layout_of(path)
     return layout is not None and (layout.has_states or not tags_in(path))
@@ -226,7 +235,7 @@ def newest_good(directory: Path) -> str | None:
     A CheckpointError where there are checkpoints and none is good: whoever starts anew then should do so on purpose.
     """
     tags = [entry.tag for entry in checkpoints(directory, glancing=False)]
-    return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(folder_of(directory, tag))])
+    return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))])
 
 
 def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
@@ -238,12 +247,14 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
 
     def check(tag: str) -> list[str]:
         def mine() -> str:
-            faults = verify(folder_of(directory, tag), Share(comm.rank, comm.size), again=True)
-            return json.dumps([str(fault) for fault in faults[: MOST_TOLD + 1]])
+            faults = verify(tag_folder(directory, tag), FileSubset(comm.rank, comm.size), again=True)
+            return json.dumps([str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]])
 
-        return [fault for said in together(comm, f"verifying {tag}", mine) for fault in json.loads(said)]
+        return [fault for said in run_and_gather(comm, f"verifying {tag}", mine) for fault in json.loads(said)]
 
-    return _first_good(directory, json.loads(together(comm, "loading: the list of checkpoints", listed)[0]), check)
+    return _first_good(
+        directory, json.loads(run_and_gather(comm, "loading: the list of checkpoints", listed)[0]), check
+    )
 
 
 def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]) -> str | None:
@@ -252,8 +263,8 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
         faults = check(tag)
         if not faults:
             return tag
-        more = "; and more" if len(faults) > MOST_TOLD else ""
-        passed.append(f"{tag}: {'; '.join(faults[:MOST_TOLD])}{more}")
+        more = "; and more" if len(faults) > MAX_FAULTS_SHOWN else ""
+        passed.append(f"{tag}: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}")
         log_once(f"checkpoint {directory / tag} is passed over. {passed[-1]}", logging.WARNING)
     if passed:
         raise CheckpointError(
@@ -266,7 +277,7 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
 # -- which ones go
 
 
-def outdated(entries: Sequence[Entry], latest: str | None, keep: Keep) -> list[Entry]:
+def outdated(entries: Sequence[CheckpointInfo], latest: str | None, keep: Retention) -> list[CheckpointInfo]:
     """Those that need not be kept, of entries newest first.
 
     Only complete ones count as kept, and nothing goes unless a complete one is newer.  What `latest` names stays, and
@@ -283,12 +294,12 @@ def outdated(entries: Sequence[Entry], latest: str | None, keep: Keep) -> list[E
     return [entry for entry in older if entry.tag not in kept and entry.manifest is not None]
 
 
-def prune(directory: Path, keep: Keep, *, dry_run: bool = False) -> Pruned:
+def prune(directory: Path, keep: Retention, *, dry_run: bool = False) -> PruneResult:
     """Clean up, then remove what need not be kept.
 
     A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call removes.
     """
-    done = Pruned(cleaned=clean(directory, dry_run=dry_run))
+    done = PruneResult(cleaned=clean(directory, dry_run=dry_run))
     entries = checkpoints(directory)
     done.removed = outdated(entries, latest_tag(directory), keep)
     done.kept = [entry for entry in entries if entry not in done.removed]
@@ -305,7 +316,7 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
     nameless = [
         (path, tag)
         for path, tag, state in _hidden(directory)
-        if state == "replaced" and tag not in busy and folder_of(directory, tag) == path
+        if state == "replaced" and tag not in busy and tag_folder(directory, tag) == path
     ]
     if not dry_run:
         for path, tag in nameless:
@@ -321,11 +332,11 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 def remove_replaced(folder: Path) -> None:
     """What had the name of a checkpoint before it, which is there; nothing where nobody had."""
-    if replaced_by(folder).exists():
-        files.remove_folder(replaced_by(folder))
+    if replaced_path(folder).exists():
+        files.remove_folder(replaced_path(folder))
 
 
-def retain(folder: Path, keep: Keep) -> None:
+def apply_retention(folder: Path, keep: Retention) -> None:
     """What rank 0 removes after a save into `folder`.  A directory that refuses costs a warning, never the training."""
     try:
         remove_replaced(folder)
@@ -344,3 +355,111 @@ def _remove(folder: Path, tag: str) -> None:
         files.sync_folder(folder.parent)
     with suppress(FileNotFoundError):  # somebody else removes it too
         files.remove_folder(doomed)
+
+
+WRITER = ".writer"
+STALE_WRITER_SECONDS = 3600.0  # without a save; only where the file system knows no locks
+
+
+@dataclass
+class _HeldLock:
+    """What this process holds in one directory.  count: of the engines that save there."""
+
+    descriptor: int
+    path: Path
+    process: int
+    count: int = 0
+
+
+_held_locks: dict[str, _HeldLock] = {}
+
+
+class WriterLock:
+    """What one engine has claimed: the directory that it saved into last.  Rank 0's business."""
+
+    def __init__(self) -> None:
+        self._key = ""
+
+    def acquire(self, directory: Path) -> None:
+        """Claim a directory, and let the one before go.  CheckpointError where another job writes there."""
+        key = os.path.realpath(directory)
+        if key != self._key or key not in _held_locks:
+            self.release()
+            with files.describing_errors(f"claiming '{directory}'"):
+                files.make_folders(directory)
+                if key not in _held_locks:
+                    _held_locks[key] = _lock(directory)
+            _held_locks[key].count += 1
+            self._key = key
+        with suppress(OSError):
+            files.touch(_held_locks[key].path)
+
+    def release(self) -> None:
+        """Let go of it; calling it twice is harmless."""
+        held, self._key = _held_locks.get(self._key), ""
+        if held is None or held.process != os.getpid():
+            return
+        held.count -= 1
+        if held.count <= 0:
+            _held_locks.pop(os.path.realpath(held.path.parent), None)
+            with suppress(OSError):
+                if _has_name(held.descriptor, held.path):
+                    files.remove(held.path)
+            os.close(held.descriptor)
+
+
+def _lock(directory: Path) -> _HeldLock:
+    path = directory / WRITER
+    while True:
+        descriptor = files.open_to_lock(path)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            said = _read_owner(path)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"another job writes into '{directory}': {_describe_owner(said)}.",
+                    "One directory has one `latest`, and jobs would remove each other's checkpoints.",
+                    "give each job a directory of its own, or end the other one.",
+                ) from None
+            if said and said != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
+                log_once(
+                    f"another job may be writing into {directory}: {_describe_owner(said)}. Its file system knows no "
+                    f"locks ({error.strerror}), so nobody can tell. One directory should have one job.",
+                    logging.WARNING,
+                )
+        if _has_name(descriptor, path):
+            break
+        os.close(descriptor)  # its owner has removed it meanwhile
+    files.truncate(descriptor, 0)
+    files.write(descriptor, memoryview(json.dumps(_this_process()).encode()), 0)
+    return _HeldLock(descriptor, path, os.getpid())
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Whether the open file is the one that has the name."""
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _this_process() -> dict[str, str]:
+    return {"host": socket.gethostname(), "process": str(os.getpid()), "job": os.environ.get("SLURM_JOB_ID", "")}
+
+
+def _read_owner(path: Path) -> dict[str, str]:
+    """Who says that it writes there; nobody where the file cannot be read."""
+    try:
+        told = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
+
+
+def _describe_owner(said: dict[str, str]) -> str:
+    job = f" (job {said['job']})" if said.get("job") else ""
+    return f"process {said.get('process', '?')} on {said.get('host', 'some host')}{job}"

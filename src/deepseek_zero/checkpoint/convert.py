@@ -1,7 +1,6 @@
-"""Turns a checkpoint folder into files that others read, on one process and with little memory.
+"""Turns a checkpoint folder into files that other programs read, on one process and with little memory.
 
-The checkpoint may be ours or a genuine DeepSpeed one; any number of ranks may have written it.  Called by the command
-line and facade/zero_to_fp32.py.
+The checkpoint may be of any known layout (layouts.py); any number of ranks may have written it.
 """
 
 from __future__ import annotations
@@ -14,24 +13,24 @@ from pathlib import Path
 import torch
 
 from ..base.errors import CheckpointError
-from .deepspeed_write import Layout, write_rank
-from .draft import Draft
+from .deepspeed_write import DeepSpeedTarget, write_rank
 from .export import save_torch
+from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from .layouts import layout_of
-from .shards import INDEX, MAX_SHARD_BYTES, OURS, plan_shards, shard_names, write_index
-from .source import open_source, tensors_of
-from .tensor_file import TensorFile, dtype_of
+from .read import open_source, tensors_of
+from .safetensors_file import SafetensorsWriter, dtype_of
+from .staging import StagedOutput
 
 
 @contextmanager
-def _draft(out: Path) -> Iterator[Draft]:
+def _staged(out: Path) -> Iterator[StagedOutput]:
     """Nothing of it is left where the block fails."""
-    draft = Draft(out)
+    draft = StagedOutput(out)
     draft.open()
     try:
         yield draft
     finally:
-        draft.abandon()  # nothing, once it is in place
+        draft.discard()  # nothing, once it is in place
 
 
 def convert_to_safetensors(
@@ -51,15 +50,15 @@ def convert_to_safetensors(
         tensors = tensors_of(open_source(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
         names, run = shard_names(len(shards)), secrets.token_hex(8)
-        draft = stack.enter_context(_draft(out))
+        draft = stack.enter_context(_staged(out))
         for name, entries in zip(names, shards, strict=True):
-            with TensorFile(draft.path / name, entries, run) as file:
+            with SafetensorsWriter(draft.path / name, entries, run) as file:
                 for entry in entries:
                     for low, part in tensors[entry.name].parts():
                         file.write(entry.name, low, part)
         if len(names) > 1:
             write_index(draft.path / INDEX, shards, names)
-        draft.put_folder(OURS, INDEX)
+        draft.publish_folder(EXPORT_PATTERNS, INDEX)
         return names
 
 
@@ -80,9 +79,9 @@ def convert_to_pth(
         tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
         state = {name: lazy.contiguous() for name, lazy in tensors.items()}
         state |= {name: state[first] for name, first in source.tied.items() if first in state}
-    with _draft(out) as draft:
+    with _staged(out) as draft:
         save_torch(state, draft.path / out.name)
-        draft.put_file()
+        draft.publish_file()
 
 
 def convert_to_deepspeed(
@@ -102,8 +101,8 @@ def convert_to_deepspeed(
                 "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it without them.",
                 "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
             )
-        layout = Layout.of(source, stage, ranks)
-        draft = stack.enter_context(_draft(out))
+        layout = DeepSpeedTarget.of(source, stage, ranks)
+        draft = stack.enter_context(_staged(out))
         for rank in layout.files:
             write_rank(source, draft.path, layout, rank)
-        draft.put_folder()
+        draft.publish_folder()

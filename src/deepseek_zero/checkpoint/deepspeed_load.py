@@ -12,11 +12,19 @@ from typing import Any
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from .deepspeed_read import DeepSpeedCheckpoint, read_deepspeed
-from .filling import cut_as_saved, fill_buffers, fill_optimizer, fill_weights
-from .load import Loaded, LoadSettings, check, refill
-from .manifest import MOMENT, together
+from .format import MOMENT, run_and_gather
+from .load import (
+    Loaded,
+    LoadSettings,
+    check,
+    replace_states,
+    restore_buffers,
+    restore_optimizer,
+    restore_weights,
+    split_as_saved,
+)
 from .state import Contents
-from .verify import Share, refuse, verify
+from .verify import FileSubset, raise_faults, verify
 
 # States of an optimizer with elements, where it has them from its first step on: what tells one from another in a file
 # that says no name.
@@ -46,36 +54,36 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
         check(found.manifest, contents, replace(settings, moments=False))
         if settings.moments and contents.optimizer is not None:
             _check_states(found, contents.optimizer)
-            cut_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
+            split_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
         opened.append(found)
         return ""
 
     def fill() -> str:
         reader: Any = found  # reads as load.Reader does
-        fill_weights(reader, contents)
-        fill_buffers(reader, found.manifest, contents)
+        restore_weights(reader, contents)
+        restore_buffers(reader, found.manifest, contents)
         if settings.moments and contents.optimizer is not None:
             groups = _known(found.plain["groups"], contents.optimizer)
-            fill_optimizer(reader, found.manifest, groups, contents.optimizer)
+            restore_optimizer(reader, found.manifest, groups, contents.optimizer)
         return ""
 
     def check_bytes() -> str:
-        refuse(folder, verify(folder, Share(runtime.comm.rank, runtime.comm.size)))
+        raise_faults(folder, verify(folder, FileSubset(runtime.comm.rank, runtime.comm.size)))
         return ""
 
     if settings.verify:
-        together(runtime.comm, f"loading {tag}: checksums", check_bytes)
-    together(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
+        run_and_gather(runtime.comm, f"loading {tag}: checksums", check_bytes)
+    run_and_gather(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
     found = opened[0]
-    refill(contents, tag, fill)
+    replace_states(contents, tag, fill)
     return Loaded(folder, found.plain["trainer"], found.plain["client"])
 
 
 def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:
     """Raise if the files' moments are another optimizer's."""
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
-    if found.trouble:
-        raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.trouble}.", fix=fix)
+    if found.moments_problem:
+        raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix)
     mine = type(optimizer.inner).__name__
     there = {key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states}
     wanted = STATES.get(mine)

@@ -25,38 +25,38 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
-from .manifest import BUFFER, MOMENT, WEIGHT, Manifest, lacking
+from .format import BUFFER, MOMENT, WEIGHT, Manifest, missing_elements
 from .state import dtype_name
 
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
-IDENTITY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
+IDENTITY_KEY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
 # What DeepSpeed itself puts beside the caller's client_state.
-KNOWN = frozenset(
+RESERVED_KEYS = frozenset(
     "module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler "
     "data_sampler random_ltd sparse_tensor_module_names skipped_steps global_steps global_samples dp_world_size "
     "mp_world_size ds_config ds_version checkpoint_parallel_dimensions universal_checkpoint_info".split()
 )
 
 
-class Standin:
+class StandIn:
     """What an object of DeepSpeed's becomes: its attributes, and no behaviour."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
 
 
-class LossScaler(Standin): ...
+class LossScaler(StandIn): ...
 
 
-class DynamicLossScaler(Standin): ...
+class DynamicLossScaler(StandIn): ...
 
 
-class FragmentAddress(Standin): ...
+class FragmentAddress(StandIn): ...
 
 
-STANDINS: dict[Any, str] = {
+STAND_INS: dict[Any, str] = {
     LossScaler: "deepspeed.runtime.fp16.loss_scaler.LossScaler",
     DynamicLossScaler: "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
@@ -66,17 +66,17 @@ STANDINS: dict[Any, str] = {
 
 def is_deepspeed(folder: Path) -> bool:
     """Whether a folder holds a checkpoint in DeepSpeed's layout, or some files of one."""
-    return bool(files_of(folder))
+    return bool(deepspeed_files(folder))
 
 
-def files_of(folder: Path) -> list[Path]:
+def deepspeed_files(folder: Path) -> list[Path]:
     """The files in DeepSpeed's layout that lie in a folder."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in paths if MODEL_FILE.fullmatch(path.name) or OPTIMIZER_FILE.fullmatch(path.name)]
 
 
 @dataclass(frozen=True)
-class Record:
+class TorchRecord:
     """Where one record of a file of torch.save lies, and its CRC-32; None: it was saved without one."""
 
     name: str
@@ -85,7 +85,7 @@ class Record:
     crc: int | None
 
 
-def records_of(path: Path) -> list[Record]:
+def records_of(path: Path) -> list[TorchRecord]:
     """The records of a file of torch.save, which is a zip archive without compression; a CheckpointError where it is
     damaged.  None of a file in the form that torch wrote before 1.6, which has no checksums.
     """
@@ -105,7 +105,7 @@ def records_of(path: Path) -> list[Record]:
         ) from error
 
 
-def _record(file: BinaryIO, info: zipfile.ZipInfo) -> Record:
+def _record(file: BinaryIO, info: zipfile.ZipInfo) -> TorchRecord:
     if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
         raise zipfile.BadZipFile(f"'{info.filename}' is compressed")
     file.seek(info.header_offset)
@@ -115,7 +115,7 @@ def _record(file: BinaryIO, info: zipfile.ZipInfo) -> Record:
         raise zipfile.BadZipFile(f"'{info.filename}' is not where the directory says")
     start = info.header_offset + 30 + name + extra
     # torch.serialization.set_crc32_options(False) leaves zero.
-    return Record(info.filename, start, start + info.file_size, info.CRC or None)
+    return TorchRecord(info.filename, start, start + info.file_size, info.CRC or None)
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class DeepSpeedCheckpoint:
     folder: Path
     manifest: Manifest
     plain: dict[str, Any] = field(default_factory=dict)
-    trouble: str = ""
+    moments_problem: str = ""
     segments: dict[tuple[str, str], dict[str, list[Segment]]] = field(default_factory=dict)
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
@@ -162,7 +162,7 @@ class DeepSpeedCheckpoint:
                 yield reached, segment.values[reached - segment.start : high - segment.start]
                 reached = high
         if reached < stop:
-            raise lacking(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def whole(self, name: str, key: str) -> Tensor:
         raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
@@ -222,7 +222,7 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
         name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
     }
     trainer |= {"scaler": _scaler(first, optimizers), "lr_scheduler": first.get("lr_scheduler")}
-    client = {name: value for name, value in first.items() if name not in KNOWN}
+    client = {name: value for name, value in first.items() if name not in RESERVED_KEYS}
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found
@@ -253,13 +253,15 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
         for segment in sorted(found.segments.get((kind, name), {}).get(key, ()), key=lambda each: each.start):
             reached = max(reached, segment.start + segment.values.numel()) if segment.start <= reached else reached
         if reached != numel:
-            raise lacking(found.folder, f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})")
+            raise missing_elements(
+                found.folder, f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})"
+            )
 
 
 def open_file(path: Path) -> dict[str, Any]:
     """One of the files, its tensors mapped; nothing in it is run."""
     try:
-        with torch.serialization.safe_globals(list(STANDINS.items())):
+        with torch.serialization.safe_globals(list(STAND_INS.items())):
             found: dict[str, Any] = torch.load(
                 path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
             )
@@ -280,7 +282,7 @@ def open_file(path: Path) -> dict[str, Any]:
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     """Raise if files that this library wrote are of different saves, or of other ranks than their names say."""
-    told = [(rank, (each.get("ds_config") or {}).get(IDENTITY)) for rank, each in files]
+    told = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
     own = next((each["run"] for _, each in told if each is not None), None)
     for rank, each in told:
         if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
@@ -312,7 +314,7 @@ def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     names = {name: tied.get(name, name) for name in first["module"]}
     dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    told = (first.get("ds_config") or {}).get(IDENTITY) or {}
+    told = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
     run, extra = str(told.get("run", "")), {"names": names, "groups": []}
     return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], run=run, format="DeepSpeed", version=0, extra=extra)
 
@@ -424,7 +426,7 @@ def _add_partitioned(
         parts = [model["frozen_param_fragments"][name] for model in models]
         found.manifest.parameters[name] = _facts(shape, parts[0].dtype, trained=False)
         for rank, part in enumerate(parts):
-            cut = part_of(prod(shape), rank, ranks)
+            cut = partition_slice(prod(shape), rank, ranks)
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
     for rank, optimizer in enumerate(optimizers):
         for number, of_group in enumerate(models[0]["param_shapes"]):
@@ -434,7 +436,7 @@ def _add_partitioned(
                 if not rank:
                     _master(found, name, shape, flat.dtype)
                     found.manifest.extra["groups"][owner[number]].append(name)
-                cut = part_of(prod(shape), rank, ranks)
+                cut = partition_slice(prod(shape), rank, ranks)
                 here = slice(place, place + cut.stop - cut.start)
                 if here.start < here.stop:
                     found.add(WEIGHT, name, "", cut.start, flat[here])
@@ -442,7 +444,7 @@ def _add_partitioned(
                 place += -(-prod(shape) // ranks)
 
 
-def part_of(numel: int, rank: int, ranks: int) -> slice:
+def partition_slice(numel: int, rank: int, ranks: int) -> slice:
     """What of a parameter stage 3 gives a rank; the last parts may be short, or empty."""
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
@@ -489,7 +491,9 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
                 [name for name, used in islice(named, len(group["params"])) if used] for group in base["param_groups"]
             ]
             return
-    found.trouble = "the optimizer's parameters are numbered, and are neither all of the model's nor the trained ones"
+    found.moments_problem = (
+        "the optimizer's parameters are numbered, and are neither all of the model's nor the trained ones"
+    )
 
 
 def _add_stretches(
@@ -514,7 +518,7 @@ def _add_stretches(
 def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Our scaler's words for DeepSpeed's."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
-    told = vars(saved) if isinstance(saved, Standin) else first.get("optimizer") or {}
+    told = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
     if "cur_scale" not in told:
         return None
     fp16 = (first.get("ds_config") or {}).get("fp16") or {}

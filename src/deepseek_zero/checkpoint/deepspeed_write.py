@@ -26,23 +26,23 @@ from ..base.log import log_once
 from ..precision.loss_scale import LossScaleSettings
 from . import files
 from .deepspeed_read import (
-    IDENTITY,
-    KNOWN,
+    IDENTITY_KEY,
     MODEL,
     MODEL_OF_RANK,
-    STANDINS,
+    RESERVED_KEYS,
+    STAND_INS,
     DynamicLossScaler,
     FragmentAddress,
     LossScaler,
-    part_of,
+    partition_slice,
 )
-from .filling import KEPT_OPTIONS
-from .manifest import MOMENT, WEIGHT, WHOLE
-from .source import Source, tensors_of
-from .tensor_file import cast, dtype_named
+from .format import MOMENT, WEIGHT, WHOLE
+from .load import IMPLEMENTATION_OPTIONS
+from .read import CheckpointSource, tensors_of
+from .safetensors_file import cast, dtype_named
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
-SUB_GROUP = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
+SUB_GROUP_NUMEL = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
 SCRIPT = '''"""Writes the whole fp32 weights of the checkpoints beside it: python zero_to_fp32.py . OUTPUT_FOLDER"""
 
 from deepseek_zero.utils.zero_to_fp32 import main
@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 
 @dataclass(frozen=True)
-class Layout:
+class DeepSpeedTarget:
     """The checkpoint to be: its stage, its number of ranks, what its weights compute in, which save it is of, how its
     loss is scaled.
     """
@@ -65,7 +65,7 @@ class Layout:
     scaling: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     @classmethod
-    def of(cls, source: Source, stage: int | None = None, ranks: int | None = None) -> Layout:
+    def of(cls, source: CheckpointSource, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
         """That of the checkpoint itself where nothing else is asked for."""
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
@@ -79,7 +79,7 @@ class Layout:
         return list(range(self.ranks if self.stage else 1))
 
 
-def write_rank(source: Source, folder: Path, layout: Layout, rank: int) -> None:
+def write_rank(source: CheckpointSource, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
     """Write a rank's files.  Memory: its part of masters and moments; rank 0's at stages 0 to 2: all weights."""
     groups = _groups(source)
     if layout.stage == 3 or rank == 0:
@@ -92,17 +92,17 @@ def write_rank(source: Source, folder: Path, layout: Layout, rank: int) -> None:
         _save(told, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
-def _config(layout: Layout, rank: int) -> dict[str, Any]:
+def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
     """DeepSpeed reads none of it back; it is the one place where we can say which save and rank a file is of."""
     return {
-        IDENTITY: {"run": layout.run, "rank": rank},
+        IDENTITY_KEY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
         "bf16": {"enabled": layout.dtype == torch.bfloat16},
         "fp16": {"enabled": layout.dtype == torch.float16},
     }
 
 
-def _groups(source: Source) -> list[list[str]]:
+def _groups(source: CheckpointSource) -> list[list[str]]:
     """Names by parameter group, in the optimizer's order."""
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
@@ -126,7 +126,9 @@ def _groups(source: Source) -> list[list[str]]:
 # -- model files
 
 
-def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _model_state(
+    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     manifest, trainer = source.manifest, source.plain["trainer"]
     trained = {name for group in groups for name in group}
     frozen = [name for name in manifest.parameters if name not in trained and source.values.has(WEIGHT, name)]
@@ -156,10 +158,10 @@ def _model_state(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
     }
 
 
-def _client(source: Source) -> dict[str, Any]:
+def _client(source: CheckpointSource) -> dict[str, Any]:
     """The caller's values, which stand among DeepSpeed's own in this layout."""
     client = dict(source.plain["client"] or {})
-    taken = sorted(KNOWN & client.keys())
+    taken = sorted(RESERVED_KEYS & client.keys())
     if taken:
         raise CheckpointError(
             f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout.",
@@ -169,7 +171,7 @@ def _client(source: Source) -> dict[str, Any]:
     return client
 
 
-def _module(source: Source, layout: Layout, rank: int) -> OrderedDict[str, Tensor]:
+def _module(source: CheckpointSource, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
     """Weights as they compute; at stage 3 nothing of them.  Buffers are this rank's at stage 3, rank 0's otherwise."""
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
@@ -183,14 +185,14 @@ def _module(source: Source, layout: Layout, rank: int) -> OrderedDict[str, Tenso
     return OrderedDict((name, found[first]) for name, first in names.items() if first in found)
 
 
-def _computes_in(own: torch.dtype, layout: Layout) -> torch.dtype:
+def _computes_in(own: torch.dtype, layout: DeepSpeedTarget) -> torch.dtype:
     return layout.dtype if own.is_floating_point else own
 
 
-def _frozen(source: Source, layout: Layout, name: str, rank: int) -> Tensor:
+def _frozen(source: CheckpointSource, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
     facts = source.manifest.parameters[name]
     numel, own = prod(facts["shape"]), dtype_named(facts["dtype"])
-    cut = part_of(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
+    cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
     values = torch.zeros(-(-numel // layout.ranks) if layout.stage == 3 else numel, dtype=_computes_in(own, layout))
     for low, part in source.values.read(WEIGHT, name, "", cut.start, cut.stop):
         at = low - cut.start
@@ -198,25 +200,25 @@ def _frozen(source: Source, layout: Layout, name: str, rank: int) -> Tensor:
     return values if layout.stage == 3 else values.view(facts["shape"])
 
 
-def _shapes(source: Source, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
+def _shapes(source: CheckpointSource, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
     return OrderedDict((name, torch.Size(source.manifest.parameters[name]["shape"])) for name in names)
 
 
 # -- optimizer states
 
 
-def _fill(source: Source, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
+def _fill(source: CheckpointSource, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
     """The elements [start, stop) of a state; zeros where a parameter never had it."""
     if source.values.has(*what):
         for low, part in source.values.read(*what, cut.start, cut.stop):
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
 
 
-def _keys(source: Source, names: Sequence[str]) -> list[str]:
+def _keys(source: CheckpointSource, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(key for name in names for key in source.values.keys(MOMENT, name)))
 
 
-def _numbers(source: Source, names: Sequence[str]) -> dict[str, Any]:
+def _numbers(source: CheckpointSource, names: Sequence[str]) -> dict[str, Any]:
     """The counters, which the parameters of a group share in these files: those of the one updated most often."""
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
     found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
@@ -232,15 +234,17 @@ def _numbers(source: Source, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _group(source: Source, number: int, params: list[int]) -> dict[str, Any]:
+def _group(source: CheckpointSource, number: int, params: list[int]) -> dict[str, Any]:
     """Hyper-parameters; what says how to compute is left to the program that loads them."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
-    kept = {key: value for key, value in saved.items() if key not in KEPT_OPTIONS}
+    kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
     how = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
     return {"bias_correction": True, **kept, **how, "params": params}
 
 
-def _flat(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _flat(
+    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
     masters, states, paddings, addresses = [], {}, [], []
     for number, names in enumerate(groups):
@@ -285,7 +289,7 @@ def _flat(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[s
 class _Vector:
     """A flat tensor to be: which part of each parameter it holds, and where."""
 
-    source: Source
+    source: CheckpointSource
     here: dict[str, tuple[slice, int]]
     numel: int
 
@@ -296,12 +300,12 @@ class _Vector:
         return values
 
 
-def _sub_groups(source: Source, names: Sequence[str], layout: Layout) -> list[list[str]]:
+def _sub_groups(source: CheckpointSource, names: Sequence[str], layout: DeepSpeedTarget) -> list[list[str]]:
     """Stage 3's flat tensors: a group's parameters until a rank's parts are large enough."""
     found: list[list[str]] = [[]]
     filled = 0
     for name in names:
-        if filled >= SUB_GROUP:
+        if filled >= SUB_GROUP_NUMEL:
             found.append([])
             filled = 0
         found[-1].append(name)
@@ -309,7 +313,9 @@ def _sub_groups(source: Source, names: Sequence[str], layout: Layout) -> list[li
     return found
 
 
-def _partitioned(source: Source, layout: Layout, rank: int, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _partitioned(
+    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+) -> dict[str, Any]:
     """Stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
     masters: list[Tensor] = []
     states, told = {}, []
@@ -319,7 +325,7 @@ def _partitioned(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
             here, place = {}, 0
             for name in names:
                 numel = prod(source.manifest.parameters[name]["shape"])
-                here[name] = (part_of(numel, rank, layout.ranks), place)
+                here[name] = (partition_slice(numel, rank, layout.ranks), place)
                 place += -(-numel // layout.ranks)
             vector = _Vector(source, here, place)
             keys = _keys(source, names)
@@ -337,7 +343,7 @@ def _partitioned(source: Source, layout: Layout, rank: int, groups: Sequence[Seq
     }
 
 
-def _replicated(source: Source, layout: Layout, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _replicated(source: CheckpointSource, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Stage 0: the inner optimizer's own state; below fp32 beside masters, of what is trained alone."""
     if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
         names = source.manifest.extra.get("names") or {}
@@ -375,7 +381,7 @@ def _replicated(source: Source, layout: Layout, groups: Sequence[Sequence[str]])
     }
 
 
-def _scaler(source: Source, layout: Layout) -> dict[str, Any]:
+def _scaler(source: CheckpointSource, layout: DeepSpeedTarget) -> dict[str, Any]:
     """The loss scaler as an object of DeepSpeed's, which stage 3 cannot do without."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
@@ -405,7 +411,7 @@ class _Pickler(pickle._Pickler):  # the one in Python: its steps can be replaced
     """Writes our stand-ins under the names of the classes they stand for."""
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        known = STANDINS.get(obj) if obj is not int and isinstance(obj, type) else None
+        known = STAND_INS.get(obj) if obj is not int and isinstance(obj, type) else None
         if known is None:
             super().save_global(obj, name)  # type: ignore[misc]
             return
@@ -418,5 +424,5 @@ _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
-    with files.saying(f"writing '{path}'"), files.new_file(path) as stream:
+    with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream, pickle_module=_PICKLE)

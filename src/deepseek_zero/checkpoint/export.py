@@ -1,7 +1,7 @@
-"""The whole weights of a live engine as files that others read: safetensors written by all ranks, or one file.
+"""Writes the whole weights of a live engine as files that other programs read: safetensors by all ranks, or one file.
 
 Weights are gathered group by group, each rank writes the tensors of its own files, and no rank ever holds the model;
-only a torch file (`.pth`) needs it whole, on rank 0.  Called by engine/exporting.py.
+only a torch file (`.pth`) needs it whole, on rank 0.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
 from ..sharding.runtime import Runtime
 from . import files
-from .draft import Draft
-from .manifest import together
-from .shards import INDEX, MAX_SHARD_BYTES, OURS, plan_shards, shard_names, write_index
+from .format import run_and_gather
+from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
+from .safetensors_file import SafetensorsWriter, TensorInfo, cast
+from .staging import StagedOutput
 from .state import persistent_buffers, state_names
-from .tensor_file import Entry, TensorFile, cast
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; anything else is a folder
@@ -49,16 +49,18 @@ class ExportSettings:
 # -- what there is
 
 
-def entries_of(runtime: Runtime, settings: ExportSettings) -> list[Entry]:
+def tensors_to_export(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
     """Every tensor to write, tied ones once under their first name; the same on every rank."""
     kept = {
-        member.name: Entry(member.name, tuple(member.slot.shape), settings.dtype_for(group.weight.spec.dtype))
+        member.name: TensorInfo(member.name, tuple(member.slot.shape), settings.dtype_for(group.weight.spec.dtype))
         for group in runtime.groups
         for member in group.members
         if group.trainable or not settings.exclude_frozen
     }
     buffers = persistent_buffers(runtime.model)
-    kept |= {name: Entry(name, tuple(each.shape), settings.dtype_for(each.dtype)) for name, each in buffers.items()}
+    kept |= {
+        name: TensorInfo(name, tuple(each.shape), settings.dtype_for(each.dtype)) for name, each in buffers.items()
+    }
     return [kept[name] for name in state_names(runtime.model) if name in kept]
 
 
@@ -66,7 +68,7 @@ def entries_of(runtime: Runtime, settings: ExportSettings) -> list[Entry]:
 
 
 def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of `entries_of`, flat, on every rank; valid until the next one is asked for.  Collective.
+    """Each tensor of `tensors_to_export`, flat, on every rank; valid until the next one is asked for.  Collective.
 
     In the weight's own dtype the weight itself, in any other the master.  Buffers are rank 0's.
     """
@@ -75,12 +77,12 @@ def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[s
             if settings.exclude_frozen and not group.trainable:
                 continue
             flat = whole(_source(group, settings), group, f"export of {group.members[0].name}")
-            _let_go(group)
+            _evict(group)
             for member in group.members:
                 yield member.name, flat[member.slot.start : member.slot.stop]
             del flat
         for name, buffer in persistent_buffers(runtime.model).items():
-            yield name, _of_first(runtime.comm, buffer, name)
+            yield name, _broadcast_first(runtime.comm, buffer, name)
 
 
 def _source(group: FlatGroup, settings: ExportSettings) -> FlatBuffer:
@@ -90,7 +92,7 @@ def _source(group: FlatGroup, settings: ExportSettings) -> FlatBuffer:
     return group.master.values()
 
 
-def _let_go(group: FlatGroup) -> None:
+def _evict(group: FlatGroup) -> None:
     """What came from another memory to be read is not needed there any more."""
     extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
     for extent in extents:
@@ -98,7 +100,7 @@ def _let_go(group: FlatGroup) -> None:
             extent.drop(0, extent.memory.numel())
 
 
-def _of_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
+def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
     flat = buffer.detach().reshape(-1).clone()
     if comm.size > 1 and flat.numel():
         hand_out(comm, [flat] * comm.size, flat, f"export of {name}")
@@ -108,18 +110,18 @@ def _of_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
 # -- writing
 
 
-class _Files:
+class _RankFiles:
     """This rank's files.  A disk that refuses is remembered, so that the rank still takes part in every gather."""
 
-    def __init__(self, folder: Path, shards: dict[str, list[Entry]], run: str) -> None:
+    def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]], run: str) -> None:
         self.folder, self.shards, self.run = folder, shards, run
         self._stack = ExitStack()
-        self._file_of: dict[str, TensorFile] = {}
+        self._file_of: dict[str, SafetensorsWriter] = {}
         self._problem: Exception | None = None
 
     def open(self) -> str:
         for name, entries in self.shards.items():
-            file = self._stack.enter_context(TensorFile(self.folder / name, entries, self.run))
+            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, entries, self.run))
             self._file_of |= {entry.name: file for entry in entries}
         return ""
 
@@ -152,8 +154,8 @@ def export_safetensors(
     File k is rank k's (modulo their number): with as many files as ranks all of them write at once.  Nothing is to be
     seen in `directory` before everything is on the disk.
     """
-    comm, draft = runtime.comm, Draft(directory)
-    shards = plan_shards(entries_of(runtime, settings), settings.max_shard_bytes)
+    comm, draft = runtime.comm, StagedOutput(directory)
+    shards = plan_shards(tensors_to_export(runtime, settings), settings.max_shard_bytes)
     names = shard_names(len(shards))
 
     def finish() -> None:
@@ -161,15 +163,15 @@ def export_safetensors(
             write_index(draft.path / INDEX, shards, names)
         if companions is not None:
             companions(draft.path)
-        draft.put_folder(OURS, INDEX)
+        draft.publish_folder(EXPORT_PATTERNS, INDEX)
 
     try:
-        run = together(comm, "export: the folder", lambda: _begin(comm, draft))[0]
+        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, draft))[0]
         mine = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-        _write(runtime, settings, _Files(draft.path, mine, run))
-        together(comm, "export: the names", lambda: _only_first(comm, finish))
+        _write(runtime, settings, _RankFiles(draft.path, mine, run))
+        run_and_gather(comm, "export: the names", lambda: _on_first_rank(comm, finish))
     except Exception:
-        draft.abandon()
+        draft.discard()
         raise
     return names
 
@@ -180,23 +182,23 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     A safetensors file is written tensor by tensor.  torch.save wants everything at once: rank 0 holds the whole model
     in host memory, in the dtype asked for.
     """
-    comm, draft = runtime.comm, Draft(path)
+    comm, draft = runtime.comm, StagedOutput(path)
     try:
-        run = together(comm, "export: the folder", lambda: _begin(comm, draft))[0]
+        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, draft))[0]
         if path.suffix == ".safetensors":
-            mine = {path.name: entries_of(runtime, settings)} if comm.rank == 0 else {}
-            _write(runtime, settings, _Files(draft.path, mine, run))
+            mine = {path.name: tensors_to_export(runtime, settings)} if comm.rank == 0 else {}
+            _write(runtime, settings, _RankFiles(draft.path, mine, run))
         else:
             state = consolidated(runtime, settings)
             into = draft.path / path.name
-            together(comm, "export: the file", lambda: save_torch(state, into) if state is not None else "")
-        together(comm, "export: the name", lambda: _only_first(comm, draft.put_file))
+            run_and_gather(comm, "export: the file", lambda: save_torch(state, into) if state is not None else "")
+        run_and_gather(comm, "export: the name", lambda: _on_first_rank(comm, draft.publish_file))
     except Exception:
-        draft.abandon()
+        draft.discard()
         raise
 
 
-def _begin(comm: Comm, draft: Draft) -> str:
+def _begin(comm: Comm, draft: StagedOutput) -> str:
     """Rank 0 opens the draft and says which export this is."""
     if comm.rank:
         return ""
@@ -210,14 +212,14 @@ def _begin(comm: Comm, draft: Draft) -> str:
     return secrets.token_hex(8)
 
 
-def _write(runtime: Runtime, settings: ExportSettings, mine: _Files) -> None:
+def _write(runtime: Runtime, settings: ExportSettings, mine: _RankFiles) -> None:
     """Gather every tensor on every rank, and write this rank's."""
     try:
-        together(runtime.comm, "export: this rank's files", mine.open)
+        run_and_gather(runtime.comm, "export: this rank's files", mine.open)
         for name, values in whole_values(runtime, settings):
             mine.put(name, values)
             del values  # or its group would stay while the next one is gathered
-        together(runtime.comm, "export: this rank's tensors", mine.close)
+        run_and_gather(runtime.comm, "export: this rank's tensors", mine.close)
     finally:
         mine.abandon()
 
@@ -231,19 +233,19 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
         del values
     if runtime.comm.rank:
         return None
-    shapes = {entry.name: entry.shape for entry in entries_of(runtime, settings)}
+    shapes = {entry.name: entry.shape for entry in tensors_to_export(runtime, settings)}
     whole_of = {name: values.view(shapes[name]) for name, values in found.items()}
     return {name: whole_of[first] for name, first in state_names(runtime.model).items() if first in whole_of}
 
 
 def save_torch(state: dict[str, Any], path: Path) -> str:
     """torch.save into a new file, readable by its owner alone and on the disk when this returns."""
-    with files.saying(f"writing '{path}'"), files.new_file(path) as stream:
+    with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream)
     return ""
 
 
-def _only_first(comm: Comm, action: Callable[[], None]) -> str:
+def _on_first_rank(comm: Comm, action: Callable[[], None]) -> str:
     if comm.rank == 0:
         action()
     return ""

@@ -29,7 +29,7 @@ ADVICE = {
 
 
 @contextmanager
-def saying(what: str) -> Iterator[None]:
+def describing_errors(what: str) -> Iterator[None]:
     """Turns an OSError into a CheckpointError that says what was being done."""
     try:
         yield

@@ -12,8 +12,8 @@ from enum import Enum
 from pathlib import Path
 
 from .deepspeed_read import is_deepspeed
-from .manifest import MANIFEST
-from .shards import INDEX, STEM
+from .format import MANIFEST
+from .hf_folder import INDEX, STEM
 
 
 class Layout(Enum):

@@ -1,40 +1,45 @@
-"""Reads a checkpoint into an engine of any world size and stage: by name, by intersection of flat ranges.
+"""Loads a checkpoint into an engine of any world size and stage: by name, by intersection of flat ranges.
 
-Each rank reads only the elements it will hold.  Everything that can be refused is refused before anything changes, on
-every rank.  Called by engine/saving.py.
+Each rank reads only the elements it will hold.  Every rank checks everything that can be refused before any rank
+changes anything; then the `restore_*` functions write weights, masters, moments and buffers, group by group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..optim.sharded import ShardedOptimizer, forget_ahead
+from ..base.memory import give_back_holes
+from ..optim.piece import Cover, Piece
+from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
+from ..precision.policy import cast_master
+from ..sharding.group import FlatGroup, Member
 from ..sharding.runtime import Runtime
-from . import rng
-from .catalogue import folder_of, tags_in
-from .filling import (
-    GroupStates,
-    cut_as_saved,
-    fill_buffers,
-    fill_optimizer,
-    fill_owed,
-    fill_weights,
-    states_of,
-    wanted_moments,
-    wanted_weights,
+from .catalogue import tag_folder, tags_in
+from .format import (
+    BUFFER,
+    DELAYED,
+    MANIFEST,
+    MOMENT,
+    RNG,
+    WEIGHT,
+    WHOLE,
+    Manifest,
+    checked_tag,
+    run_and_gather,
 )
-from .manifest import MANIFEST, MOMENT, RNG, VALUE, Manifest, checked_tag, together
-from .plain import decode
-from .reading import Reader
-from .state import Contents
-from .verify import Share, refuse, some, verify
+from .read import CheckpointReader, StateRange, plain_values
+from .safetensors_file import dtype_named
+from .state import Contents, persistent_buffers, restore_rng
+from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
 
@@ -63,9 +68,9 @@ class Loaded:
     client: Any
 
 
-def existing(directory: Path, tag: str) -> Path:
+def existing_folder(directory: Path, tag: str) -> Path:
     """Where a checkpoint is; CheckpointError where there is none of that tag."""
-    folder = folder_of(directory, checked_tag(tag))
+    folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
         return folder
     raise CheckpointError(
@@ -80,7 +85,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     runtime.follow_requires_grad()
 
     def look() -> str:
-        folder = existing(directory, tag)
+        folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings)
         if settings.moments and contents.optimizer is not None:
@@ -88,32 +93,34 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
             for chunk in manifest.chunks:
                 if chunk.kind == MOMENT:
                     kinds.setdefault(chunk.name, set()).add(chunk.key)
-            cut_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
+            split_as_saved(manifest, lambda name: kinds.get(name, ()), contents.optimizer)
         loaded.append((manifest, folder))
         return NEW_MOMENTS if settings.moments and _takes_new_moments(folder, manifest, contents) else ""
 
-    answers = together(runtime.comm, f"loading {tag}: the manifest", look)
+    answers = run_and_gather(runtime.comm, f"loading {tag}: the manifest", look)
     manifest, folder = loaded[0]
     checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
     if settings.verify:
-        share, but = Share(runtime.comm.rank, runtime.comm.size), MOMENT if checks_moments else ""
-        together(runtime.comm, f"loading {tag}: checksums", lambda: _refuse_damaged(folder, share, but))
+        share, but = FileSubset(runtime.comm.rank, runtime.comm.size), MOMENT if checks_moments else ""
+        run_and_gather(runtime.comm, f"loading {tag}: checksums", lambda: _verify_files(folder, share, but))
     plain: dict[str, Any] = {}
     states: list[GroupStates] = []
 
     def look_inside() -> str:
         plain.update(plain_values(folder, manifest))
         if checks_moments:
-            states.extend(_new_states(folder, manifest, contents))
+            states.extend(_read_new_moments(folder, manifest, contents))
         return ""
 
-    together(runtime.comm, f"loading {tag}: values", look_inside)
+    run_and_gather(runtime.comm, f"loading {tag}: values", look_inside)
     known = states if checks_moments else None
-    refill(contents, tag, lambda: _fill(folder, manifest, plain, contents, settings, known), manifest.lifted)
+    replace_states(
+        contents, tag, lambda: _restore_all(folder, manifest, plain, contents, settings, known), manifest.lifted
+    )
     return Loaded(folder, plain["trainer"], plain["client"])
 
 
-def refill(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
+def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
     """Have every rank write new weights, masters and moments, whatever the run was in the midst of.  Collective."""
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
@@ -124,35 +131,26 @@ def refill(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequen
             forget_ahead(optimizer)
             if optimizer.lifter is not None:
                 optimizer.lifter.restore(lifted)
-        together(runtime.comm, f"loading {tag}: slices", fill)
+        run_and_gather(runtime.comm, f"loading {tag}: slices", fill)
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()
-
-
-def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """What was saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
-    with ExitStack() as stack:
-        reader = Reader(folder, manifest.chunks, stack)
-        tensors = {chunk.name: reader.value(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
-    found: dict[str, Any] = decode(manifest.plain, tensors)
-    return found
 
 
 def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
     if manifest.world_size != runtime.comm.size:
         return  # nobody's sequence here goes on one of those
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
-    reader = Reader(folder, own, stack)
-    rng.restore({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
+    reader = CheckpointReader(folder, own, stack)
+    restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
 
 
 # -- what is refused
 
 
-def _refuse_damaged(folder: Path, share: Share, but: str) -> str:
+def _verify_files(folder: Path, share: FileSubset, but: str) -> str:
     """Read this rank's share of the files."""
-    refuse(folder, verify(folder, share, again=True, but=but))
+    raise_faults(folder, verify(folder, share, again=True, but=but))
     return ""
 
 
@@ -170,7 +168,8 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> Non
     ]
     if shapes:
         raise CheckpointError(
-            f"{len(shapes)} shape(s) differ: {some(shapes)}.", fix="build the model with the sizes it was saved with."
+            f"{len(shapes)} shape(s) differ: {first_few(shapes)}.",
+            fix="build the model with the sizes it was saved with.",
         )
     excluded = set(manifest.excluded)
     missing = [
@@ -179,7 +178,8 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> Non
     unexpected = [name for name in manifest.parameters if name not in own]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
-            f"the checkpoint lacks {some(missing) or 'nothing'} and has {some(unexpected) or 'nothing'} too many.",
+            f"the checkpoint lacks {first_few(missing) or 'nothing'} and has {first_few(unexpected) or 'nothing'} "
+            "too many.",
             "load_module_strict wants the same names on both sides.",
             "load into the model that was saved, or pass load_module_strict=False.",
         )
@@ -221,19 +221,19 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
     if any(group.plan.moments_external for group in contents.runtime.trained_groups):
         return False
     with ExitStack() as stack:
-        reader = Reader(folder, manifest.chunks, stack)
-        return reader.reads_whole(wanted_moments(reader, optimizer))
+        reader = CheckpointReader(folder, manifest.chunks, stack)
+        return reader.reads_whole(moment_ranges(reader, optimizer))
 
 
-def _new_states(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[GroupStates]:
+def _read_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[GroupStates]:
     assert contents.optimizer is not None
     with ExitStack() as stack:
-        reader = Reader(folder, manifest.chunks, stack, compares=True)
-        reader.expect(wanted_moments(reader, contents.optimizer))
-        yield from states_of(reader, manifest, contents.optimizer, {})
+        reader = CheckpointReader(folder, manifest.chunks, stack, compares=True)
+        reader.prefetch(moment_ranges(reader, contents.optimizer))
+        yield from read_states(reader, manifest, contents.optimizer, {})
 
 
-def _fill(
+def _restore_all(
     folder: Path,
     manifest: Manifest,
     plain: dict[str, Any],
@@ -243,14 +243,206 @@ def _fill(
 ) -> str:
     """states: of the optimizer, where they have been read."""
     with ExitStack() as stack:
-        reader, optimizer = Reader(folder, manifest.chunks, stack), contents.optimizer if settings.moments else None
-        moments = wanted_moments(reader, optimizer) if optimizer is not None and states is None else ()
-        reader.expect([*wanted_weights(reader, contents), *moments])
-        fill_weights(reader, contents)
-        fill_buffers(reader, manifest, contents)
+        reader, optimizer = (
+            CheckpointReader(folder, manifest.chunks, stack),
+            contents.optimizer if settings.moments else None,
+        )
+        moments = moment_ranges(reader, optimizer) if optimizer is not None and states is None else ()
+        reader.prefetch([*weight_ranges(reader, contents), *moments])
+        restore_weights(reader, contents)
+        restore_buffers(reader, manifest, contents)
         if optimizer is not None:
-            fill_optimizer(reader, manifest, plain["groups"], optimizer, states)
-            fill_owed(reader, optimizer)
+            restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
+            restore_delayed_gradients(reader, optimizer)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
     return ""
+
+
+# What a group says about how to compute, not about what was learnt: the running program decides.
+IMPLEMENTATION_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
+GroupStates = tuple[FlatGroup, dict[int, dict[str, Any]]]  # by number of the piece
+
+
+def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[StateRange]:
+    for group in contents.runtime.groups:
+        for member in group.members:
+            if reader.has(WEIGHT, member.name):
+                yield WEIGHT, member.name, "", *_held_range(group, member)[:2]
+
+
+def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
+    for _, piece in _shards_by_group(optimizer):
+        covers = list(piece.covers())
+        for key in _moment_keys(reader, covers):
+            for cover in covers:
+                yield MOMENT, cover.slot.name, key, cover.start, cover.stop
+
+
+def _held_range(group: FlatGroup, member: Member) -> tuple[int, int, Any]:
+    """Elements [start, stop) of a parameter that this rank holds, and where."""
+    if group.master is not None:
+        return group.master.held(member.slot)
+    return group.weight.held(member.slot, group.route.comm.rank)
+
+
+def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, Piece]]:
+    """Pieces with their numbers, those of one group together: in the order of the files."""
+    order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
+    return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
+
+
+def _moment_keys(reader: CheckpointReader, covers: list[Cover]) -> list[str]:
+    return list(dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)))
+
+
+def restore_weights(reader: CheckpointReader, contents: Contents) -> None:
+    """Masters, and weights without one; weights with a master follow in `refresh`."""
+    for group in contents.runtime.groups:
+        for member in group.members:
+            if reader.has(WEIGHT, member.name):
+                _restore_weight(reader, group, member)
+        extents = group.master.extents() if group.master is not None else [group.weight.extent]
+        for left in [each.store(0, each.memory.numel()) for each in extents if each is not None]:
+            left.wait()  # what rests elsewhere is here one group at a time
+
+
+def _restore_weight(reader: CheckpointReader, group: FlatGroup, member: Member) -> None:
+    device = group.route.pool.device
+    if group.master is not None:
+        start, stop, place = _held_range(group, member)
+        for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+            at = place + low - start
+            group.master.write(at, at + part.numel(), part.to(device))
+        return
+    start, stop, view = _held_range(group, member)
+    for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+        cast_master(part.to(device), view[low - start : low - start + part.numel()])
+
+
+def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Contents) -> None:
+    """Each rank's own at the world size they were saved with, rank 0's at any other."""
+    comm = contents.runtime.comm
+    rank = comm.rank if comm.size == manifest.world_size else 0
+    for name, buffer in persistent_buffers(contents.runtime.model).items():
+        if reader.has(BUFFER, name) and manifest.buffers[name]["shape"] == list(buffer.shape):
+            buffer.data.copy_(reader.of_rank(name, rank).view(buffer.shape))
+
+
+def read_states(
+    reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
+) -> Iterator[GroupStates]:
+    """What the optimizer will have, group by group.  before: what it had, whose memory is taken again."""
+    for group, pieces in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
+        yield (
+            group,
+            {number: _shard_state(reader, manifest, piece, before.pop(piece.param, {})) for number, piece in pieces},
+        )
+
+
+def restore_optimizer(
+    reader: CheckpointReader,
+    manifest: Manifest,
+    groups: list[dict[str, Any]],
+    optimizer: ShardedOptimizer,
+    states: Iterable[GroupStates] | None = None,
+) -> None:
+    """Through the inner optimizer's own load_state_dict, which knows where each of its states must be; group by group,
+    so that states stand here twice for one group at most.  states: where they have been read.
+    """
+    count, restored = 0, []
+    for mine, saved in zip(optimizer.param_groups, groups, strict=True):
+        numbers = list(range(count, count + len(mine["params"])))
+        count += len(numbers)
+        kept = {key: value for key, value in mine.items() if key in IMPLEMENTATION_OPTIONS}
+        restored.append({**mine, **saved, **kept, "params": numbers})
+    before = forget_states(optimizer)
+    for group, found in states if states is not None else read_states(reader, manifest, optimizer, before):
+        state = {number: values for number, values in found.items() if values}
+        optimizer.load_inner({"state": state, "param_groups": restored})
+        if group.plan.moments_external:
+            found = state = {}
+            give_back_holes()
+
+
+def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:
+    """Cut pieces where the parameters that share one were saved with different counters or kinds of moments: some were
+    frozen for a time, or their gradients dropped.  Local.  keys: the kinds of a parameter's moments.
+    """
+
+    def saved(cover: Cover) -> tuple[dict[str, Any], frozenset[str]]:
+        return manifest.scalars.get(cover.slot.name, {}), frozenset(keys(cover.slot.name))
+
+    optimizer.cut_apart(saved)
+
+
+def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
+    """Gradients whose update comes a step late; whether one is owed is the trainer's to say."""
+    for group in optimizer.runtime.trained_groups:
+        known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
+        group.gradient.waiting.absent = set(range(len(group.members))) - set(known) if known else None
+        for member in group.members:
+            if reader.has(DELAYED, member.name):
+                start, stop = group.layout.owned(member.slot, group.route.comm.rank)
+                low, view = start - member.slot.start, group.gradient.waiting.of(member.slot)
+                for at, part in reader.read(DELAYED, member.name, "", low, max(low, stop - member.slot.start)):
+                    view[at - low : at - low + part.numel()].copy_(part)
+
+
+def _shard_state(reader: CheckpointReader, manifest: Manifest, piece: Piece, before: dict[str, Any]) -> dict[str, Any]:
+    covers = list(piece.covers())
+    state: dict[str, Any] = {}
+    for key in _moment_keys(reader, covers):
+        state[key] = _moment(reader, piece, covers, key, before.get(key))
+    for cover in covers:
+        state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
+    return state | _numbers(manifest, [cover.slot.name for cover in covers])
+
+
+def _moment(reader: CheckpointReader, piece: Piece, covers: list[Cover], key: str, before: Any) -> Tensor:
+    """One state of a piece, put together from what its parameters have; zeros between them."""
+    value: Tensor | None = None
+    for cover in covers:
+        for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
+            if value is None:
+                value = _moment_memory(piece, part.dtype, before)
+                if sum(each.stop - each.start for each in covers) < piece.numel:
+                    value.zero_()
+            at = cover.offset + low - cover.start
+            value[at : at + part.numel()].copy_(part)
+    assert value is not None
+    return value.view(piece.param.shape)
+
+
+def _moment_memory(piece: Piece, dtype: torch.dtype, before: Any) -> Tensor:
+    """Where a moment goes: over the one before it, if that lies here as it is, since new pages cost as much as the
+    copy does.
+    """
+    if (
+        isinstance(before, Tensor)
+        and (before.device.type, before.dtype, before.numel()) == ("cpu", dtype, piece.numel)
+        and before.is_contiguous()
+        and not piece.group.plan.moments_external
+    ):
+        return before.view(-1)
+    return torch.empty(piece.numel, dtype=dtype)
+
+
+def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
+    """The counters of a piece, which its parameters share (`split_as_saved`)."""
+    saved = [manifest.scalars.get(name, {}) for name in names]
+    different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
+    if different is not None:
+        raise CheckpointError(
+            f"'{names[0]}' and '{names[different]}' were saved with different optimizer counters "
+            f"({saved[0]} and {saved[different]}) and share one stretch of optimizer state here.",
+            "They were not always trained together.",
+            "give them separate parameter groups, or load with load_optimizer_states=False.",
+        )
+    return {key: _number(number) for key, number in saved[0].items()} if saved else {}
+
+
+def _number(number: dict[str, Any]) -> Any:
+    if number["dtype"] is None:
+        return number["value"]
+    return torch.tensor(number["value"], dtype=dtype_named(number["dtype"]))

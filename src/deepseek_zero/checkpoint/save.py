@@ -1,8 +1,11 @@
 """Writes a checkpoint: every rank its slices, then one rename, then `latest`.
 
-A crash at any moment leaves the checkpoint before it loadable: files are written into a hidden directory and synced
-to the disk, which takes its final name when every rank is done.  All ranks must see the same directory.  Called by
-engine/saving.py.
+A crash at any moment leaves the previous checkpoint loadable: files are written into a hidden directory and synced to
+the disk, and the directory takes its final name when every rank is done.  All ranks must see the same directory.
+
+A rank's file is written at once, or by a thread while training goes on.  The thread reads states where they lie, since
+only a step changes them.  A step that is about to change states which are still unwritten copies them first, up to
+`snapshot_bytes`, and waits for the thread beyond that: the file has the values of the moment the save began.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +28,28 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
-from . import files, rng
-from .catalogue import is_checkpoint, remove_replaced, replaced_by
-from .draft import Draft
-from .manifest import BUFFER, LATEST, MANIFEST, RNG, VALUE, Chunk, Manifest, tag_to_save, together
-from .plain import encode
+from ..optim.flow import Flow, FlowSettings
+from ..sharding.group import FlatGroup
+from . import files
+from .catalogue import is_checkpoint, remove_replaced, replaced_path
+from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save
+from .safetensors_file import StreamingWriter, TensorInfo
+from .staging import StagedOutput
 from .state import (
-    Batch,
     Contents,
-    batches_of,
+    WriteGroup,
+    WriteItem,
+    capture_rng,
     dtype_name,
     exact_dtype,
-    numbers,
+    optimizer_scalars,
     persistent_buffers,
     state_names,
-    value_origin,
+    value_item,
+    write_groups,
 )
-from .writing import Shard
 
-AT_ONCE, BEHIND = "at once", "behind"
+NOW, IN_BACKGROUND = "at once", "behind"
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,7 @@ class SaveSettings:
     snapshot_bytes: int = 1 << 30
 
 
-class Saving:
+class PendingSave:
     """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank writes its file."""
 
     def __init__(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> None:
@@ -67,93 +77,97 @@ class Saving:
         self._plain: dict[str, Any] = {}
 
         def look() -> str:
-            self._plain = _plain(contents, self._tensors)
+            self._plain = _encoded_values(contents, self._tensors)
             return tag
 
-        tag = _agreed_tag(together(self._comm, "saving: the values", look), settings.tag_validation)
-        self._draft = Draft(directory / tag)
-        self.final, self.hidden = self._draft.final, self._draft.path
-        self.run = together(self._comm, "saving: the directory", self._prepare)[0]
+        tag = _agreed_tag(run_and_gather(self._comm, "saving: the values", look), settings.tag_validation)
+        self._staged = StagedOutput(directory / tag)
+        self.final, self.hidden = self._staged.final, self._staged.path
+        self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
-            digests = together(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
+            digests = run_and_gather(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
             self._scalars: dict[str, dict[str, Any]] = {}
             with no_collection():
-                ways = together(self._comm, "saving: this rank's states", lambda: self._open(json.loads(digests[0])))
-            if AT_ONCE in ways:
+                ways = run_and_gather(
+                    self._comm, "saving: this rank's states", lambda: self._plan_write(json.loads(digests[0]))
+                )
+            if NOW in ways:
                 if not settings.wait:
                     log_first(
                         "wait=False: states that rest on a disk belong to the thread that trains; all is written now."
                     )
-                together(self._comm, "saving: this rank's slices", self._write)
+                run_and_gather(self._comm, "saving: this rank's slices", self._write)
             else:
-                self.shard.start()
+                self.write.start()
         except Exception:
-            self._draft.abandon()
+            self._staged.discard()
             raise
 
     @property
     def is_over(self) -> bool:
         """Whether this rank has written its file, or failed to."""
-        return self.shard.is_over
+        return self.write.is_over
 
     def commit(self) -> Path:
         """Wait for every rank's file, then make the checkpoint visible; it is on the disk when this returns."""
         try:
-            indexes = together(self._comm, "saving: this rank's index", self._index)
-            together(self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else "")
+            indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
+            run_and_gather(
+                self._comm, "saving: the manifest", lambda: self._finish(indexes) if self._comm.rank == 0 else ""
+            )
         except Exception:
-            self._draft.abandon()
+            self._staged.discard()
             raise
         return self.final
 
     # -- this rank's part
 
-    def _open(self, common: dict[str, str]) -> str:
+    def _plan_write(self, common: dict[str, str]) -> str:
         """Find what is to be written, and when. common: digests of the buffers that rank 0 writes for all."""
         contents, rank = self.contents, self._comm.rank
-        batches = [*self._own_values(common), *self._states()]
-        self._scalars = numbers(contents.optimizer) if contents.optimizer is not None else {}
+        batches = [*self._value_items(common), *self._state_items()]
+        self._scalars = optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
         self._manifest = _manifest(contents, self.settings, self.run)
         path, metadata = self.hidden / f"rank_{rank:05d}.safetensors", {"run": self.run, "rank": str(rank)}
-        self.shard = Shard(path, batches, metadata, self.settings.snapshot_bytes)
-        return AT_ONCE if self.settings.wait or not self.shard.rests_in_place else BEHIND
+        self.write = BackgroundWrite(path, batches, metadata, self.settings.snapshot_bytes)
+        return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
     def _write(self) -> str:
-        self.shard.write()
+        self.write.write()
         return ""
 
-    def _own_values(self, common: dict[str, str]) -> list[Batch]:
+    def _value_items(self, common: dict[str, str]) -> list[WriteGroup]:
         """Copies of what changes between steps."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
-            value_origin(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
+            value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
             for name, buffer in persistent_buffers(runtime.model).items()
             if rank == 0 or common.get(name) != _digest(buffer)
         ]
-        own = {(RNG, name): value for name, value in rng.capture(runtime.route.pool.device).items()}
+        own = {(RNG, name): value for name, value in capture_rng(runtime.route.pool.device).items()}
         if rank == 0:
             own |= {(VALUE, name): value for name, value in self._tensors.items()}
-        return [Batch([*found, *(value_origin(kind, name, value, rank) for (kind, name), value in own.items())])]
+        return [WriteGroup([*found, *(value_item(kind, name, value, rank) for (kind, name), value in own.items())])]
 
-    def _states(self) -> Iterator[Batch]:
+    def _state_items(self) -> Iterator[WriteGroup]:
         if self.contents.optimizer is not None:
             self.contents.optimizer.finish()
-        return batches_of(self.contents, skip_frozen=self.settings.exclude_frozen)
+        return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen)
 
     def _index(self) -> str:
-        chunks = [list(asdict(chunk).values()) for chunk in self.shard.chunks()]
-        with files.saying(f"syncing '{self.hidden}'"):
+        chunks = [list(asdict(chunk).values()) for chunk in self.write.chunks()]
+        with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
-        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.shard.head_crc})
+        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.write.head_crc})
 
     # -- rank 0's part
 
-    def _prepare(self) -> str:
+    def _open_staging(self) -> str:
         """A hidden directory of our own, locked while we write; the identity of this save."""
         if self._comm.rank:
             return ""
-        refuse_others(self.final)
-        self._draft.open()
+        refuse_foreign_files(self.final)
+        self._staged.open()
         return secrets.token_hex(8)
 
     def _finish(self, indexes: list[str]) -> str:
@@ -166,21 +180,21 @@ class Saving:
                 "All ranks write into one directory, which rank 0 completes.",
                 "save to a file system that every rank shares.",
             )
-        self._manifest.chunks = [Chunk(*values) for index in found for values in index["chunks"]]
+        self._manifest.chunks = [SavedChunk(*values) for index in found for values in index["chunks"]]
         for index in found:
             self._manifest.scalars.update(index["scalars"])
         heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
         self._manifest.extra["heads"] = heads
         self._manifest.plain = self._plain
-        with files.saying(f"completing '{self.final}'"):
+        with files.describing_errors(f"completing '{self.final}'"):
             files.write_text(self.hidden / MANIFEST, self._manifest.text())
-            self._draft.finish()
+            self._staged.finish()
             publish(self.hidden, self.final, latest=self.settings.latest)
-        self._draft.close()
+        self._staged.unlock()
         return ""
 
 
-def refuse_others(final: Path) -> None:
+def refuse_foreign_files(final: Path) -> None:
     """Raise if what has this checkpoint's name already is none: it would be gone."""
     if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
@@ -196,7 +210,7 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
     """
     if final.exists():
         remove_replaced(final)
-        files.rename(final, replaced_by(final))
+        files.rename(final, replaced_path(final))
     files.rename(hidden, final)
     files.sync_folder(final.parent)
     if latest:
@@ -205,10 +219,10 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state count."""
-    return Saving(directory, tag, contents, settings).commit()
+    return PendingSave(directory, tag, contents, settings).commit()
 
 
-def _plain(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
+def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """The values that are not slices: hyper-parameters, counters, scaler and schedule, the caller's state."""
     groups: list[Any] = []
     if contents.optimizer is not None:
@@ -274,3 +288,152 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         run=run,
         extra={"names": state_names(runtime.model), "groups": optimizer.names_by_group if optimizer else []},
     )
+
+
+BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at once
+
+
+@dataclass(eq=False)
+class ItemProgress:
+    """What one origin has become so far."""
+
+    item: WriteItem
+    copy: Tensor | None = None  # its values, copied because a step was about to change them
+    is_begun: bool = False  # the writer has begun with it
+    crc: int | None = None  # the writer is done with it
+
+    @property
+    def nbytes(self) -> int:
+        return self.item.numel * self.item.dtype.itemsize
+
+
+class BackgroundWrite:
+    """This rank's file, and how far it is."""
+
+    def __init__(
+        self, path: Path, batches: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
+    ) -> None:
+        self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
+        self._groups = by_element_size(batches)
+        self._items = {id(origin): ItemProgress(origin) for batch in self._groups for origin in batch.items}
+        self._of_group: dict[FlatGroup, list[ItemProgress]] = {}
+        for state in self._items.values():
+            if state.item.group is not None:
+                self._of_group.setdefault(state.item.group, []).append(state)
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._copied_bytes = 0
+        self._error: Exception | None = None
+        self._is_over = False
+        self.blocked_seconds = self.seconds = 0.0
+        self.head_crc = 0  # of the file's header
+
+    def start(self) -> None:
+        """Write in a thread from now on; only where all of it `rests_in_place`."""
+        for group in self._of_group:
+            group.barrier.reader = partial(self._copy_before_change, group)
+        self._thread = threading.Thread(target=self._run, name="deepseek_zero checkpoint", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write all of it now."""
+        began = time.perf_counter()
+        try:
+            self._write()
+        finally:
+            self._is_over, self.seconds = True, time.perf_counter() - began
+            self.blocked_seconds += self.seconds
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether a thread may read all of it."""
+        return not any(stretch.extent.rests_elsewhere for batch in self._groups for stretch in batch.extents)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the file is finished, or has failed."""
+        return self._is_over
+
+    def chunks(self) -> list[SavedChunk]:
+        """What was written, with its checksums; waits for the thread, and raises what ended it."""
+        if self._thread is not None:
+            self._thread.join()
+            for group in self._of_group:
+                group.barrier.reader = None
+        if self._error is not None:
+            raise self._error
+        return [replace(state.item.chunk, crc=state.crc) for state in self._items.values()]
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                self._write()
+        except Exception as error:
+            self._error = error
+        with self._progress:
+            self._is_over, self.seconds = True, time.perf_counter() - began
+            self._progress.notify_all()
+
+    def _write(self) -> None:
+        origins = [state.item for state in self._items.values()]
+        writer = StreamingWriter(
+            self.path, [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in origins], self.metadata
+        )
+        self.head_crc = writer.header_crc
+        try:
+            flow = Flow(self._groups, lambda batch: batch.extents, FlowSettings())
+            while (batch := flow.take()) is not None:
+                for origin in batch.items:
+                    self._write_item(writer, self._items[id(origin)])
+                flow.give(batch)
+            writer.finish()
+        finally:
+            writer.close()
+
+    def _write_item(self, writer: StreamingWriter, state: ItemProgress) -> None:
+        with self._progress:
+            state.is_begun = True
+        origin, crc = state.item, 0
+        read: Callable[[int, int], Tensor] = origin.read if state.copy is None else _slices_of(state.copy)
+        for low in range(0, origin.numel, BLOCK_NUMEL):
+            crc = writer.append(read(low, min(low + BLOCK_NUMEL, origin.numel)), crc)
+        with self._progress:
+            self._copied_bytes -= state.nbytes if state.copy is not None else 0
+            state.copy, state.crc = None, crc
+            self._progress.notify_all()
+
+    # -- in the thread that trains
+
+    def _copy_before_change(self, group: FlatGroup) -> None:
+        """This group's states are about to change."""
+        began = time.perf_counter()
+        for state in self._of_group[group]:
+            with self._progress:
+                if not state.is_begun and self._copied_bytes + state.nbytes <= self.snapshot_bytes:
+                    state.copy = state.item.read(0, state.item.numel).detach().to("cpu", copy=True)
+                    state.is_begun = True
+                    self._copied_bytes += state.nbytes
+                while state.copy is None and state.crc is None and not self._is_over:
+                    self._progress.wait()
+        group.barrier.reader = None
+        self.blocked_seconds += time.perf_counter() - began
+
+
+def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
+    flat = values.reshape(-1)
+    return lambda low, high: flat[low:high]
+
+
+def by_element_size(batches: Sequence[WriteGroup]) -> list[WriteGroup]:
+    """In the order of the file: larger dtypes first, so that every tensor lies at a multiple of its elements' size;
+    else as they come.
+    """
+    found = [(origin, batch) for batch in batches for origin in batch.items]
+    found.sort(key=lambda item: -item[0].dtype.itemsize)
+    parts = groupby(found, key=lambda item: id(item[1]))
+    return [
+        WriteGroup([origin for origin, _ in part], part[0][1].extents) for part in (list(each) for _, each in parts)
+    ]

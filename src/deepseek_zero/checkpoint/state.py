@@ -1,17 +1,20 @@
-"""What of an engine goes into a checkpoint on this rank, as chunks of flat tensors, and where each is to be had.
+"""Lists the states of an engine that this rank saves, as chunks of flat tensors, each with a function that reads it.
 
-Walks units, masters, buffers and optimizer pieces; writes no file, and copies nothing before it is read.  Called by
-save.py, writing.py and load.py.
+Walks units, masters, buffers and optimizer shards, and the random generators of the process.  Writes no file, and
+copies nothing before it is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+import struct
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +26,7 @@ from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import R
 from ..sharding.group import FlatGroup
 from ..sharding.runtime import Runtime
-from .manifest import MOMENT, OWED, WEIGHT, WHOLE, Chunk
+from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
 
 
 @dataclass
@@ -48,13 +51,13 @@ def exact_dtype(group: FlatGroup) -> torch.dtype:
 
 
 @dataclass(eq=False)
-class Origin:
+class WriteItem:
     """One chunk of this rank's and where its elements are now.
 
     read(low, high): elements of the chunk, to be looked at before anything else happens.  group: whose step changes it.
     """
 
-    chunk: Chunk
+    chunk: SavedChunk
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
@@ -66,14 +69,14 @@ class Origin:
 
 
 @dataclass
-class Batch:
+class WriteGroup:
     """Sources that are read together, and what of other memories must be here meanwhile."""
 
-    origins: list[Origin]
-    stretches: list[Stretch] = field(default_factory=list)
+    items: list[WriteItem]
+    extents: list[Stretch] = field(default_factory=list)
 
 
-def batches_of(contents: Contents, *, skip_frozen: bool) -> Iterator[Batch]:
+def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
     """This rank's part of weights and optimizer states, group by group in the order of their update.  Each element of
     the model is in one rank's batches.
     """
@@ -81,27 +84,27 @@ def batches_of(contents: Contents, *, skip_frozen: bool) -> Iterator[Batch]:
     pieces: dict[int, list[Piece]] = {}
     for piece in optimizer.pieces() if optimizer is not None else ():
         pieces.setdefault(id(piece.group), []).append(piece)
-    recent = Recent()
+    recent = MomentCache()
     for group in runtime.groups:
         if group.trainable or not skip_frozen:
-            yield _weights(group)
+            yield _weight_items(group)
         for piece in pieces.get(id(group), ()):
             assert optimizer is not None
-            yield _moments(optimizer, piece, recent)
+            yield _moment_items(optimizer, piece, recent)
         if group.trainable:
-            yield _owed(group)
+            yield _delayed_gradient_items(group)
 
 
-def _weights(group: FlatGroup) -> Batch:
+def _weight_items(group: FlatGroup) -> WriteGroup:
     """This rank's part of a group's parameters, also of those that every rank holds whole."""
-    batch, rank, master = Batch([]), group.route.comm.rank, group.master
+    batch, rank, master = WriteGroup([]), group.route.comm.rank, group.master
     places = []
     for member in group.members:
         start, stop = group.layout.owned(member.slot, rank)
         if start >= stop:
             continue
         low = member.slot.start
-        chunk = Chunk(WEIGHT, member.name, "", start - low, stop - low, rank)
+        chunk = SavedChunk(WEIGHT, member.name, "", start - low, stop - low, rank)
         if master is not None:
             place = master.owned(member.slot)[0]
             read = partial(_read_from, master.peek, place)
@@ -109,11 +112,11 @@ def _weights(group: FlatGroup) -> Batch:
             place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
             read = partial(_read_from, group.weight.peek, place)
         places.append((place, place + stop - start))
-        batch.origins.append(Origin(chunk, exact_dtype(group), (stop - start,), read, group))
+        batch.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
     if places:
         extents = master.extents() if master is not None else [group.weight.extent]
         low, high = places[0][0], places[-1][1]
-        batch.stretches = [Stretch(extent, low, high, changes=False) for extent in extents if extent is not None]
+        batch.extents = [Stretch(extent, low, high, changes=False) for extent in extents if extent is not None]
     return batch
 
 
@@ -121,9 +124,9 @@ def _read_from(peek: Callable[[int, int], Tensor], place: int, low: int, high: i
     return peek(place + low, place + high)
 
 
-def _owed(group: FlatGroup) -> Batch:
+def _delayed_gradient_items(group: FlatGroup) -> WriteGroup:
     """This rank's part of a gradient whose update comes a step late."""
-    waiting, rank, batch = group.gradient.waiting, group.route.comm.rank, Batch([])
+    waiting, rank, batch = group.gradient.waiting, group.route.comm.rank, WriteGroup([])
     low = group.layout.bounds(rank)[0]
     for number, member in enumerate(group.members if waiting.is_held and waiting.buffer is not None else ()):
         if number in (waiting.absent or ()):
@@ -131,10 +134,10 @@ def _owed(group: FlatGroup) -> Batch:
         assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:
-            chunk = Chunk(OWED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
+            chunk = SavedChunk(DELAYED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
             read = partial(_read_from, waiting.buffer.peek, start - low)
-            batch.origins.append(Origin(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
-            batch.stretches = [Stretch(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
+            batch.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
+            batch.extents = [Stretch(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
     return batch
 
 
@@ -162,7 +165,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
     return found
 
 
-class Recent:
+class MomentCache:
     """A piece's moment as it was read last: parameters that share the piece ask for it one after another."""
 
     def __init__(self) -> None:
@@ -175,28 +178,31 @@ class Recent:
         return last[1]
 
 
-def _moments(optimizer: ShardedOptimizer, piece: Piece, recent: Recent) -> Batch:
+def _moment_items(optimizer: ShardedOptimizer, piece: Piece, recent: MomentCache) -> WriteGroup:
     """This rank's part of every optimizer state of a piece that has elements."""
-    batch, rank = Batch([], [replace(each, changes=False) for each in optimizer.moments.stretches(piece)]), piece.rank
+    batch, rank = (
+        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.stretches(piece)]),
+        piece.rank,
+    )
     for key, value in optimizer.inner.state.get(piece.param, {}).items():
-        if not isinstance(value, Tensor) or is_number(value, piece.param):
+        if not isinstance(value, Tensor) or is_scalar_state(value, piece.param):
             continue
         for cover in piece.covers():
             if value.shape == piece.param.shape:
-                batch.origins += _owned_moment(optimizer, cover, key, value.dtype, recent)
+                batch.items += _owned_moment_items(optimizer, cover, key, value.dtype, recent)
             else:
-                batch.origins += _whole_state(cover, key, value, rank)
+                batch.items += _whole_state_items(cover, key, value, rank)
     return batch
 
 
-def is_number(value: Tensor, param: Tensor) -> bool:
+def is_scalar_state(value: Tensor, param: Tensor) -> bool:
     """Whether a state counts something (`step`) instead of following the parameter's elements."""
     return value.dim() == 0 and param.dim() > 0
 
 
-def _owned_moment(
-    optimizer: ShardedOptimizer, cover: Cover, key: str, dtype: torch.dtype, recent: Recent
-) -> Iterator[Origin]:
+def _owned_moment_items(
+    optimizer: ShardedOptimizer, cover: Cover, key: str, dtype: torch.dtype, recent: MomentCache
+) -> Iterator[WriteItem]:
     """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
     piece, rank = cover.piece, cover.piece.rank
     low, high = piece.group.layout.owned(cover.slot, rank)
@@ -207,10 +213,12 @@ def _owned_moment(
         def read(low: int, high: int) -> Tensor:
             return recent.of(optimizer, piece, key)[at + low : at + high]
 
-        yield Origin(Chunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group)
+        yield WriteItem(
+            SavedChunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group
+        )
 
 
-def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[Origin]:
+def _whole_state_items(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
     if cover.stop - cover.start != cover.slot.numel:
         raise CheckpointError(
             f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",
@@ -221,24 +229,24 @@ def _whole_state(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[O
     low, high = group.layout.bounds(rank)
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= cover.slot.start < high:
-        chunk = Chunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank)
-        yield Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
+        chunk = SavedChunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank)
+        yield WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
 
 
-def numbers(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
+def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """Optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
     found: dict[str, dict[str, Any]] = {}
     for piece in optimizer.pieces():
         for key, value in optimizer.inner.state.get(piece.param, {}).items():
-            if isinstance(value, Tensor) and not is_number(value, piece.param):
+            if isinstance(value, Tensor) and not is_scalar_state(value, piece.param):
                 continue
-            number = _number(key, value, piece.names[0])
+            number = _scalar(key, value, piece.names[0])
             for name in piece.names:
                 found.setdefault(name, {})[key] = number
     return found
 
 
-def _number(key: str, value: Any, name: str) -> dict[str, Any]:
+def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
     if isinstance(value, Tensor):
         return {"value": value.item(), "dtype": dtype_name(value.dtype)}
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -250,8 +258,45 @@ def _number(key: str, value: Any, name: str) -> dict[str, Any]:
     )
 
 
-def value_origin(kind: str, name: str, value: Tensor, rank: int) -> Origin:
+def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
     """A tensor that no step changes, whole and in its own shape."""
     flat = value.reshape(-1)
-    chunk = Chunk(kind, name, "", 0, value.numel(), rank)
-    return Origin(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
+    chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
+    return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
+
+
+def capture_rng(device: torch.device) -> dict[str, Tensor]:
+    """What `restore_rng` takes, by generator."""
+    found = {"torch": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    version, words, gauss = random.getstate()
+    found["python"] = torch.tensor([version, *words, gauss is not None, _float_bits(gauss or 0.0)], dtype=torch.int64)
+    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
+    if name == "MT19937":
+        found["numpy"] = torch.tensor(
+            [*map(int, keys), place, has_gauss, _float_bits(float(cached))], dtype=torch.int64
+        )
+    return found
+
+
+def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Go on where `capture_rng` was called; a generator that has no state goes on where it is."""
+    if "torch" in states:
+        torch.set_rng_state(states["torch"])
+    if "cuda" in states and device.type == "cuda":
+        torch.cuda.set_rng_state(states["cuda"], device)
+    if "python" in states:
+        version, *words, has_gauss, bits = states["python"].tolist()
+        random.setstate((version, tuple(words), _float_of_bits(bits) if has_gauss else None))
+    if "numpy" in states:
+        *keys, place, has_gauss, bits = states["numpy"].tolist()
+        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, _float_of_bits(bits)))
+
+
+def _float_bits(number: float) -> int:
+    return int(struct.unpack("<q", struct.pack("<d", number))[0])
+
+
+def _float_of_bits(bits: int) -> float:
+    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -1,7 +1,7 @@
-"""Whether a checkpoint is what was saved: the files all there, whole and of one run, every byte with its checksum.
+"""Checks whether a checkpoint is what was saved: all files there, whole and of one run, every byte with its checksum.
 
-`glance` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both say what
-is wrong and raise nothing, of every layout that the library writes (layouts.py).
+`check_headers` reads the manifest and the headers of the files; `verify` reads everything, a few MiB at a time.  Both
+return what is wrong and raise nothing, for every layout that the library writes (layouts.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from ..base.errors import CheckpointError
-from .ahead import Piece, Span, pieces
-from .deepspeed_read import Record, read_deepspeed, read_state_dict, records_of
-from .deepspeed_read import files_of as deepspeeds_files
+from .deepspeed_read import TorchRecord, read_deepspeed, read_state_dict, records_of
+from .deepspeed_read import deepspeed_files as deepspeeds_files
+from .format import MANIFEST, MOMENT, WEIGHT, Manifest, SavedChunk
+from .hf_folder import safetensors_files
 from .layouts import Layout, layout_of
-from .manifest import MANIFEST, MOMENT, WEIGHT, Chunk, Manifest
-from .shards import files_of
-from .tensor_file import RUN, Header, Place, read_header
+from .readahead import ByteRange, ReadPart, read_ahead
+from .safetensors_file import RUN_KEY, SafetensorsHeader, TensorLocation, read_header
 
-Seen = Callable[[int], None]
+OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True)
@@ -39,52 +39,52 @@ class Fault:
 
 
 @dataclass(frozen=True)
-class Share:
+class FileSubset:
     """Every `of`-th file from the `rank`-th on: what one of several readers looks at."""
 
     rank: int = 0
     of: int = 1
 
 
-ALL = Share()
-NOTHING = Share(rank=1 << 30, of=1 << 31)  # no file has such a number
+ALL_FILES = FileSubset()
+NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
-def glance(folder: Path, share: Share = ALL) -> tuple[Manifest | None, list[Fault]]:
+def check_headers(folder: Path, share: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
     if (layout := layout_of(folder)) not in (Layout.SLICES, None):
-        return _glance_at_others(folder, layout)
+        return _check_foreign(folder, layout)
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return None, [manifest]
-    faults = list(_not_covered(manifest)) if share.rank == 0 else []
+    faults = list(_missing_elements(manifest)) if share.rank == 0 else []
     for file, chunks in _files(folder, manifest, share):
-        faults += _glance_at(folder / file, chunks, manifest)[1]
+        faults += _check_header(folder / file, chunks, manifest)[1]
     return manifest, faults
 
 
 def verify(
-    folder: Path, share: Share = ALL, seen: Seen | None = None, *, again: bool = False, but: str = ""
+    folder: Path, share: FileSubset = ALL_FILES, seen: OnBytes | None = None, *, again: bool = False, but: str = ""
 ) -> list[Fault]:
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
     will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
     if (layout := layout_of(folder)) not in (Layout.SLICES, None):
-        faults = _glance_at_others(folder, layout)[1] if share.rank == 0 else []
+        faults = _check_foreign(folder, layout)[1] if share.rank == 0 else []
         check = _check_export if layout is Layout.SAFETENSORS else _check_zip
         paths = _files_of(folder, layout)[share.rank :: share.of]
-        return faults + [fault for path in paths for fault in check(path, seen or _nobody)]
+        return faults + [fault for path in paths for fault in check(path, seen or _ignore)]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
-    faults = list(_not_covered(manifest)) if share.rank == 0 else []
+    faults = list(_missing_elements(manifest)) if share.rank == 0 else []
     for file, chunks in _files(folder, manifest, share):
-        header, found = _glance_at(folder / file, chunks, manifest)
+        header, found = _check_header(folder / file, chunks, manifest)
         faults += found
         if header is not None:
-            later = {chunk.entry for chunk in chunks if chunk.kind == but}
-            places = {entry: place for entry, place in header.places.items() if entry not in later}
-            faults += _read_all(folder / file, places, chunks, seen or _nobody, again=again)
+            later = {chunk.tensor_name for chunk in chunks if chunk.kind == but}
+            places = {entry: place for entry, place in header.locations.items() if entry not in later}
+            faults += _check_tensors(folder / file, places, chunks, seen or _ignore, again=again)
     return faults
 
 
@@ -97,7 +97,7 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
         return Fault(MANIFEST, f"cannot be used: {error.what}")
 
 
-def _glance_at_others(path: Path, layout: Layout) -> tuple[Manifest | None, list[Fault]]:
+def _check_foreign(path: Path, layout: Layout) -> tuple[Manifest | None, list[Fault]]:
     """What files that are no slices say of themselves, in the words of our manifest."""
     try:
         found = foreign_manifest(path, layout)
@@ -113,7 +113,7 @@ def _files_of(path: Path, layout: Layout) -> list[Path]:
     if layout is Layout.TORCH:
         return [path]
     with suppress(CheckpointError):
-        return [each for each in files_of(path) if each.is_file()]
+        return [each for each in safetensors_files(path) if each.is_file()]
     return []
 
 
@@ -127,9 +127,9 @@ def foreign_manifest(path: Path, layout: Layout) -> Manifest:
 
 
 def _export_manifest(path: Path) -> Manifest:
-    paths = files_of(path)
+    paths = safetensors_files(path)
     headers = {each: read_header(each) for each in paths}
-    runs = {header.metadata.get(RUN) for header in headers.values()}
+    runs = {header.metadata.get(RUN_KEY) for header in headers.values()}
     if len(runs) > 1:
         raise CheckpointError(
             f"the files of {path} are of different exports: {', '.join(sorted(map(str, runs)))}.",
@@ -138,7 +138,7 @@ def _export_manifest(path: Path) -> Manifest:
         )
     parameters: dict[str, dict[str, Any]] = {}
     for each, header in headers.items():
-        for name, place in header.places.items():
+        for name, place in header.locations.items():
             if name in parameters:
                 raise CheckpointError(
                     f"'{name}' is in {each.name} and in another file of {path} too.",
@@ -149,18 +149,21 @@ def _export_manifest(path: Path) -> Manifest:
     return Manifest(1, 0, {}, parameters, {}, [], None, {}, [], plain={"trainer": {}}, run=run, format="safetensors")
 
 
-def _check_export(path: Path, seen: Seen) -> Iterator[Fault]:
+def _check_export(path: Path, seen: OnBytes) -> Iterator[Fault]:
     """Compare every tensor with the CRC-32 that an export of ours has in its header; others are only read."""
     try:
         header = read_header(path)
     except CheckpointError as error:
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
-    records = [Record(name, place.start, place.stop, header.sums.get(name)) for name, place in header.places.items()]
+    records = [
+        TorchRecord(name, place.start, place.stop, header.tensor_crcs.get(name))
+        for name, place in header.locations.items()
+    ]
     yield from _check_records(path, records, seen)
 
 
-def what_is_compared(path: Path) -> str:
+def checksum_coverage(path: Path) -> str:
     """What a verdict of `verify` rests on where it is not a checksum for every chunk; empty where it is."""
     layout = layout_of(path)
     if layout is Layout.DEEPSPEED:
@@ -170,12 +173,12 @@ def what_is_compared(path: Path) -> str:
         return "torch's CRC-32 of each record is all these files have: one of another rank or save is not told apart"
     if layout is Layout.TORCH:
         return "torch's CRC-32 of each record is all this file has"
-    if layout is Layout.SAFETENSORS and not all(read_header(each).sums for each in _files_of(path, layout)):
+    if layout is Layout.SAFETENSORS and not all(read_header(each).tensor_crcs for each in _files_of(path, layout)):
         return "another program wrote this, without checksums: its tensors were only read"
     return ""
 
 
-def _check_zip(path: Path, seen: Seen) -> Iterator[Fault]:
+def _check_zip(path: Path, seen: OnBytes) -> Iterator[Fault]:
     """Compare every record of a file of torch.save with the CRC-32 that its directory has."""
     try:
         records = records_of(path)
@@ -185,13 +188,13 @@ def _check_zip(path: Path, seen: Seen) -> Iterator[Fault]:
     yield from _check_records(path, records, seen)
 
 
-def _check_records(path: Path, records: Sequence[Record], seen: Seen) -> Iterator[Fault]:
+def _check_records(path: Path, records: Sequence[TorchRecord], seen: OnBytes) -> Iterator[Fault]:
     records = sorted(records, key=lambda each: each.start)
     with open(path, "rb", buffering=0) as file:
-        spans = {Span(file.fileno(), each.start, each.stop): each for each in records}
-        sums: dict[Record, int | OSError] = dict.fromkeys(records, 0)
-        for piece in pieces(spans):
-            sums[spans[piece.span]] = _checksum(piece, sums[spans[piece.span]])
+        spans = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
+        sums: dict[TorchRecord, int | OSError] = dict.fromkeys(records, 0)
+        for piece in read_ahead(spans):
+            sums[spans[piece.range]] = _checksum(piece, sums[spans[piece.range]])
             seen(piece.stop - piece.start)
     for record, found in sums.items():
         if isinstance(found, OSError):
@@ -201,18 +204,18 @@ def _check_records(path: Path, records: Sequence[Record], seen: Seen) -> Iterato
             yield Fault(path.name, told, record.name)
 
 
-def without_checksum(manifest: Manifest) -> int:
+def num_without_checksum(manifest: Manifest) -> int:
     """Chunks whose bytes can be read and not compared: an older version of the library saved them."""
     return sum(getattr(chunk, "crc", None) is None for chunk in manifest.chunks)
 
 
-def _nobody(count: int) -> None:
+def _ignore(count: int) -> None:
     pass
 
 
-def _files(folder: Path, manifest: Manifest, share: Share) -> Iterator[tuple[str, list[Chunk]]]:
+def _files(folder: Path, manifest: Manifest, share: FileSubset) -> Iterator[tuple[str, list[SavedChunk]]]:
     """The files of a share, with the chunks that must be in them; what lies there beside them must be whole too."""
-    chunks: dict[str, list[Chunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
+    chunks: dict[str, list[SavedChunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
     for chunk in manifest.chunks:
         chunks.setdefault(chunk.file, []).append(chunk)
     for number, file in enumerate(sorted(chunks)):
@@ -220,7 +223,7 @@ def _files(folder: Path, manifest: Manifest, share: Share) -> Iterator[tuple[str
             yield file, chunks[file]
 
 
-def _not_covered(manifest: Manifest) -> Iterator[Fault]:
+def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
     """Elements that a manifest forgot, or shapes that it has wrong: each weight and moment is written once, whole."""
     excluded = set(manifest.excluded)
     reached = {(WEIGHT, name, ""): 0 for name in manifest.parameters if name not in excluded}
@@ -235,7 +238,9 @@ def _not_covered(manifest: Manifest) -> Iterator[Fault]:
             yield Fault(MANIFEST, f"{what} ends at element {stop:,} of {numel:,}", name)
 
 
-def _glance_at(path: Path, chunks: Sequence[Chunk], manifest: Manifest) -> tuple[Header | None, list[Fault]]:
+def _check_header(
+    path: Path, chunks: Sequence[SavedChunk], manifest: Manifest
+) -> tuple[SafetensorsHeader | None, list[Fault]]:
     """The header of a file, None where it is of no use, and what is wrong with it."""
     try:
         header = read_header(path)
@@ -247,32 +252,32 @@ def _glance_at(path: Path, chunks: Sequence[Chunk], manifest: Manifest) -> tuple
     saved = getattr(manifest, "extra", {}).get("heads", {}).get(path.name)
     faults = []
     for chunk in chunks:
-        place = header.places.get(chunk.entry)
+        place = header.locations.get(chunk.tensor_name)
         if place is None:
-            faults.append(Fault(path.name, f"{_called(chunk)} is not in the file", chunk.name))
+            faults.append(Fault(path.name, f"{_describe(chunk)} is not in the file", chunk.name))
         elif place.numel != chunk.stop - chunk.start:
-            faults.append(Fault(path.name, f"{_called(chunk)} has {place.numel:,} elements in the file", chunk.name))
+            faults.append(Fault(path.name, f"{_describe(chunk)} has {place.numel:,} elements in the file", chunk.name))
     if saved is not None and header.crc != saved:  # a dtype, perhaps, which no chunk's checksum knows
         told = f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
         return None, faults or [Fault(path.name, told)]
     return header, faults
 
 
-def _called(chunk: Chunk) -> str:
+def _describe(chunk: SavedChunk) -> str:
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
-def _read_all(
-    path: Path, places: Mapping[str, Place], chunks: Sequence[Chunk], seen: Seen, *, again: bool
+def _check_tensors(
+    path: Path, places: Mapping[str, TensorLocation], chunks: Sequence[SavedChunk], seen: OnBytes, *, again: bool
 ) -> Iterator[Fault]:
     """Read these tensors of a file from front to back and compare what has a checksum."""
-    known = {chunk.entry: chunk for chunk in chunks}
+    known = {chunk.tensor_name: chunk for chunk in chunks}
     entries = sorted(places.items(), key=lambda item: item[1].start)
     sums: dict[str, int | OSError] = dict.fromkeys(places, 0)
     with open(path, "rb", buffering=0) as file:
-        names = {Span(file.fileno(), place.start, place.stop, again): entry for entry, place in entries}
-        for piece in pieces(names):
-            sums[names[piece.span]] = _checksum(piece, sums[names[piece.span]])
+        names = {ByteRange(file.fileno(), place.start, place.stop, again): entry for entry, place in entries}
+        for piece in read_ahead(names):
+            sums[names[piece.range]] = _checksum(piece, sums[names[piece.range]])
             seen(piece.stop - piece.start)
     for entry, _ in entries:
         chunk, found = known.get(entry), sums[entry]
@@ -280,33 +285,33 @@ def _read_all(
             name = chunk.name if chunk is not None else entry
             yield Fault(path.name, f"cannot be read: {found.strerror or found}", name)
         elif chunk is not None:
-            yield from compare(chunk, found)
+            yield from compare_checksum(chunk, found)
 
 
-def compare(chunk: Chunk, found: int) -> Iterator[Fault]:
+def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
     """What is wrong with a chunk whose bytes have the checksum `found`."""
     if chunk.crc is not None and found != chunk.crc:
-        told = f"{_called(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
+        told = f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
         yield Fault(chunk.file, told, chunk.name)
 
 
-def refuse(folder: Path, faults: Iterable[Fault]) -> None:
+def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
     """Raise if there are any."""
     told = [str(fault) for fault in faults]
     if told:
         raise CheckpointError(
-            f"{folder} is damaged: {some(told)}.",
+            f"{folder} is damaged: {first_few(told)}.",
             "Nothing of the run has changed.",
             'load another tag; "newest" takes the newest one of which every byte is right.',
         )
 
 
-def some(names: Sequence[str]) -> str:
+def first_few(names: Sequence[str]) -> str:
     """The first few of many."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _checksum(piece: Piece, before: int | OSError) -> int | OSError:
+def _checksum(piece: ReadPart, before: int | OSError) -> int | OSError:
     """Of a tensor as far as this piece; or why there is none."""
     if isinstance(before, OSError):
         return before

@@ -1,115 +1,62 @@
 """Reads weights from safetensors straight into slices: each rank only the elements it will hold.
 
 The file may be one of Hugging Face's folders or a single file; weights go into masters too, cast where dtypes differ.
-Everything that can be refused is refused before anything changes, on every rank.  Called by engine/exporting.py and
-facade/huggingface.py.
+Every rank refuses what it must refuse before any rank changes anything.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from ..base.device import default_device
-from ..base.errors import CheckpointError, brief
+from ..base.errors import CheckpointError
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
-from ..planner.layout import boxes
 from ..precision.policy import cast_master
 from ..sharding.group import FlatGroup, Member
 from ..sharding.handle import owner_of
 from ..sharding.init import Init, take_slice
 from ..sharding.runtime import Runtime
-from .load import refill
-from .manifest import together
-from .shards import files_of
+from .format import run_and_gather
+from .hf_folder import SafetensorsFolder
+from .load import replace_states
+from .safetensors_file import RUN_KEY
 from .state import Contents, persistent_buffers, state_names
-from .tensor_file import RUN
-from .verify import ALL, Share, refuse, some, verify
+from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
-class WeightFiles:
-    """Tensors by name over several safetensors files; nothing is read before it is asked for."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._file_of: dict[str, Any] = {}
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.metadata: dict[str, str] = {}  # of all the files
-        for file in files_of(path):
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{file} cannot be read: {brief(error)}.",
-                    "It is missing, damaged or no safetensors file.",
-                    "get it again.",
-                ) from None
-            self.metadata |= opened.metadata() or {}
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
-                if name in self._file_of:
-                    raise CheckpointError(
-                        f"'{name}' is in {file.name} and in another file of {path} too.",
-                        "An export that was cut off may have left files of an older one.",
-                        "get the weights again, into an empty folder.",
-                    )
-                self._file_of[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
-
-    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The flat elements [start, stop) in parts, each with its place."""
-        with _readable(name):
-            view = self._file_of[name].get_slice(name)
-        for offset, size, place in boxes(self.shapes[name], start, stop):
-            within = tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
-            with _readable(name):
-                part = (view[within] if within else view[...]).reshape(-1)
-            yield place, part
-
-    def whole(self, name: str) -> Tensor:
-        with _readable(name):
-            found: Tensor = self._file_of[name].get_tensor(name)
-        return found
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"'{name}' cannot be read: {brief(error)}.", "", "get the weights again.") from error
-
-
-def _refuse_damaged(path: Path, share: Share = ALL) -> str:
+def _verify_own_files(path: Path, share: FileSubset = ALL_FILES) -> str:
     """Read this rank's share of the files that an export of ours wrote: no others say what their bytes were."""
     with ExitStack() as stack:
-        is_ours = RUN in WeightFiles(path, stack).metadata
+        is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:
-        refuse(path, verify(path, share, again=True))
+        raise_faults(path, verify(path, share, again=True))
     return ""
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
     """Fill weights, masters and persistent buffers.  Collective; moments and counters stay what they are."""
     with ExitStack() as stack, torch.no_grad():
-        opened: list[tuple[WeightFiles, dict[str, str]]] = []
+        opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
         def look() -> str:
-            files = WeightFiles(path, stack)
-            opened.append((files, match(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict)))
+            files = SafetensorsFolder(path, stack)
+            opened.append(
+                (files, match_names(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict))
+            )
             return ""
 
-        share = Share(runtime.comm.rank, runtime.comm.size)
-        together(runtime.comm, "loading weights: checksums", lambda: _refuse_damaged(path, share))
-        together(runtime.comm, "loading weights: the names", look)
+        share = FileSubset(runtime.comm.rank, runtime.comm.size)
+        run_and_gather(runtime.comm, "loading weights: checksums", lambda: _verify_own_files(path, share))
+        run_and_gather(runtime.comm, "loading weights: the names", look)
         files, found = opened[0]
-        refill(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _fill(runtime, files, found))
+        replace_states(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _restore(runtime, files, found))
 
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
@@ -130,9 +77,9 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
         return
     session = Init()
     with ExitStack() as stack, torch.no_grad():
-        _refuse_damaged(Path(path))
-        files = WeightFiles(Path(path), stack)
-        found = match(files, shapes_of(model), tied_of(model), Path(path), strict=strict)
+        _verify_own_files(Path(path))
+        files = SafetensorsFolder(Path(path), stack)
+        found = match_names(files, shapes_of(model), tied_of(model), Path(path), strict=strict)
         for name, param in model.named_parameters():
             if name not in found:
                 continue
@@ -168,8 +115,8 @@ def tied_of(model: nn.Module) -> dict[str, list[str]]:
     return names
 
 
-def match(
-    files: WeightFiles,
+def match_names(
+    files: SafetensorsFolder,
     shapes: Mapping[str, tuple[int, ...]],
     tied: Mapping[str, Sequence[str]],
     path: Path,
@@ -183,7 +130,7 @@ def match(
     unexpected = [name for name in files.shapes if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"{path} lacks {some(missing) or 'nothing'} and has {some(unexpected) or 'nothing'} too many.",
+            f"{path} lacks {first_few(missing) or 'nothing'} and has {first_few(unexpected) or 'nothing'} too many.",
             "strict=True wants the same names on both sides.",
             "build the model these weights belong to, or pass strict=False.",
         )
@@ -194,17 +141,17 @@ def match(
     ]
     if different:
         raise CheckpointError(
-            f"{len(different)} shape(s) differ: {some(different)}.",
+            f"{len(different)} shape(s) differ: {first_few(different)}.",
             fix="build the model with the sizes these weights were saved with.",
         )
     return {name: there for name, there in found.items() if there}
 
 
-def _fill(runtime: Runtime, files: WeightFiles, found: Mapping[str, str]) -> str:
+def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
     for group in runtime.groups:
         for member in group.members:
             if member.name in found:
-                _fill_member(files, found[member.name], group, member)
+                _restore_member(files, found[member.name], group, member)
         _store(group)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
@@ -212,7 +159,7 @@ def _fill(runtime: Runtime, files: WeightFiles, found: Mapping[str, str]) -> str
     return ""
 
 
-def _fill_member(files: WeightFiles, name: str, group: FlatGroup, member: Member) -> None:
+def _restore_member(files: SafetensorsFolder, name: str, group: FlatGroup, member: Member) -> None:
     device = group.route.pool.device
     if group.master is not None:
         start, stop, place = group.master.held(member.slot)

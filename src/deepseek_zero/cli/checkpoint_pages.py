@@ -22,14 +22,15 @@ from rich.text import Text
 from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.base.quantities import format_bytes, format_count
 from deepseek_zero.checkpoint import catalogue
-from deepseek_zero.checkpoint.catalogue import Entry, Keep
+from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
 from deepseek_zero.checkpoint.convert import convert_to_deepspeed, convert_to_pth, convert_to_safetensors
 from deepseek_zero.checkpoint.layouts import Layout
-from deepseek_zero.checkpoint.manifest import MOMENT, WHOLE, Manifest
-from deepseek_zero.checkpoint.source import open_source
-from deepseek_zero.checkpoint.tensor_file import dtype_named, read_header
-from deepseek_zero.checkpoint.verify import Fault, Seen, what_is_compared, without_checksum
+from deepseek_zero.checkpoint.verify import Fault, OnBytes, checksum_coverage, num_without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
+
+from ..checkpoint.format import MOMENT, WHOLE, Manifest
+from ..checkpoint.read import open_source
+from ..checkpoint.safetensors_file import dtype_named, read_header
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
 
@@ -46,7 +47,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 def inspect(where: Path, tag: str | None, *, as_json: bool) -> None:
     """Print what a directory or one checkpoint holds."""
-    if tag is None and not catalogue.is_one(where):
+    if tag is None and not catalogue.is_single_checkpoint(where):
         _inspect_directory(where, as_json=as_json)
         return
     entry = _entries(where, tag)[0]
@@ -87,7 +88,7 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
         console.print(Text(f"latest names {latest}, which is not there", "red"))
 
 
-def _facts(entry: Entry) -> dict[str, Any]:
+def _facts(entry: CheckpointInfo) -> dict[str, Any]:
     """One checkpoint as data."""
     manifest = entry.manifest
     facts: dict[str, Any] = {
@@ -109,14 +110,14 @@ def _facts(entry: Entry) -> dict[str, Any]:
             "optimizer": manifest.optimizer,
             "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
             "chunks": len(manifest.chunks),
-            "chunks_without_checksum": without_checksum(manifest),
+            "chunks_without_checksum": num_without_checksum(manifest),
             "format": f"{manifest.format} {manifest.version}" if layout is Layout.SLICES else manifest.format,
             "run": getattr(manifest, "run", None),
         }
     return facts
 
 
-def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
+def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
     """Parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
     manifest = entry.manifest
     assert manifest is not None
@@ -126,7 +127,7 @@ def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
         return _foreign_tensors(entry, found)
     headers = {}
     for file in {chunk.file for chunk in manifest.chunks} - {fault.file for fault in entry.faults}:
-        headers[file] = read_header(entry.folder / file).places
+        headers[file] = read_header(entry.folder / file).locations
     for chunk in manifest.chunks:
         facts = found.get(chunk.name)
         if facts is None:  # neither a parameter nor a buffer
@@ -134,11 +135,11 @@ def _tensors(entry: Entry) -> dict[str, dict[str, Any]]:
         if chunk.kind in (MOMENT, WHOLE) and chunk.key not in facts["states"]:
             facts["states"].append(chunk.key)
         if chunk.file in headers:
-            facts["num_bytes"] += headers[chunk.file][chunk.entry].num_bytes
+            facts["num_bytes"] += headers[chunk.file][chunk.tensor_name].num_bytes
     return found
 
 
-def _foreign_tensors(entry: Entry, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _foreign_tensors(entry: CheckpointInfo, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of files without a manifest of ours."""
     with ExitStack() as stack:
         source = open_source(entry.folder, None, stack, checks=False)
@@ -149,7 +150,7 @@ def _foreign_tensors(entry: Entry, found: dict[str, dict[str, Any]]) -> dict[str
     return found
 
 
-def _facts_table(entry: Entry, facts: dict[str, Any]) -> Table:
+def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
     table = _table(f"checkpoint {entry.tag}", "what", "")
     table.show_header = False
     table.add_row("folder", str(entry.folder))
@@ -214,19 +215,19 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
     return not any(found.values())
 
 
-def _verdict(entry: Entry, faults: Sequence[Fault]) -> dict[str, Any]:
-    unknown = without_checksum(entry.manifest) if entry.manifest is not None else None
-    told, note = [_fault(fault) for fault in faults], "" if faults else what_is_compared(entry.folder)
+def _verdict(entry: CheckpointInfo, faults: Sequence[Fault]) -> dict[str, Any]:
+    unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else None
+    told, note = [_fault(fault) for fault in faults], "" if faults else checksum_coverage(entry.folder)
     return {"tag": entry.tag, "good": not faults, "chunks_without_checksum": unknown, "note": note, "faults": told}
 
 
-def _print_verdict(console: Console, entry: Entry, faults: Sequence[Fault]) -> None:
+def _print_verdict(console: Console, entry: CheckpointInfo, faults: Sequence[Fault]) -> None:
     if faults:
         console.print(Text(f"{entry.tag}: damaged, {len(faults)} fault(s)", "bold red"))
         _print_faults(console, faults)
         return
-    unknown = without_checksum(entry.manifest) if entry.manifest is not None else 0
-    note = f"{unknown} chunks have no checksum and were only read" if unknown else what_is_compared(entry.folder)
+    unknown = num_without_checksum(entry.manifest) if entry.manifest is not None else 0
+    note = f"{unknown} chunks have no checksum and were only read" if unknown else checksum_coverage(entry.folder)
     note = f"; {note}" if note else ""
     console.print(Text(f"{entry.tag}: good, {format_bytes(entry.num_bytes)} read{note}", "green"))
 
@@ -254,7 +255,7 @@ def convert(where: Path, tag: str | None, out: Path, how: tuple[str, str | None]
         raise UsageError(
             f"{out} is there already.", why="Nothing is overwritten.", fix="Name a place that is not there."
         )
-    source = where if tag is None and catalogue.is_one(where) else _folder(where, tag)
+    source = where if tag is None and catalogue.is_single_checkpoint(where) else _folder(where, tag)
     with Console(stderr=True).status(f"converting {source} to {form}"):
         CONVERTERS[form](source, out, *([DTYPES[dtype]] if form != "deepspeed" else []))
     written = sum(path.stat().st_size for path in [out, *out.rglob("*")] if path.is_file())
@@ -279,7 +280,7 @@ def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as
     if not where.is_dir():
         raise UsageError(f"{where} is no directory.", fix="Name the directory that save_checkpoint was given.")
     try:
-        done = catalogue.prune(where, Keep(last, every), dry_run=dry_run)
+        done = catalogue.prune(where, Retention(last, every), dry_run=dry_run)
     except OSError as error:
         raise CheckpointError(
             f"{where}: {error.strerror or error}.",
@@ -300,10 +301,10 @@ def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as
 # -- what all share
 
 
-def _entries(where: Path, tag: str | None) -> list[Entry]:
+def _entries(where: Path, tag: str | None) -> list[CheckpointInfo]:
     """The checkpoints that a command line means; a UsageError where there is none."""
-    if tag is None and catalogue.is_one(where):
-        return [catalogue.entry_at(where, where.absolute().name)]
+    if tag is None and catalogue.is_single_checkpoint(where):
+        return [catalogue.info_at(where, where.absolute().name)]
     entries = catalogue.checkpoints(where)
     chosen = [entry for entry in entries if tag is None or entry.tag == tag]
     if chosen:
@@ -315,7 +316,7 @@ def _entries(where: Path, tag: str | None) -> list[Entry]:
     )
 
 
-def _when(entry: Entry) -> str:
+def _when(entry: CheckpointInfo) -> str:
     return datetime.fromtimestamp(entry.saved_at).isoformat(" ", "seconds")
 
 
@@ -335,7 +336,7 @@ def _print_json(document: Any) -> None:
 
 
 @contextmanager
-def _progress(total: int, *, quiet: bool) -> Iterator[Seen]:
+def _progress(total: int, *, quiet: bool) -> Iterator[OnBytes]:
     """A bar on stderr for what takes a while; nothing into a pipe."""
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)

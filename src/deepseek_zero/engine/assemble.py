@@ -21,7 +21,7 @@ from ..base.device import has_fast_bf16
 from ..base.errors import UsageError, shown
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
-from ..checkpoint.catalogue import Keep
+from ..checkpoint.catalogue import Retention
 from ..comm.agreement import agree, together
 from ..comm.collectives import Comm
 from ..optim.flow import FlowSettings
@@ -79,7 +79,7 @@ class SavingSettings:
     tag_validation: str = "Warn"
     snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
-    keep: Keep = field(default_factory=Keep)
+    keep: Retention = field(default_factory=Retention)
     on_signal: PreemptionSettings | None = None
     layout: str = "auto"
 
@@ -261,7 +261,7 @@ def saving_settings_of(config: Config) -> SavingSettings:
         tag_validation=section.tag_validation,
         snapshot_bytes=section.snapshot_bytes,
         gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-        keep=Keep(section.keep_last, section.keep_every),
+        keep=Retention(section.keep_last, section.keep_every),
         layout=section.layout,
         on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
     )

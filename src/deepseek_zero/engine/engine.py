@@ -177,7 +177,7 @@ class Engine(StandsForModule):
             if self.lr_scheduler is not None:
                 self._move_rates(lr_kwargs or {})
         self.observer.stepped(self)
-        self.parts.saver.look()
+        self.parts.saver.commit_if_written()
         if preemption is not None:
             preemption.act(self)
 

@@ -15,8 +15,8 @@ import torch
 from ..base.given import path_of, whole_number
 from ..checkpoint import files
 from ..checkpoint.export import FILE_SUFFIXES, ExportSettings, export_file, export_safetensors
-from ..checkpoint.shards import MAX_SHARD_BYTES
-from ..checkpoint.tensor_file import dtype_of
+from ..checkpoint.hf_folder import MAX_SHARD_BYTES
+from ..checkpoint.safetensors_file import dtype_of
 from ..checkpoint.weights import load_weights_into
 from ..sharding.runtime import Runtime
 

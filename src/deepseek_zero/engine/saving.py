@@ -19,15 +19,21 @@ import torch
 
 from ..base.dropin import is_dropin_imported
 from ..base.log import log_once
-from ..checkpoint.catalogue import Keep, is_checkpoint, latest_tag, newest_good_of_all, retain, tags_in
-from ..checkpoint.claim import Claim
+from ..checkpoint.catalogue import (
+    Retention,
+    WriterLock,
+    apply_retention,
+    is_checkpoint,
+    latest_tag,
+    newest_good_of_all,
+    tags_in,
+)
 from ..checkpoint.deepspeed_load import load_deepspeed
 from ..checkpoint.deepspeed_read import is_deepspeed
-from ..checkpoint.deepspeed_save import misfit, save_deepspeed
-from ..checkpoint.filling import KEPT_OPTIONS
-from ..checkpoint.load import Loaded, LoadSettings, existing, load
-from ..checkpoint.manifest import LATEST, NEWEST, checked_tag, tag_to_save, together
-from ..checkpoint.save import SaveSettings, Saving
+from ..checkpoint.deepspeed_save import save_deepspeed, unsupported_reason
+from ..checkpoint.format import LATEST, NEWEST, checked_tag, run_and_gather, tag_to_save
+from ..checkpoint.load import IMPLEMENTATION_OPTIONS, Loaded, LoadSettings, existing_folder, load
+from ..checkpoint.save import PendingSave, SaveSettings
 from ..checkpoint.state import Contents
 from ..comm.collectives import Comm
 from .data import ShardedLoader
@@ -57,29 +63,29 @@ class Saver:
     the interpreter waits for it; what a crash leaves has a hidden name, which the next removal takes too.
     """
 
-    def __init__(self, keep: Keep | None = None) -> None:
-        self.keep = keep or Keep()
-        self.current: Saving | None = None
+    def __init__(self, keep: Retention | None = None) -> None:
+        self.retention = keep or Retention()
+        self.current: PendingSave | None = None
         self.commit_seconds = 0.0  # of the last one
         self._removal: threading.Thread | None = None
-        self._claim = Claim()
-        self._end = weakref.finalize(self, self._claim.release)
+        self._writer_lock = WriterLock()
+        self._end = weakref.finalize(self, self._writer_lock.release)
 
-    def take(self, comm: Comm, directory: Path) -> None:
+    def claim_directory(self, comm: Comm, directory: Path) -> None:
         """Claim a directory for this job; CheckpointError on every rank where another one writes there.  Collective."""
 
         def claim() -> str:
             if comm.rank == 0:
-                self._claim.take(directory)
+                self._writer_lock.acquire(directory)
             return ""
 
-        together(comm, "saving: one job in the directory", claim)
+        run_and_gather(comm, "saving: one job in the directory", claim)
 
     def close(self) -> None:
         """Nothing will be saved any more: another job may have the directory."""
-        self._claim.release()
+        self._writer_lock.release()
 
-    def look(self) -> None:
+    def commit_if_written(self) -> None:
         """Between two steps: once every rank has written its file, make the checkpoint visible.
 
         Collective where a checkpoint is under way.  CheckpointError on every rank where one could not write.
@@ -107,7 +113,7 @@ class Saver:
         saving.commit()
         if saving.contents.runtime.comm.rank == 0:
             self._removal = threading.Thread(
-                target=retain, args=(saving.final, self.keep), name="deepseek_zero removal"
+                target=apply_retention, args=(saving.final, self.retention), name="deepseek_zero removal"
             )
             self._removal.start()
         self.commit_seconds = time.perf_counter() - began
@@ -118,7 +124,7 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
-    name = together(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
+    name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
     begun = engine.micro_steps % engine.config.gradient_accumulation_steps
     if begun:
         log_once(
@@ -135,11 +141,11 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     loader = engine.training_dataloader
     trainer["data"] = _position(loader, begun)
     engine.parts.saver.finish()
-    engine.parts.saver.take(engine.runtime.comm, Path(directory))
+    engine.parts.saver.claim_directory(engine.runtime.comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
-    if _is_deepspeeds(engine, contents, settings):
+    if _is_deepspeed_layout(engine, contents, settings):
         return save_deepspeed(Path(directory), name, contents, settings)
-    saving = engine.parts.saver.current = Saving(Path(directory), name, contents, settings)
+    saving = engine.parts.saver.current = PendingSave(Path(directory), name, contents, settings)
     if settings.wait:
         engine.parts.saver.finish()
     return saving.final
@@ -152,7 +158,7 @@ def _position(loader: Any, begun: int) -> Any:
     return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
-def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
+def _is_deepspeed_layout(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
     """Whether the files are DeepSpeed's.  Where nobody says: behind DeepSpeed's name, whose clients may look for them,
     unless something is asked for that only slices have.  Stage 0's files name no parameter of the optimizer: those of
     several groups could not be read back.  Collective.
@@ -163,7 +169,10 @@ def _is_deepspeeds(engine: Engine, contents: Contents, settings: SaveSettings) -
     wants_slices = not settings.wait or told.keep.last is not None or told.on_signal is not None
     if wants_slices or engine.runtime.settings.stage == 0 or not is_dropin_imported():
         return False
-    problem = next(filter(None, together(engine.runtime.comm, "saving: the layout", lambda: misfit(contents))), "")
+    problem = next(
+        filter(None, run_and_gather(engine.runtime.comm, "saving: the layout", lambda: unsupported_reason(contents))),
+        "",
+    )
     if problem:
         log_once(f"saved as slices, not in DeepSpeed's layout: {problem}.")
     return not problem
@@ -178,7 +187,7 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
     """
     engine.parts.saver.finish()
     comm = engine.runtime.comm
-    folder, chosen, is_verified = _chosen(comm, Path(directory), tag)
+    folder, chosen, is_verified = _choose_checkpoint(comm, Path(directory), tag)
     if not chosen:
         return None, None
     verify = restore.verify and not is_verified
@@ -186,18 +195,18 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
     contents = Contents(engine.runtime, engine.optimizer)
 
     def layout() -> str:
-        return "DeepSpeed's" if is_deepspeed(existing(folder, chosen)) else ""
+        return "DeepSpeed's" if is_deepspeed(existing_folder(folder, chosen)) else ""
 
-    theirs = together(comm, "loading: the layout", layout)
+    theirs = run_and_gather(comm, "loading: the layout", layout)
     read = load_deepspeed if theirs[0] else load
     settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
-        _restore_trainer(engine, loaded, restore)
+        _restore_counters(engine, loaded, restore)
     return str(loaded.folder), loaded.client
 
 
-def _chosen(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
+def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
     """(directory, tag, whether every byte of it has just been read) of the checkpoint that a load means; the tag is
     empty where there is none.  Rank 0's words count.  Collective.
     """
@@ -205,14 +214,14 @@ def _chosen(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
     def look() -> str:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
             return json.dumps([True, folder.absolute().name])
-        named = latest_tag(folder) if tag is None else NEWEST if _means_newest(folder, tag) else tag
+        named = latest_tag(folder) if tag is None else NEWEST if _asks_for_newest(folder, tag) else tag
         return json.dumps([False, checked_tag(named) if named is not None else ""])
 
-    is_itself, chosen = json.loads(together(comm, "loading: the tag", look)[0])
+    is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", look)[0])
     if is_itself:
         log_once(f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.", logging.WARNING)
         return folder.absolute().parent, chosen, False
-    if chosen and not _means_newest(folder, chosen):
+    if chosen and not _asks_for_newest(folder, chosen):
         return folder, chosen, False
     newest = newest_good_of_all(comm, folder)
     if newest is not None and not chosen:
@@ -231,12 +240,12 @@ def _chosen(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
     return folder, newest or "", True
 
 
-def _means_newest(folder: Path, tag: Any) -> bool:
+def _asks_for_newest(folder: Path, tag: Any) -> bool:
     """An older version of the library, or DeepSpeed, may have saved under that name."""
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
-def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
+def _restore_counters(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     saved = loaded.trainer
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
@@ -244,7 +253,7 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
         if engine.optimizer.delay is not None:
-            engine.optimizer.delay.load_state_dict(_without_kept(saved.get("owed")))
+            engine.optimizer.delay.load_state_dict(_without_implementation_options(saved.get("owed")))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
@@ -253,9 +262,11 @@ def _restore_trainer(engine: Engine, loaded: Loaded, restore: Restore) -> None:
         engine.lr_scheduler.load_state_dict(saved["lr_scheduler"])
 
 
-def _without_kept(owed: dict[str, Any] | None) -> dict[str, Any] | None:
+def _without_implementation_options(owed: dict[str, Any] | None) -> dict[str, Any] | None:
     """How to compute is the running program's to say, also for an update that a checkpoint owes."""
     if owed is None:
         return None
-    hypers = [{key: value for key, value in group.items() if key not in KEPT_OPTIONS} for group in owed["hypers"]]
+    hypers = [
+        {key: value for key, value in group.items() if key not in IMPLEMENTATION_OPTIONS} for group in owed["hypers"]
+    ]
     return {**owed, "hypers": hypers}

@@ -16,8 +16,8 @@ from ..base.errors import NotBuiltError
 from ..base.given import path_of, refuse
 from ..base.log import log_once
 from ..checkpoint.export import ExportSettings, consolidated, export_file
+from ..checkpoint.hf_folder import MAX_SHARD_BYTES
 from ..checkpoint.save import SaveSettings
-from ..checkpoint.shards import MAX_SHARD_BYTES
 from ..engine import accumulate, exporting, saving
 from ..engine.compiling import compile_units, restore
 from ..engine.data import ShardedLoader

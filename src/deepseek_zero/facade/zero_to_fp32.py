@@ -22,12 +22,12 @@ from ..base.errors import CheckpointError
 from ..checkpoint import files
 from ..checkpoint.convert import convert_to_safetensors
 from ..checkpoint.deepspeed_read import MODEL, MODEL_OF_RANK
-from ..checkpoint.draft import Draft
 from ..checkpoint.export import save_torch
-from ..checkpoint.manifest import MANIFEST
-from ..checkpoint.shards import MAX_SHARD_BYTES, plan_shards, shard_names
-from ..checkpoint.source import Lazy, open_source, tensors_of
-from ..checkpoint.tensor_file import dtype_of
+from ..checkpoint.format import MANIFEST
+from ..checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
+from ..checkpoint.read import LazyTensor, open_source, tensors_of
+from ..checkpoint.safetensors_file import dtype_of
+from ..checkpoint.staging import StagedOutput
 
 M = TypeVar("M", bound=nn.Module)
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -123,24 +123,26 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
     return out
 
 
-def _lazy_state(path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool) -> dict[str, Lazy]:
+def _lazy_state(
+    path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
+) -> dict[str, LazyTensor]:
     source = open_source(Path(path), tag, ExitStack())  # its files stay open for as long as somebody may read them
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 
 
-def _write_torch_shards(lazy: dict[str, Lazy], out: Path, most: int) -> None:
+def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
     """One file in memory at a time; tied names stand in the file of their tensor."""
-    draft = Draft(out)
+    draft = StagedOutput(out)
     draft.open()
     try:
         _write_torch_files(lazy, draft.path, most)
-        draft.put_folder(("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX)
+        draft.publish_folder(("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX)
     finally:
-        draft.abandon()  # nothing, once it is in place
+        draft.discard()  # nothing, once it is in place
 
 
-def _write_torch_files(lazy: dict[str, Lazy], out: Path, most: int) -> None:
+def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
     shards = plan_shards([each.entry for name, each in lazy.items() if name == each.name], most)
     names = shard_names(len(shards), "pytorch_model", "bin")
     where: dict[str, str] = {}

@@ -86,7 +86,7 @@ class Barrier:
     """What every change of one group's states passes first: weight, master, moments, a gradient that waits.
 
     reader: told of it once, and returns when the change may happen; who reads states behind the training
-    (checkpoint/writing.py) has by then taken what it has not yet written.  Views that may be written come from
+    (checkpoint/save.py) has by then taken what it has not yet written.  Views that may be written come from
     `FlatBuffer.writable` and `held`, `Master` and `Moments`, which all call `cross`; nothing else writes.
     """
 

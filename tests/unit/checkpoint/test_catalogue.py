@@ -21,10 +21,11 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint import ahead, catalogue, manifest, verify
-from deepseek_zero.checkpoint.catalogue import Entry, Keep
-from deepseek_zero.checkpoint.manifest import Manifest
-from deepseek_zero.checkpoint.tensor_file import read_header
+from deepseek_zero.checkpoint import catalogue, readahead, verify
+from deepseek_zero.checkpoint import format as manifest
+from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
+from deepseek_zero.checkpoint.format import Manifest
+from deepseek_zero.checkpoint.safetensors_file import read_header
 from tests.crash import flip
 
 RANK_0 = "rank_00000.safetensors"
@@ -160,7 +161,7 @@ def test_a_damaged_checkpoint_is_told_without_reading_its_tensors_and_the_older_
     directory: Path, capsys: pytest.CaptureFixture[str], damage: Callable[[Path], None], said: str
 ) -> None:
     damage(directory / "global_step3")
-    _, faults = verify.glance(directory / "global_step3")
+    _, faults = verify.check_headers(directory / "global_step3")
     assert any(_matches(said, str(fault)) for fault in faults), faults
     assert [str(fault) for fault in verify.verify(directory / "global_step3")] == [str(fault) for fault in faults]
     assert sorted(tags_of(directory), reverse=True) == TAGS
@@ -176,7 +177,7 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
     """Give the manifest what saves will write into it: checksums of the files as they are, and the run."""
     known = Manifest.read(folder / "manifest.json")
     for chunk in known.chunks:
-        place = read_header(folder / chunk.file).places[chunk.entry]
+        place = read_header(folder / chunk.file).locations[chunk.tensor_name]
         object.__setattr__(chunk, "crc", zlib.crc32((folder / chunk.file).read_bytes()[place.start : place.stop]))
     object.__setattr__(known, "run", run)
     known.extra.pop("heads", None)  # headers are written again here, as an older version had them
@@ -186,15 +187,15 @@ def with_facts_of(monkeypatch: pytest.MonkeyPatch, folder: Path, run: str = "") 
 def test_one_flipped_bit_is_found_and_named(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = directory / "global_step3"
     with_facts_of(monkeypatch, folder)
-    monkeypatch.setattr(ahead, "BLOCK_BYTES", 8)
+    monkeypatch.setattr(readahead, "BLOCK_BYTES", 8)
     assert verify.verify(folder) == []
     chunk = next(
         each
         for each in Manifest.read(folder / "manifest.json").chunks
         if (each.kind, each.key) == ("moment", "exp_avg")
     )
-    flip(folder / RANK_0, read_header(folder / RANK_0).places[chunk.entry].start + 9)
-    assert verify.glance(folder)[1] == []
+    flip(folder / RANK_0, read_header(folder / RANK_0).locations[chunk.tensor_name].start + 9)
+    assert verify.check_headers(folder)[1] == []
     (fault,) = verify.verify(folder)
     assert (fault.file, fault.tensor) == (RANK_0, chunk.name)
     assert "moment exp_avg, elements 0 to" in fault.problem and "differs from what was saved" in fault.problem
@@ -204,7 +205,7 @@ def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pyt
     folder = directory / "global_step3"
     with_facts_of(monkeypatch, folder, run="this one")
     save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "this one"})
-    assert verify.glance(folder)[1] == []
+    assert verify.check_headers(folder)[1] == []
     save_file(load_file(folder / RANK_0), folder / RANK_0, metadata={"run": "that one"})
     (fault,) = verify.verify(folder)
     assert str(fault) == f"{RANK_0} is of another save: it says that one, the manifest this one"
@@ -212,7 +213,7 @@ def test_a_shard_of_another_save_is_recognised(directory: Path, monkeypatch: pyt
 
 def test_a_read_error_names_file_and_tensor(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = directory / "global_step3"
-    places = sorted(read_header(folder / RANK_0).places.values(), key=lambda place: place.start)
+    places = sorted(read_header(folder / RANK_0).locations.values(), key=lambda place: place.start)
     honest, lost = os.preadv, places[1].start
 
     def fails_there(descriptor: int, buffers: Any, offset: int, *flags: int) -> int:
@@ -234,7 +235,7 @@ def test_several_readers_share_the_files_and_find_the_same(directory: Path) -> N
     for number in (7, 8):
         shutil.copy(folder / RANK_0, folder / f"rank_{number:05d}.safetensors")
         os.truncate(folder / f"rank_{number:05d}.safetensors", 100)
-    found = [verify.verify(folder, verify.Share(rank, 3)) for rank in range(3)]
+    found = [verify.verify(folder, verify.FileSubset(rank, 3)) for rank in range(3)]
     assert sorted(str(fault) for each in found for fault in each) == sorted(map(str, verify.verify(folder)))
     assert max(map(len, found)) == 1
 
@@ -282,7 +283,7 @@ def test_without_a_lock_only_what_is_old_counts_as_left_behind(
     saving.mkdir()
     pointer.touch()
     assert catalogue.clean(directory) == []
-    long_ago = time.time() - 2 * catalogue.FORGOTTEN_SECONDS
+    long_ago = time.time() - 2 * catalogue.STALE_SAVE_SECONDS
     os.utime(saving, (long_ago, long_ago))
     os.utime(pointer, (long_ago, long_ago))
     assert sorted(catalogue.clean(directory, dry_run=True)) == sorted([saving, pointer])
@@ -319,9 +320,11 @@ def test_a_tag_without_its_name_is_left_to_the_save_that_is_giving_it_away(direc
 # -- pruning
 
 
-def entry(tag: str, at: int, *, good: bool = True, readable: bool = True) -> Entry:
+def entry(tag: str, at: int, *, good: bool = True, readable: bool = True) -> CheckpointInfo:
     known = Manifest(1, 3, {}, {}, {}, [], None, {}, [], plain={"trainer": {"global_steps": at}}) if readable else None
-    return Entry(tag, Path(tag), known, 0.0, () if good and readable else (verify.Fault("file", "is missing"),))
+    return CheckpointInfo(
+        tag, Path(tag), known, 0.0, () if good and readable else (verify.Fault("file", "is missing"),)
+    )
 
 
 SIX = [entry(name, at) for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 30), ("b", 20), ("a", 10)]]
@@ -330,18 +333,18 @@ SIX = [entry(name, at) for name, at in [("f", 60), ("e", 50), ("d", 40), ("c", 3
 @pytest.mark.parametrize(
     ("entries", "latest", "keep", "gone"),
     [
-        (SIX, "f", Keep(), ""),
-        (SIX, "f", Keep(2), "dcba"),
-        (SIX, "f", Keep(2, every=20), "ca"),
-        (SIX, "b", Keep(1), "edca"),
-        (SIX, "gone", Keep(6), ""),
-        ([entry("f", 60, good=False), *SIX[1:]], "f", Keep(1), "dcba"),
-        ([SIX[0], entry("e", 50, good=False), *SIX[2:]], "f", Keep(2), "ecba"),
-        ([SIX[0], *SIX[2:], entry("x", -1, readable=False)], "f", Keep(1), "dcba"),
-        ([entry("b", 20, good=False), entry("a", 10, good=False)], None, Keep(1), ""),
+        (SIX, "f", Retention(), ""),
+        (SIX, "f", Retention(2), "dcba"),
+        (SIX, "f", Retention(2, every=20), "ca"),
+        (SIX, "b", Retention(1), "edca"),
+        (SIX, "gone", Retention(6), ""),
+        ([entry("f", 60, good=False), *SIX[1:]], "f", Retention(1), "dcba"),
+        ([SIX[0], entry("e", 50, good=False), *SIX[2:]], "f", Retention(2), "ecba"),
+        ([SIX[0], *SIX[2:], entry("x", -1, readable=False)], "f", Retention(1), "dcba"),
+        ([entry("b", 20, good=False), entry("a", 10, good=False)], None, Retention(1), ""),
     ],
 )
-def test_what_goes(entries: list[Entry], latest: str | None, keep: Keep, gone: str) -> None:
+def test_what_goes(entries: list[CheckpointInfo], latest: str | None, keep: Retention, gone: str) -> None:
     assert "".join(each.tag for each in catalogue.outdated(entries, latest, keep)) == gone
 
 
@@ -351,10 +354,10 @@ def test_a_crash_while_removing_leaves_a_hidden_name_that_the_next_call_removes(
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "rmtree", _power_cut)
         with pytest.raises(KeyboardInterrupt):
-            catalogue.prune(directory, Keep(1))
+            catalogue.prune(directory, Retention(1))
     assert tags_of(directory) == ["global_step3", "global_step1"]
     assert (directory / ".global_step2.pruned").exists()
-    done = catalogue.prune(directory, Keep(1))
+    done = catalogue.prune(directory, Retention(1))
     assert [each.tag for each in done.removed] == ["global_step1"]
     assert sorted(path.name for path in directory.iterdir()) == ["global_step3", "latest"]
 
@@ -392,5 +395,5 @@ def test_a_folder_of_the_same_shape_that_is_no_checkpoint_of_ours_is_never_remov
     foreign = directory / "theirs"
     foreign.mkdir()
     (foreign / manifest.MANIFEST).write_text('{"format": "something else"}')
-    catalogue.prune(directory, Keep(1))
+    catalogue.prune(directory, Retention(1))
     assert sorted(tags_of(directory)) == ["global_step3", "theirs"]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.convert import convert_to_deepspeed
-from deepseek_zero.checkpoint.deepspeed_read import Standin, open_file
+from deepseek_zero.checkpoint.deepspeed_read import StandIn, open_file
 from tests.data.deepspeed.make import CASES
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"
@@ -37,7 +37,7 @@ def differences(left: Any, right: Any, where: str = "") -> Iterator[str]:
             yield where
         for number, (one, other) in enumerate(zip(left, right, strict=False)):
             yield from differences(one, other, f"{where}[{number}]")
-    elif isinstance(left, Standin):
+    elif isinstance(left, StandIn):
         yield from differences(vars(left), vars(right), where) if type(left) is type(right) else (where,)
     elif left != right:
         yield where

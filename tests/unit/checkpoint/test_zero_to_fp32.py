@@ -87,7 +87,7 @@ def test_files_by_deepspeeds_function(ours: Any, tmp_path: Path) -> None:
 
 def test_our_own_words_convert_with_little_memory(ours: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, told = ours
-    monkeypatch.setattr("deepseek_zero.checkpoint.source.STRETCH", 5)
+    monkeypatch.setattr("deepseek_zero.checkpoint.read.READ_NUMEL", 5)
     assert len(convert_to_safetensors(folder, tmp_path / "many", "bf16", max_shard_bytes=200)) > 2
     found: dict[str, Tensor] = {}
     for file in (tmp_path / "many").glob("*.safetensors"):

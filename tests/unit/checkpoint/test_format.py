@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.plain import decode, encode
+from deepseek_zero.checkpoint.format import decode, encode
 from deepseek_zero.checkpoint.state import persistent_buffers
 
 

@@ -1,11 +1,10 @@
-"""Reads ranges of files in the order they are wanted, a few blocks ahead of whoever looks at them.
+"""Reads ranges of files in the order they are wanted, a few blocks ahead of the consumer.
 
     in the page cache already     copied from there
-    wanted once, or a fast disk   past the page cache: finding and filling its pages costs more than such a disk
-    wanted again, a slow disk     through it, so that the second look costs no disk
+    wanted once, or a fast disk   read past the page cache: finding and filling its pages costs more than such a disk
+    wanted again, a slow disk     read through it, so that the second read costs no disk access
 
-Values are looked at in the block that they were read into: another copy of them would cost as much as the page cache
-does.  Called by verify.py and reading.py.
+The consumer sees the bytes in the block that they were read into: another copy would cost as much as the page cache.
 """
 
 from __future__ import annotations
@@ -23,78 +22,78 @@ import torch
 from torch import Tensor
 
 from ..base.memory import PAGE, is_cached, private_pages
-from .shard import BLOCK_BYTES, BLOCKS, THREADS
+from .safetensors_file import BLOCK_BYTES, BLOCKS, THREADS
 
 FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 
 @dataclass(frozen=True)
-class Span:
+class ByteRange:
     """Bytes [start, stop) of an open file.  again: they will be read once more soon."""
 
     descriptor: int
     start: int
     stop: int
-    again: bool = False
+    read_again: bool = False
 
 
 @dataclass(frozen=True)
-class Piece:
+class ReadPart:
     """A part of a span that came in one read, which other pieces may share."""
 
-    span: Span
+    range: ByteRange
     start: int
     stop: int
-    read: Read
+    request: ReadRequest
 
     @property
     def data(self) -> Tensor:
         """Its bytes, until the next piece is asked for; OSError where they cannot be had."""
-        return self.read.bytes_of(self)
+        return self.request.bytes_of(self)
 
 
-class Read:
+class ReadRequest:
     """One request: what it reads into, and how far it is."""
 
-    def __init__(self, way: Way) -> None:
-        self.pieces = list[Piece]()
-        self._way, self._block, self._job = way, torch.empty(0), Future[None]()
+    def __init__(self, way: ReadPath) -> None:
+        self.parts = list[ReadPart]()
+        self._path, self._block, self._job = way, torch.empty(0), Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
         self._block = block
-        first, last = self.pieces[0], self.pieces[-1]
-        self._job = pool.submit(self._way.fill, block, first.span, first.start, last.stop)
+        first, last = self.parts[0], self.parts[-1]
+        self._job = pool.submit(self._path.fill, block, first.range, first.start, last.stop)
 
     def end(self) -> Tensor:
         """The block, once nobody writes to it."""
         self._job.exception()
         return self._block
 
-    def bytes_of(self, piece: Piece) -> Tensor:
-        first = self.pieces[0].start
+    def bytes_of(self, piece: ReadPart) -> Tensor:
+        first = self.parts[0].start
         if self._job.exception() is not None:
-            if len(self.pieces) == 1:
+            if len(self.parts) == 1:
                 self._job.result()
             first = piece.start  # perhaps another piece of the read is the one that is lost
-            self._way.fill(self._block, piece.span, piece.start, piece.stop)
+            self._path.fill(self._block, piece.range, piece.start, piece.stop)
         low = first % PAGE + piece.start - first
         return self._block[low : low + piece.stop - piece.start]
 
 
-class Way:
+class ReadPath:
     """How a block is filled: see the table above."""
 
     def __init__(self) -> None:
         self._num_bytes, self._seconds = 0, 0.0  # that direct reads took, `THREADS` of them at once
 
-    def fill(self, block: Tensor, span: Span, start: int, stop: int) -> None:
+    def fill(self, block: Tensor, span: ByteRange, start: int, stop: int) -> None:
         """Read [start, stop) so that `start` has its place in its page."""
         low = start - start % PAGE
         target = block.numpy().data[: stop - low]
-        is_slow = span.again and self._num_bytes * THREADS < FAST * self._seconds
+        is_slow = span.read_again and self._num_bytes * THREADS < FAST * self._seconds
         is_for_cache = is_slow or is_cached(span.descriptor, low, stop)
-        if not is_for_cache and self._directly(span.descriptor, block.numpy().data, low, stop):
+        if not is_for_cache and self._read_direct(span.descriptor, block.numpy().data, low, stop):
             return
         with suppress(OSError):
             os.posix_fadvise(span.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)  # at once, not 128 KiB a time
@@ -104,7 +103,7 @@ class Way:
                 raise OSError("the file ended early")
             low, target = low + count, target[count:]
 
-    def _directly(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
+    def _read_direct(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
         """Past the page cache; False where the file system knows no such way, or the file no such bytes."""
         began = time.perf_counter()
         try:
@@ -121,9 +120,9 @@ class Way:
         return count >= stop - low
 
 
-def pieces(spans: Iterable[Span]) -> Generator[Piece, None, None]:
+def read_ahead(spans: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
     """The bytes of spans, in order and in pieces; each is good until the next is asked for."""
-    coming, under_way = _reads(spans), deque[Read]()
+    coming, under_way = _requests(spans), deque[ReadRequest]()
     blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
     with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:
         for read, block in zip(islice(coming, BLOCKS), blocks, strict=False):
@@ -131,32 +130,32 @@ def pieces(spans: Iterable[Span]) -> Generator[Piece, None, None]:
             under_way.append(read)
         while under_way:
             read = under_way.popleft()
-            yield from read.pieces
+            yield from read.parts
             following, block = next(coming, None), read.end()
             if following is not None:
                 following.begin(pool, block)
                 under_way.append(following)
 
 
-def _reads(spans: Iterable[Span]) -> Iterator[Read]:
+def _requests(spans: Iterable[ByteRange]) -> Iterator[ReadRequest]:
     """Requests of at most a block; spans that follow each other share one."""
-    way = Way()
-    read = Read(way)
+    way = ReadPath()
+    read = ReadRequest(way)
     for span in spans:
         at = span.start
         while at < span.stop:
-            if read.pieces and not _continues(read.pieces, span, at):
+            if read.parts and not _continues(read.parts, span, at):
                 yield read
-                read = Read(way)
-            begin = read.pieces[0].start if read.pieces else at
+                read = ReadRequest(way)
+            begin = read.parts[0].start if read.parts else at
             end = min(span.stop, begin + BLOCK_BYTES)
-            read.pieces.append(Piece(span, at, end, read))
+            read.parts.append(ReadPart(span, at, end, read))
             at = end
-    if read.pieces:
+    if read.parts:
         yield read
 
 
-def _continues(before: list[Piece], span: Span, at: int) -> bool:
+def _continues(before: list[ReadPart], span: ByteRange, at: int) -> bool:
     first, last = before[0], before[-1]
-    is_next = (last.span.descriptor, last.span.again, last.stop) == (span.descriptor, span.again, at)
+    is_next = (last.range.descriptor, last.range.read_again, last.stop) == (span.descriptor, span.read_again, at)
     return is_next and at - first.start < BLOCK_BYTES

@@ -15,26 +15,27 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.shard import BLOCK_BYTES, ShardWriter
-from deepseek_zero.checkpoint.tensor_file import DTYPES, Entry
+from deepseek_zero.checkpoint.safetensors_file import BLOCK_BYTES, DTYPE_NAMES, StreamingWriter, TensorInfo
 
 RUN = {"run": "a1", "rank": "0"}
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     """The checksums by name."""
-    writer = ShardWriter(path, [Entry(name, tuple(each.shape), each.dtype) for name, each in tensors.items()], RUN)
+    writer = StreamingWriter(
+        path, [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in tensors.items()], RUN
+    )
     crcs = {}
     for name, each in tensors.items():
         crcs[name] = 0
         for part in each.reshape(-1).split(1000):
-            crcs[name] = writer.put(part, crcs[name])
+            crcs[name] = writer.append(part, crcs[name])
     writer.finish()
     return crcs
 
 
 def test_safetensors_reads_every_dtype_and_shape_of_it(tmp_path: Path) -> None:
-    kinds = sorted(DTYPES, key=lambda dtype: -dtype.itemsize)
+    kinds = sorted(DTYPE_NAMES, key=lambda dtype: -dtype.itemsize)
     tensors = {str(kind): torch.randn(5, 13).mul(20).to(kind) for kind in kinds}
     tensors |= {"nothing": torch.zeros(0, dtype=torch.uint8), "number": torch.tensor(3, dtype=torch.uint8)}
     crcs = write(tmp_path / "file", tensors)
@@ -72,4 +73,4 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_dtype_without_a_name_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="complex128"):
-        ShardWriter(tmp_path / "file", [Entry("odd", (1,), torch.complex128)], RUN)
+        StreamingWriter(tmp_path / "file", [TensorInfo("odd", (1,), torch.complex128)], RUN)

@@ -1,40 +1,50 @@
-"""What a checkpoint directory holds, as data, and how ranks take a step of saving or loading together.
+"""The format of a checkpoint directory: the manifest, the chunks it lists, tags, and the JSON form of plain values.
 
     <directory>/latest                           text: the tag to load
     <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
     <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
 A chunk is elements [start, stop) of one state of one parameter, so any number of ranks can read what any other wrote.
+Plain Python values and tensors become JSON without pickle, so that reading a checkpoint never runs code:
+
+    None, bool, int, str, float, list, dict with text keys: themselves
+    tuple, other dicts, inf and nan     {"__tuple__": ...}, {"__items__": ...}, {"__float__": ...}
+    tensor                              {"__tensor__": path}, the elements in a safetensors file
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+
 from ..base.errors import CheckpointError, brief
 from ..comm.agreement import hear
 from ..comm.collectives import Comm
+from .safetensors_file import dtype_named
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 2
 LATEST, MANIFEST = "latest", "manifest.json"
 NEWEST = "newest"  # the tag that a load is asked for where it shall choose
-TAKEN = (LATEST, NEWEST, "latest_universal", "zero_to_fp32.py")  # what has another meaning in a directory
-MOST_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
+RESERVED_TAGS = (LATEST, NEWEST, "latest_universal", "zero_to_fp32.py")  # what has another meaning in a directory
+MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save add
 # Kinds of chunk.  The weight is saved in its most precise form, the master where there is one: the live weight is its
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
-OWED = "owed"  # a reduced gradient whose update comes a step late
+DELAYED = "owed"  # a reduced gradient whose update comes a step late
 VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 
 @dataclass(frozen=True)
-class Chunk:
+class SavedChunk:
     """Elements [start, stop) of one state of one parameter or buffer. key: the optimizer's name of a moment, else
     empty.
 
@@ -55,12 +65,12 @@ class Chunk:
         return f"rank_{self.rank:05d}.safetensors"
 
     @property
-    def entry(self) -> str:
+    def tensor_name(self) -> str:
         """The chunk's name inside its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """The chunk in an error."""
         return f"elements {self.start} to {self.stop} of '{self.name}' ({f'{self.kind} {self.key}'.strip()})"
 
@@ -76,7 +86,7 @@ class Manifest:
     plan: dict[str, dict[str, str]]
     parameters: dict[str, dict[str, Any]]
     buffers: dict[str, dict[str, Any]]
-    chunks: list[Chunk]
+    chunks: list[SavedChunk]
     optimizer: str | None
     scalars: dict[str, dict[str, Any]]
     excluded: list[str]
@@ -97,7 +107,7 @@ class Manifest:
     def read(cls, path: Path) -> Manifest:
         """The manifest of a checkpoint; CheckpointError, whatever is wrong with the file or the disk under it."""
         try:
-            return cls._understood(path, json.loads(path.read_text(encoding="utf-8")))
+            return cls._parse(path, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
             raise CheckpointError(
                 f"{path.parent} holds no {MANIFEST}.",
@@ -118,7 +128,7 @@ class Manifest:
             ) from None
 
     @classmethod
-    def _understood(cls, path: Path, document: dict[str, Any]) -> Manifest:
+    def _parse(cls, path: Path, document: dict[str, Any]) -> Manifest:
         if document.get("format") != FORMAT or document.get("version") != VERSION:
             raise CheckpointError(
                 f"{path} is {document.get('format')!r} version {document.get('version')!r}.",
@@ -127,7 +137,7 @@ class Manifest:
             )
         if document.pop("crc", None) != _crc(document):
             raise CheckpointError(f"{path} is not what was written.", "Its checksum differs.", "load another tag.")
-        document["chunks"] = [Chunk(*values) for values in document["chunks"]]
+        document["chunks"] = [SavedChunk(*values) for values in document["chunks"]]
         return cls(**document)
 
 
@@ -143,20 +153,24 @@ def checked_tag(tag: Any) -> str:
         parent, _, name = text.rpartition("/")
         if name and parent and not name.startswith("."):
             fix = f"name the directory '<directory>/{parent}' and the tag {name!r}."
-        raise _no_tag(tag, why, fix)
-    if not text.isprintable() or len(text.encode(errors="replace")) > MOST_TAG_BYTES:
-        why = f"It has characters that no name should have, or more than {MOST_TAG_BYTES} bytes."
-        raise _no_tag(tag, why, "use fewer letters, digits, '_' and '-'.")
+        raise _invalid_tag(tag, why, fix)
+    if not text.isprintable() or len(text.encode(errors="replace")) > MAX_TAG_BYTES:
+        why = f"It has characters that no name should have, or more than {MAX_TAG_BYTES} bytes."
+        raise _invalid_tag(tag, why, "use fewer letters, digits, '_' and '-'.")
     return text
 
 
 def tag_to_save(tag: Any) -> str:
     """As `checked_tag`, and nothing that would be read back as something else."""
     text = checked_tag(tag)
-    if text in TAKEN:
-        raise _no_tag(tag, f"'{text}' has a meaning of its own beside the checkpoints of a directory.", "name another.")
+    if text in RESERVED_TAGS:
+        raise _invalid_tag(
+            tag, f"'{text}' has a meaning of its own beside the checkpoints of a directory.", "name another."
+        )
     if text != text.strip():
-        raise _no_tag(tag, "It begins or ends with a blank, which the file `latest` does not keep.", "leave it out.")
+        raise _invalid_tag(
+            tag, "It begins or ends with a blank, which the file `latest` does not keep.", "leave it out."
+        )
     return text
 
 
@@ -164,19 +178,76 @@ def _is_plain(tag: Any) -> bool:
     return isinstance(tag, (str, int, float, os.PathLike)) and not isinstance(tag, bool)
 
 
-def _no_tag(tag: Any, why: str, fix: str) -> CheckpointError:
+def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
     told = repr(tag)
     return CheckpointError(f"{told[:80]}{'...' if len(told) > 80 else ''} cannot be a tag.", why, fix)
 
 
-def lacking(folder: Path, what: str) -> CheckpointError:
+def missing_elements(folder: Path, what: str) -> CheckpointError:
     """The error of whoever looks for what nobody has saved."""
     return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
 
 
-def together(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
+def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
     """Run one step on every rank and return every rank's answer; a failure of one rank is a CheckpointError on all.
 
     Collective.  No rank goes on, and none waits for ever, where another met a full disk or an unreadable file.
     """
     return hear(comm, what, action, str, CheckpointError)[1]
+
+
+RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__")
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    """`value` as JSON values; tensors are put into `tensors` under their path.  path: names the value in errors."""
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"__float__": repr(float(value))}
+    if type(value) in (Tensor, nn.Parameter):
+        tensors[path] = value.detach().to("cpu", copy=True).contiguous()
+        return {"__tensor__": path}
+    if isinstance(value, torch.dtype):
+        return {"__dtype__": str(value).removeprefix("torch.")}
+    if isinstance(value, Mapping):
+        return _encode_mapping(value, path, tensors)
+    if isinstance(value, (list, tuple)):
+        items = [encode(item, f"{path}[{number}]", tensors) for number, item in enumerate(value)]
+        return items if isinstance(value, list) else {"__tuple__": items}
+    raise CheckpointError(
+        f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot hold.",
+        "Checkpoints hold plain values and tensors, so that reading one never runs code.",
+        "save it as numbers, text, lists, dicts or tensors (vars(namespace), array.tolist(), torch.from_numpy(array)).",
+    )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    if all(isinstance(key, str) and key not in RESERVED_KEYS for key in value):
+        return {key: encode(item, f"{path}.{key}", tensors) for key, item in value.items()}
+    pairs = []
+    for key, item in value.items():
+        pairs.append([encode(key, f"key {key!r} of {path}", tensors), encode(item, f"{path}[{key!r}]", tensors)])
+    return {"__items__": pairs}
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """What `encode` was given."""
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    match value:
+        case {"__tuple__": items}:
+            return tuple(decode(item, tensors) for item in items)
+        case {"__items__": pairs}:
+            return {decode(key, tensors): decode(item, tensors) for key, item in pairs}
+        case {"__float__": text}:
+            return float(text)
+        case {"__tensor__": path}:
+            return tensors[path]
+        case {"__dtype__": name}:
+            return dtype_named(name)
+    return {key: decode(item, tensors) for key, item in value.items()}

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.checkpoint import ahead
-from deepseek_zero.checkpoint.ahead import Span, pieces
+from deepseek_zero.checkpoint import readahead
+from deepseek_zero.checkpoint.readahead import ByteRange, read_ahead
 
 NUM_BYTES = 3 * 4096 + 77
 
@@ -25,13 +25,13 @@ def file(
     path = tmp_path / "file"
     path.write_bytes(data)
     descriptor = os.open(path, os.O_RDONLY)
-    monkeypatch.setattr(ahead, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(readahead, "BLOCK_BYTES", 4096)
     if request.param != "cached":
-        monkeypatch.setattr(ahead, "is_cached", lambda *_: False)
+        monkeypatch.setattr(readahead, "is_cached", lambda *_: False)
     if request.param == "slow":
-        monkeypatch.setattr(ahead, "FAST", float("inf"))
+        monkeypatch.setattr(readahead, "FAST", float("inf"))
     if request.param == "refused":
-        monkeypatch.setattr(ahead, "_O_DIRECT", os.O_DIRECTORY)
+        monkeypatch.setattr(readahead, "_O_DIRECT", os.O_DIRECTORY)
     if request.param == "nowhere":
         honest = os.preadv
         monkeypatch.setattr(os, "preadv", lambda file, *rest: honest(file, *rest) if file == descriptor else _refuse())
@@ -46,21 +46,23 @@ def _refuse() -> int:
 def test_spans_come_in_order_and_whole(file: tuple[int, bytes]) -> None:
     descriptor, data = file
     ends = [0, 8, 8, 100, 4095, 4096, 9000, NUM_BYTES]
-    spans = [Span(descriptor, low, high, again=True) for low, high in pairwise(ends)]
-    spans += [Span(descriptor, 5000, 12000), Span(descriptor, 16, 24), Span(descriptor, 24, 24)]
+    spans = [ByteRange(descriptor, low, high, read_again=True) for low, high in pairwise(ends)]
+    spans += [ByteRange(descriptor, 5000, 12000), ByteRange(descriptor, 16, 24), ByteRange(descriptor, 24, 24)]
     found = dict.fromkeys(spans, b"")
     order = []
-    for piece in pieces(spans):
-        assert piece.start == piece.span.start + len(found[piece.span])
-        found[piece.span] += piece.data.numpy().tobytes()
-        order.append(spans.index(piece.span))
+    for piece in read_ahead(spans):
+        assert piece.start == piece.range.start + len(found[piece.range])
+        found[piece.range] += piece.data.numpy().tobytes()
+        order.append(spans.index(piece.range))
     assert order == sorted(order)
     assert all(values == data[span.start : span.stop] for span, values in found.items())
 
 
 def test_a_file_that_ends_early_is_an_error_of_what_lies_behind_its_end(file: tuple[int, bytes]) -> None:
     descriptor, data = file
-    inside, outside = pieces([Span(descriptor, NUM_BYTES - 9, NUM_BYTES), Span(descriptor, NUM_BYTES, NUM_BYTES + 8)])
+    inside, outside = read_ahead(
+        [ByteRange(descriptor, NUM_BYTES - 9, NUM_BYTES), ByteRange(descriptor, NUM_BYTES, NUM_BYTES + 8)]
+    )
     assert inside.data.numpy().tobytes() == data[-9:]
     with pytest.raises(OSError, match="the file ended early"):
         _ = outside.data

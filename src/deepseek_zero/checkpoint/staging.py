@@ -17,23 +17,23 @@ from pathlib import Path
 from ..base.errors import CheckpointError
 from . import files
 
-WRITING = ".writing"
+STAGING_LOCK = ".writing"
 
 
-def hidden_beside(final: Path) -> Path:
+def staging_path(final: Path) -> Path:
     """Where something is made that will be called `final`."""
     return final.with_name(f".{final.name}.saving")
 
 
-class Draft:
+class StagedOutput:
     """A hidden folder.  One process opens it and puts it in place; others may write into `path` meanwhile."""
 
     def __init__(self, final: Path) -> None:
-        self.final, self.path, self._lock = final, hidden_beside(final), -1
+        self.final, self.path, self._lock = final, staging_path(final), -1
 
     def open(self) -> None:
         """Make the folder, and lock it.  CheckpointError where another job is writing there."""
-        with files.saying(f"saving to '{self.final}'"):
+        with files.describing_errors(f"saving to '{self.final}'"):
             files.make_folders(self.final.parent)
             if self.path.is_dir():
                 self._refuse_if_written()
@@ -41,24 +41,24 @@ class Draft:
             elif self.path.exists():
                 files.remove(self.path)  # an older version made files so
             files.make_folder(self.path)
-            self._lock = files.create(self.path / WRITING)
+            self._lock = files.create(self.path / STAGING_LOCK)
             with suppress(OSError):  # a file system without locks
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def finish(self) -> None:
         """All of it is written: have its names on the disk."""
         with suppress(FileNotFoundError):
-            files.remove(self.path / WRITING)
+            files.remove(self.path / STAGING_LOCK)
         files.sync_folder(self.path)
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """What was written takes room and is good for nothing; nothing where this process did not open it."""
         if self._lock >= 0:
             with suppress(OSError):
                 files.remove_folder(self.path)
-            self.close()
+            self.unlock()
 
-    def close(self) -> None:
+    def unlock(self) -> None:
         """Let go of the lock."""
         if self._lock >= 0:
             os.close(self._lock)
@@ -66,14 +66,14 @@ class Draft:
 
     # -- files for others, which are put in place among what is not ours
 
-    def put_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
+    def publish_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
         """Let the folder have its name; into a folder that exists its files move one by one, the one named `last` last.
 
         A folder that exists may hold what is not ours (a tokenizer), so it is not replaced.  What matches the patterns
         `ours` and is not written again was left by an export before this one, and is removed: a reader would take it.
         """
-        made = self._seal()
-        with files.saying(f"completing '{self.final}'"):
+        made = self._sync_files()
+        with files.describing_errors(f"completing '{self.final}'"):
             if not self.final.exists():
                 files.rename(self.path, self.final)
             else:
@@ -84,21 +84,21 @@ class Draft:
                 files.sync_folder(self.final)
                 files.remove_empty_folder(self.path)
             files.sync_folder(self.final.parent)
-        self.close()
+        self.unlock()
 
-    def put_file(self) -> None:
+    def publish_file(self) -> None:
         """Let the only file of the folder, which has the final name already, have its place."""
-        self._seal()
-        with files.saying(f"completing '{self.final}'"):
+        self._sync_files()
+        with files.describing_errors(f"completing '{self.final}'"):
             files.rename(self.path / self.final.name, self.final)
             files.remove_empty_folder(self.path)
             files.sync_folder(self.final.parent)
-        self.close()
+        self.unlock()
 
-    def _seal(self) -> list[str]:
+    def _sync_files(self) -> list[str]:
         """The names made; the files are their owner's alone and on the disk, whoever wrote them."""
-        made = sorted(path.name for path in self.path.iterdir() if path.name != WRITING)
-        with files.saying(f"completing '{self.final}'"):
+        made = sorted(path.name for path in self.path.iterdir() if path.name != STAGING_LOCK)
+        with files.describing_errors(f"completing '{self.final}'"):
             for name in made:
                 files.make_private(self.path / name)
                 files.sync_file(self.path / name)
@@ -106,7 +106,7 @@ class Draft:
         return made
 
     def _refuse_if_written(self) -> None:
-        with suppress(FileNotFoundError), open(self.path / WRITING, "rb") as lock:
+        with suppress(FileNotFoundError), open(self.path / STAGING_LOCK, "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

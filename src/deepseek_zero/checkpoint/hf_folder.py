@@ -1,0 +1,150 @@
+"""A folder of safetensors files as Hugging Face lays it out.
+
+model.safetensors                                 where everything fits one file
+model-00001-of-00003.safetensors ...              otherwise, and
+model.safetensors.index.json                      which tensor is in which
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..base.errors import CheckpointError, brief
+from ..sharding.layout import boxes
+from . import files
+from .safetensors_file import TensorInfo
+
+STEM, INDEX = "model", "model.safetensors.index.json"
+EXPORT_PATTERNS = (
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    INDEX,
+)  # what an export before this one may have left
+MAX_SHARD_BYTES = 5_000_000_000
+
+
+def plan_shards(entries: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
+    """Entries in order, cut into files of at most so many bytes; a larger tensor has a file of its own."""
+    if most < 1:
+        raise CheckpointError(
+            f"files of at most {most} bytes hold nothing.", fix="ask for max_shard_bytes of 1 or more."
+        )
+    shards: list[list[TensorInfo]] = [[]]
+    filled = 0
+    for entry in entries:
+        if shards[-1] and filled + entry.nbytes > most:
+            shards.append([])
+            filled = 0
+        shards[-1].append(entry)
+        filled += entry.nbytes
+    return shards
+
+
+def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> list[str]:
+    """The files' names, as transformers expects them."""
+    if count == 1:
+        return [f"{stem}.{suffix}"]
+    return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+
+
+def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> None:
+    """Say which tensor is in which file."""
+    total = sum(entry.nbytes for shard in shards for entry in shard)
+    where = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+    files.write_text(path, text + "\n")
+
+
+def safetensors_files(path: Path) -> list[Path]:
+    """The safetensors files that a path means: itself, those of its index, or its only one."""
+    if path.is_file():
+        return [path]
+    index, single = path / INDEX, path / f"{STEM}.safetensors"
+    if single.exists():
+        return [single]
+    if index.exists():
+        return [path / _checked_file_name(name, index) for name in _files_in_index(index)]
+    raise CheckpointError(
+        f"{path} holds no {single.name} and no {INDEX}.",
+        "Weights are read from safetensors only, so that reading them never runs code.",
+        "name a safetensors file or a folder of them; `save_pretrained` writes such a folder.",
+    )
+
+
+def _files_in_index(index: Path) -> list[str]:
+    try:
+        where = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return sorted(set(where.values()))
+    except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index} is no index: {brief(error)}.", "", "download or export the weights again."
+        ) from None
+
+
+def _checked_file_name(name: Any, index: Path) -> str:
+    """A file's name that stays in the index's own folder."""
+    if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
+        raise CheckpointError(
+            f"{index} names the file {name!r:.80}, which is not in its folder.",
+            "An index that leads elsewhere would have other files read than those you named.",
+            "get the weights from where you trust them, or mend the index by hand.",
+        )
+    return name
+
+
+class SafetensorsFolder:
+    """Tensors by name over several safetensors files; nothing is read before it is asked for."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._file_of: dict[str, Any] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self.metadata: dict[str, str] = {}  # of all the files
+        for file in safetensors_files(path):
+            try:
+                opened = stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{file} cannot be read: {brief(error)}.",
+                    "It is missing, damaged or no safetensors file.",
+                    "get it again.",
+                ) from None
+            self.metadata |= opened.metadata() or {}
+            for name in opened.keys():  # noqa: SIM118 (not a dict)
+                if name in self._file_of:
+                    raise CheckpointError(
+                        f"'{name}' is in {file.name} and in another file of {path} too.",
+                        "An export that was cut off may have left files of an older one.",
+                        "get the weights again, into an empty folder.",
+                    )
+                self._file_of[name] = opened
+                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+
+    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The flat elements [start, stop) in parts, each with its place."""
+        with _describing_errors(name):
+            view = self._file_of[name].get_slice(name)
+        for offset, size, place in boxes(self.shapes[name], start, stop):
+            within = tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
+            with _describing_errors(name):
+                part = (view[within] if within else view[...]).reshape(-1)
+            yield place, part
+
+    def whole(self, name: str) -> Tensor:
+        with _describing_errors(name):
+            found: Tensor = self._file_of[name].get_tensor(name)
+        return found
+
+
+@contextmanager
+def _describing_errors(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"'{name}' cannot be read: {brief(error)}.", "", "get the weights again.") from error

@@ -1,0 +1,293 @@
+"""Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by name.
+
+`CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files open on first use,
+and ranges that are known in advance are read ahead (readahead.py).  `open_source` opens a folder of any layout for one
+process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from .catalogue import is_single_checkpoint, latest_tag
+from .deepspeed_read import read_deepspeed, read_state_dict
+from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
+from .hf_folder import SafetensorsFolder
+from .layouts import Layout, layout_of
+from .readahead import ByteRange, ReadPart, read_ahead
+from .safetensors_file import SafetensorsReader, TensorInfo, cast, damaged_file, dtype_named
+from .verify import compare_checksum, foreign_manifest, raise_faults, verify
+
+StateRange = tuple[str, str, str, int, int]  # kind, name, key, and elements [start, stop)
+
+
+class CheckpointReader:
+    """Finds and reads flat ranges over the files of all ranks; files open on first use.
+
+    compares: whether a chunk that is read from end to end is compared with its checksum.
+    """
+
+    def __init__(self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, compares: bool = False) -> None:
+        self.folder, self._stack, self._verifies = folder, stack, compares
+        self._chunks: dict[tuple[str, str, str], list[SavedChunk]] = {}
+        self._keys: dict[tuple[str, str], dict[str, None]] = {}
+        self._files: dict[str, SafetensorsReader] = {}
+        self._prefetched: Iterator[ReadPart] = iter(())
+        self._head: ReadPart | None = None
+        for chunk in sorted(chunks, key=lambda each: each.start):
+            self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
+            self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return (kind, name, key) in self._chunks
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        """The optimizer's names of the states of one parameter."""
+        return list(self._keys.get((kind, name), ()))
+
+    def prefetch(self, wanted: Iterable[StateRange]) -> None:
+        """Read ahead what `read` will be asked for next.  Another order costs time, nothing else."""
+        spans = [self._byte_range(chunk, low, high) for each in wanted for chunk, low, high in self._chunks_of(*each)]
+        coming = read_ahead(spans)
+        self._stack.callback(coming.close)
+        self._prefetched, self._head = coming, next(coming, None)
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The elements [start, stop) in parts, each with its place, to be looked at before the next is asked for; a
+        CheckpointError if some are missing.
+        """
+        reached = start
+        for chunk, low, high in self._chunks_of(kind, name, key, start, stop):
+            span, dtype = (
+                self._byte_range(chunk, low, high),
+                self._file(chunk).header.locations[chunk.tensor_name].dtype,
+            )
+            found = 0
+            for piece in self._parts_of(span):
+                values = self._values_of(chunk, piece, dtype)
+                if self._verifies:
+                    found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
+                yield low + (piece.start - span.start) // dtype.itemsize, values
+            if self._verifies and (low, high) == (chunk.start, chunk.stop):
+                raise_faults(self.folder, compare_checksum(chunk, found))
+            reached = high
+        if reached < stop:
+            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+
+    def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
+        """Whether all that is wanted is whole chunks, which can be compared as they are read."""
+        cuts = (cut for each in wanted for cut in self._chunks_of(*each))
+        return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
+
+    def _chunks_of(
+        self, kind: str, name: str, key: str, start: int, stop: int
+    ) -> Iterator[tuple[SavedChunk, int, int]]:
+        """Where elements [start, stop) are, as far as they are anywhere."""
+        reached = start
+        for chunk in self._chunks.get((kind, name, key), []):
+            low, high = max(chunk.start, reached), min(chunk.stop, stop)
+            if low == reached and low < high:
+                yield chunk, low, high
+                reached = high
+
+    def _byte_range(self, chunk: SavedChunk, low: int, high: int) -> ByteRange:
+        file = self._file(chunk)
+        place = file.header.locations[chunk.tensor_name]
+        start, stop = (place.start + (at - chunk.start) * place.dtype.itemsize for at in (low, high))
+        return ByteRange(file.descriptor, start, stop)
+
+    def _parts_of(self, span: ByteRange) -> Iterator[ReadPart]:
+        if self._head is None or self._head.range != span:
+            yield from read_ahead([span])
+        while self._head is not None and self._head.range == span:
+            yield self._head
+            self._head = next(self._prefetched, None)
+
+    def _values_of(self, chunk: SavedChunk, piece: ReadPart, dtype: torch.dtype) -> Tensor:
+        try:
+            data = piece.data
+        except OSError as error:
+            raise damaged_file(self.folder / chunk.file, f"cannot be read: {error.strerror or error}") from None
+        is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
+        return (data if is_aligned else data.clone()).view(dtype)
+
+    def whole(self, name: str, key: str) -> Tensor:
+        """A state with a shape of its own."""
+        return self.value(WHOLE, name, key)
+
+    def value(self, kind: str, name: str, key: str = "") -> Tensor:
+        """What was never cut, in its own shape."""
+        chunk = self._chunks[kind, name, key][0]
+        return self._file(chunk).whole(chunk.tensor_name)
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        chunks = self._chunks[BUFFER, name, ""]
+        chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
+        return self._file(chunk).whole(chunk.tensor_name)
+
+    def _file(self, chunk: SavedChunk) -> SafetensorsReader:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = self._stack.enter_context(SafetensorsReader(self.folder / chunk.file))
+        return self._files[chunk.file]
+
+
+READ_NUMEL = 1 << 24  # elements that are read at once
+
+
+class StateReader(Protocol):
+    """Flat ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state."""
+
+    def has(self, kind: str, name: str, key: str = "") -> bool: ...
+
+    def keys(self, kind: str, name: str) -> list[str]: ...
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]: ...
+
+    def whole(self, name: str, key: str) -> Tensor: ...
+
+    def of_rank(self, name: str, rank: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CheckpointSource:
+    """An open checkpoint.  plain: {"groups": ..., "trainer": ..., "client": ...}, decoded."""
+
+    folder: Path
+    manifest: Manifest
+    plain: dict[str, Any]
+    values: StateReader
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """Further names of tied parameters -> the first one."""
+        return {name: first for name, first in self.manifest.extra.get("names", {}).items() if name != first}
+
+
+@dataclass(frozen=True)
+class LazyTensor:
+    """One weight or buffer of a checkpoint, read when it is asked for."""
+
+    source: CheckpointSource
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def parts(self) -> Iterator[tuple[int, Tensor]]:
+        """Its elements in stretches, each with its place; flat, in the dtype they were saved in."""
+        if self.name in self.source.manifest.buffers:
+            yield 0, self.source.values.of_rank(self.name, 0)
+            return
+        numel = self.shape.numel()
+        for low in range(0, numel, READ_NUMEL):
+            yield from self.source.values.read(WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel))
+
+    def contiguous(self) -> Tensor:
+        """The whole tensor; DeepSpeed's word for it."""
+        whole = torch.empty(self.shape.numel(), dtype=self.dtype)
+        for low, part in self.parts():
+            whole[low : low + part.numel()] = cast(part.reshape(-1), self.dtype)
+        return whole.view(self.shape)
+
+    @property
+    def entry(self) -> TensorInfo:
+        return TensorInfo(self.name, tuple(self.shape), self.dtype)
+
+
+@dataclass(frozen=True)
+class WeightsReader:
+    """`StateReader` of an export, which has weights alone."""
+
+    files: SafetensorsFolder
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return kind == WEIGHT and name in self.files.shapes
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        return []
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        return self.files.read(name, start, stop)
+
+    def whole(self, name: str, key: str) -> Tensor:
+        raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        return self.files.whole(name).reshape(-1)
+
+
+def open_source(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> CheckpointSource:
+    """The checkpoint or export at `path`: one of them, or the folder of several that has `latest` (or `tag`) in it.
+
+    checks: read every byte first, and raise where one is not what was written.
+    """
+    folder = resolve_checkpoint(path, tag)
+    if checks:
+        raise_faults(folder, verify(folder, again=True))
+    layout = layout_of(folder)
+    if layout is Layout.SAFETENSORS:
+        nothing: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
+        return CheckpointSource(
+            folder, foreign_manifest(folder, layout), nothing, WeightsReader(SafetensorsFolder(folder, stack))
+        )
+    if layout in (Layout.DEEPSPEED, Layout.TORCH):
+        found = read_deepspeed(folder) if layout is Layout.DEEPSPEED else read_state_dict(folder)
+        return CheckpointSource(folder, found.manifest, found.plain, found)
+    manifest = Manifest.read(folder / MANIFEST)
+    return CheckpointSource(
+        folder, manifest, plain_values(folder, manifest), CheckpointReader(folder, manifest.chunks, stack)
+    )
+
+
+def resolve_checkpoint(path: Path, tag: str | None) -> Path:
+    """Where a checkpoint lies: `path` itself if it is one, else the tag in it."""
+    if tag is None and is_single_checkpoint(path):
+        return path
+    chosen = tag if tag is not None else latest_tag(path)
+    if not chosen:
+        raise CheckpointError(
+            f"{path} is no checkpoint and has no file `latest` that names one.",
+            fix="name the folder that save_checkpoint was given, or a tag in it.",
+        )
+    return path / checked_tag(chosen)
+
+
+def tensors_of(
+    source: CheckpointSource, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
+) -> dict[str, LazyTensor]:
+    """Every weight and buffer by its first name.  dtype: of floating-point tensors; None: the most precise there is."""
+    manifest = source.manifest
+    found = {}
+    for name, facts in manifest.parameters.items():
+        is_there = source.values.has(WEIGHT, name) or not prod(facts["shape"])
+        if is_there and (facts["trained"] or not exclude_frozen):
+            found[name] = _lazy_tensor(source, name, facts, dtype)
+    for name, facts in manifest.buffers.items():
+        if source.values.has(BUFFER, name):
+            found[name] = _lazy_tensor(source, name, facts, dtype)
+    return found
+
+
+def _lazy_tensor(source: CheckpointSource, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> LazyTensor:
+    own: torch.dtype = dtype_named(facts["dtype"])
+    wanted = dtype if dtype is not None and own.is_floating_point else own
+    return LazyTensor(source, name, torch.Size(facts["shape"]), wanted)
+
+
+def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
+    """What was saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
+    with ExitStack() as stack:
+        reader = CheckpointReader(folder, manifest.chunks, stack)
+        tensors = {chunk.name: reader.value(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}
+    found: dict[str, Any] = decode(manifest.plain, tensors)
+    return found

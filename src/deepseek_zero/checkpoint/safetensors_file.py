@@ -1,0 +1,420 @@
+"""Safetensors files, read and written piece by piece, so that no process needs to hold a whole file or whole tensor.
+
+    8 bytes     length of the header
+    header      JSON: tensor name -> dtype, shape, place in the data; "__metadata__": text by name
+    data        tensor after tensor, without holes, larger dtypes first, so that each is aligned
+
+Two writers, because their callers differ.  `StreamingWriter` takes tensors in the order of the file and writes past the
+page cache: a rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several tensors in any interleaving
+and keeps a checksum of each tensor for the header, which it writes last: exports and conversions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError
+from ..base.memory import PAGE, private_pages
+from ..precision.policy import cast_master
+from . import files
+
+# The format's names of what torch calls its dtypes.
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "C64",
+}
+DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+# The dtypes that a file may name in torch's words: a name from a file is looked up here, never in torch.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, name)
+    for name in (
+        "float64 float32 float16 bfloat16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu "
+        "int64 int32 int16 int8 uint64 uint32 uint16 uint8 bool complex128 complex64 complex32".split()
+    )
+    if hasattr(torch, name)
+}
+# Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with zeros in its own
+# place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass them over.
+RUN_KEY, HEADER_CRC_KEY, TENSOR_CRCS_KEY = "deepseek_zero.run", "deepseek_zero.header", "deepseek_zero.crc32"
+NO_CRC = "0" * 8
+MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
+DTYPE_ALIASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One tensor of a file to be."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+
+def encode_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+    """The head of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    place = 0
+    for entry in entries:
+        ends = [place, place + entry.nbytes]
+        header[entry.name] = {"dtype": _dtype_name(entry), "shape": list(entry.shape), "data_offsets": ends}
+        place = ends[1]
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def dtype_named(name: Any) -> torch.dtype:
+    """The dtype that a file names in torch's words; a CheckpointError where it is none that a file may name."""
+    found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
+    if found is None:
+        raise CheckpointError(
+            f"{name!r:.80} is no dtype that a checkpoint may name.",
+            "The file is damaged, or was written by a newer version.",
+            "load another tag.",
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a tensor's bytes lie in its file."""
+
+    start: int
+    stop: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class SafetensorsHeader:
+    """What a safetensors file says of itself.  crc: CRC-32 of the header's own bytes, its length included."""
+
+    locations: dict[str, TensorLocation]
+    metadata: dict[str, str]
+    crc: int = 0
+
+    @property
+    def tensor_crcs(self) -> dict[str, int]:
+        """CRC-32 of the tensors' bytes, as far as the file has them; a ValueError where it has nonsense."""
+        told = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
+        return {name: int(text, 16) for name, text in told.items()}
+
+
+def read_header(path: Path) -> SafetensorsHeader:
+    """The header of a safetensors file; a CheckpointError unless the file is there and exactly as long as it says."""
+    try:
+        with open(path, "rb") as file:
+            length = os.fstat(file.fileno()).st_size
+            size = int.from_bytes(file.read(8), "little")
+            begin = 8 + size
+            if length < 8 or begin > length or size > MAX_HEADER_BYTES:
+                raise damaged_file(
+                    path, f"ends inside its header, at {length:,} bytes: it was cut short or overwritten"
+                )
+            text = file.read(size)
+        document = json.loads(text)
+        metadata = dict(document.pop("__metadata__", None) or {})
+        places = {name: _location(begin, facts) for name, facts in document.items()}
+        header = SafetensorsHeader(places, metadata, zlib.crc32(size.to_bytes(8, "little") + text))
+        _ = header.tensor_crcs
+    except FileNotFoundError:
+        raise damaged_file(path, "is missing") from None
+    except OSError as error:
+        raise damaged_file(path, f"cannot be read: {error.strerror or error}") from None
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise damaged_file(path, "has a header that cannot be understood: it was overwritten") from None
+    own = metadata.get(HEADER_CRC_KEY)
+    if own is not None and f"{zlib.crc32(_without_crc(size, text, own)):08x}" != own:
+        raise damaged_file(path, "has another header than was written: its checksum differs")
+    reached = begin
+    for place in sorted(places.values(), key=lambda each: (each.start, each.stop)):
+        if place.start != reached or place.num_bytes != place.numel * place.dtype.itemsize:
+            raise damaged_file(path, "has a header whose tensors do not lie end to end: it was overwritten")
+        reached = place.stop
+    end = max((place.stop for place in places.values()), default=begin)
+    if end != length:
+        how = "it was cut short" if length < end else "something was added to it"
+        raise damaged_file(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
+    return header
+
+
+def _without_crc(size: int, text: bytes, own: str) -> bytes:
+    """A header's bytes as they were summed."""
+    field = f'"{HEADER_CRC_KEY}": "{{}}"'
+    return size.to_bytes(8, "little") + text.replace(field.format(own).encode(), field.format(NO_CRC).encode(), 1)
+
+
+def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
+    start, stop = facts["data_offsets"]
+    shape = tuple(int(size) for size in facts["shape"])
+    if min((int(start), *shape)) < 0:
+        raise ValueError(f"{shape} from {start} on")
+    return TensorLocation(begin + int(start), begin + int(stop), DTYPE_OF_NAME[facts["dtype"]], shape)
+
+
+def damaged_file(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
+
+
+class SafetensorsReader:
+    """A safetensors file: its header, its descriptor for those who read ranges (ahead.py), and tensors that were never
+    cut.  Errors are CheckpointErrors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.header = path, read_header(path)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def whole(self, name: str) -> Tensor:
+        """A tensor in its own shape."""
+        place = self.header.locations[name]
+        values = torch.empty(place.numel, dtype=place.dtype)
+        offset, left = place.start, values.view(torch.uint8).numpy().data
+        while len(left):
+            try:
+                count = os.preadv(self.descriptor, [left], offset)
+            except OSError as error:
+                raise damaged_file(self.path, f"cannot be read: {error.strerror or error}") from None
+            if not count:
+                raise damaged_file(self.path, "was cut short while it was read")
+            offset, left = offset + count, left[count:]
+        return values.view(place.shape)
+
+    def __enter__(self) -> SafetensorsReader:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.descriptor)
+
+
+class SafetensorsWriter:
+    """A safetensors file under construction; on the disk when its block ends without an error.
+
+    The header comes last, since it has the checksums of what was written.  Errors are CheckpointErrors.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[TensorInfo], run: str = "") -> None:
+        """run: the identity of the export that the file is of."""
+        # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
+        self._tensors = sorted(entries, key=lambda each: -each.dtype.itemsize)
+        self.path, self._run, self._locations, place = path, run, dict[str, tuple[TensorInfo, int]](), 0
+        self._crcs = dict.fromkeys((entry.name for entry in entries), 0)
+        self._written = dict.fromkeys(self._crcs, 0)
+        self._start = len(self._header(NO_CRC))
+        for entry in self._tensors:
+            self._locations[entry.name] = (entry, self._start + place)
+            place += entry.nbytes
+        with self._describing_errors():
+            self._descriptor = files.create(path)
+
+    def write(self, name: str, start: int, values: Tensor) -> None:
+        """Elements from `start` on of a tensor, flat, in C order, from its first to its last; cast to what the file
+        says.
+        """
+        entry, place = self._locations[name]
+        if start != self._written[name]:
+            raise AssertionError(f"'{name}' is written at {start}, its next element is {self._written[name]}")
+        if not values.numel():
+            return
+        flat = cast(values.detach().reshape(-1).to("cpu"), entry.dtype).contiguous()
+        data = flat.view(torch.uint8).numpy().data
+        with self._describing_errors():
+            files.write(self._descriptor, data, place + start * entry.dtype.itemsize)
+        self._crcs[name] = zlib.crc32(data, self._crcs[name])
+        self._written[name] += flat.numel()
+
+    def __enter__(self) -> SafetensorsWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close(is_complete=kind is None)
+
+    def close(self, *, is_complete: bool = True) -> None:
+        """Have it on the disk, if it is to be used."""
+        if self._descriptor < 0:
+            return
+        descriptor, self._descriptor = self._descriptor, -1
+        try:
+            if is_complete:
+                head = self._header(f"{zlib.crc32(self._header(NO_CRC)):08x}")
+                with self._describing_errors():
+                    files.write(descriptor, memoryview(head), 0)
+                    files.sync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _header(self, own: str) -> bytes:
+        sums = json.dumps({name: f"{crc:08x}" for name, crc in self._crcs.items()})
+        return encode_header(
+            self._tensors, {"format": "pt", RUN_KEY: self._run, HEADER_CRC_KEY: own, TENSOR_CRCS_KEY: sums}
+        )
+
+    def _describing_errors(self) -> AbstractContextManager[None]:
+        return files.describing_errors(f"writing '{self.path}'")
+
+
+def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Flat values in another dtype, by the house's one cast from fp32 to bf16."""
+    if values.dtype == dtype:
+        return values
+    out = torch.empty(values.numel(), dtype=dtype, device=values.device)
+    cast_master(values.contiguous(), out)
+    return out
+
+
+def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
+    """A dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None."""
+    if asked is None or isinstance(asked, torch.dtype):
+        return asked
+    found = DTYPE_ALIASES.get(asked) or TORCH_DTYPES.get(asked.removeprefix("torch."))
+    if found is None:
+        raise CheckpointError(
+            f"{asked!r:.80} is no dtype.", fix=f"use one of {', '.join(DTYPE_ALIASES)}, or a torch.dtype."
+        )
+    return found
+
+
+def _dtype_name(entry: TensorInfo) -> str:
+    if entry.dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"'{entry.name}' is {entry.dtype}, which the safetensors format has no name for.",
+            fix="export to a .pth file, or keep it in another dtype.",
+        )
+    return DTYPE_NAMES[entry.dtype]
+
+
+BLOCK_BYTES = 8 << 20
+BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
+THREADS = 2  # writes at once
+
+
+class StreamingWriter:
+    """Writes one file from front to back.  Errors are CheckpointErrors that name it."""
+
+    def __init__(self, path: Path, entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
+        head = encode_header(entries, metadata)
+        self.header_crc = zlib.crc32(head)
+        self.path, self.nbytes = path, len(head) + sum(entry.nbytes for entry in entries)
+        with self._describing_errors():
+            self._descriptor = _create_direct(path)
+        self._free = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))
+        self._in_flight: deque[tuple[Future[None], Tensor]] = deque()
+        self._pool = ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint")
+        self._filled = self._offset = 0
+        self.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+
+    def append(self, values: Tensor, crc: int = 0) -> int:
+        """Append a tensor's bytes; returns zlib's CRC-32 of them, which continues `crc`."""
+        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        done = 0
+        while done < len(data):
+            part = data[done : done + BLOCK_BYTES - self._filled]
+            target = self._current_block()[self._filled : self._filled + len(part)]
+            target.copy_(part)
+            crc = zlib.crc32(target.numpy().data, crc)
+            done += len(part)
+            self._filled += len(part)
+            if self._filled == BLOCK_BYTES:
+                self._submit(BLOCK_BYTES)
+        return crc
+
+    def finish(self) -> None:
+        """Have all of it on the disk."""
+        try:
+            if self._filled:
+                self._submit(-(-self._filled // PAGE) * PAGE)
+            while self._in_flight:
+                self._reclaim()
+            with self._describing_errors():
+                files.truncate(self._descriptor, self.nbytes)
+                files.sync(self._descriptor)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give up what is open; the file stays as it is."""
+        self._pool.shutdown(wait=True)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _current_block(self) -> Tensor:
+        """The block that is being filled."""
+        while not self._free:
+            self._reclaim()
+        return self._free[0]
+
+    def _submit(self, nbytes: int) -> None:
+        block = self._current_block()
+        self._free.popleft()
+        data = block.numpy().data[:nbytes]
+        self._in_flight.append((self._pool.submit(files.write, self._descriptor, data, self._offset), block))
+        self._offset, self._filled = self._offset + nbytes, 0
+
+    def _reclaim(self) -> None:
+        job, block = self._in_flight.popleft()
+        with self._describing_errors():
+            job.result()
+        self._free.append(block)
+
+    def _describing_errors(self) -> AbstractContextManager[None]:
+        return files.describing_errors(f"writing '{self.path}'")
+
+
+def _create_direct(path: Path) -> int:
+    """A new file past the page cache, or through it where the file system knows no other way."""
+    with suppress(OSError, AttributeError):
+        descriptor = files.create(path, os.O_DIRECT)
+        page = private_pages(PAGE, torch.uint8)
+        try:
+            files.write(descriptor, page.numpy().data, 0)  # some take the flag and refuse what follows
+            return descriptor
+        except OSError:
+            os.close(descriptor)
+            files.remove(path)
+            raise
+    return files.create(path)
