@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
-from ..sharding.layout import boxes
+from ..planner.layout import boxes
 from . import files
 from .safetensors_file import TensorInfo
 
