@@ -117,7 +117,7 @@ def measure(cell: Cell, rounds: int, folder: Path) -> Found:
     settings = engine_settings(job, {"stage": 3}) | {"steps_per_print": None}
     engine = dz.initialize(model=build_model(cell.shape), config=settings)[0]
     step, batches = engine_step(engine), Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
-    fence, found, numbers = engine.runtime.comm.fence, Found(), itertools.count()
+    fence, found, numbers = engine.runtime.comm.barrier, Found(), itertools.count()
 
     def one_step() -> None:
         step(batches.of_step(next(numbers)))

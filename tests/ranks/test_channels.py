@@ -71,6 +71,6 @@ def test_groups_are_shared_and_go_with_their_last_user(monkeypatch: pytest.Monke
     for group in made[:2]:
         destroy(group)
     monkeypatch.undo()
-    from deepseek_zero.comm.links import Links
+    from deepseek_zero.comm.links import WorldContext
 
-    Links._current = None  # its channels were this test's
+    WorldContext._current = None  # its channels were this test's

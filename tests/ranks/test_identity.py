@@ -101,7 +101,7 @@ def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault:
     else:
         pending.wait()
         with pytest.raises(PeerError, match=rf"rank 1 raised an error.*{kind.__name__}.*{said}"):
-            comm.fence("the next step")
+            comm.barrier("the next step")
     dist.barrier()
 
 
@@ -111,7 +111,7 @@ def test_a_fault_in_one_collective_is_not_raised_by_another_ones_wait() -> None:
     pending = comm.exchange(
         [torch.ones(20)] * 2, [torch.empty(20)] * 2, "reduce", "sums", boom if rank == 1 else lambda received: None
     )
-    comm.fence("a row, which takes the pieces in")
+    comm.barrier("a row, which takes the pieces in")
     if rank == 1:
         with pytest.raises(Boom):
             pending.wait()
@@ -130,11 +130,11 @@ def test_a_transport_that_refuses_to_send_is_no_lost_connection(monkeypatch: pyt
     if rank == 1:
         monkeypatch.setattr(dist, "isend", refuse)
         with pytest.raises(RuntimeError, match="Invalid scalar type") as caught:
-            comm.fence("a dtype that gloo does not know")
+            comm.barrier("a dtype that gloo does not know")
         assert type(caught.value) is RuntimeError
     else:
         with pytest.raises(PeerError, match=r"rank 1 raised an error.*Invalid scalar type"):
-            comm.fence("a dtype that gloo does not know")
+            comm.barrier("a dtype that gloo does not know")
     monkeypatch.undo()
     dist.barrier()
 
@@ -182,7 +182,7 @@ def test_a_window_of_gloo_tags_that_wraps_around_gives_everybody_his_own() -> No
 def test_engines_come_and_go_without_using_up_the_numbers_of_gloo() -> None:
     for _ in range(70):
         comm = Comm(CPU, transport="gloo")
-        comm.fence("alive")
+        comm.barrier("alive")
         del comm
     living = []
     with pytest.raises(UsageError, match="63 engines"):
@@ -190,5 +190,5 @@ def test_engines_come_and_go_without_using_up_the_numbers_of_gloo() -> None:
             living.append(Comm(CPU, transport="gloo"))
     assert len(living) > 30
     living.clear()
-    Comm(CPU, transport="gloo").fence("room again")
+    Comm(CPU, transport="gloo").barrier("room again")
     assert transports.POLL_SECONDS > 0

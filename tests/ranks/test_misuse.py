@@ -434,8 +434,8 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
         patch.setattr(neighbours, "host_key", lambda: f"host {here()}")
         patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
         engine = engine_for(seeded(Model), STAGE_1)
-    world = links.Links.of_this_world()
-    assert world.board._store.host == "localhost", "and not 127.0.0.1, where another host would find itself"
+    world = links.WorldContext.of_this_world()
+    assert world.recorder._store.host == "localhost", "and not 127.0.0.1, where another host would find itself"
     assert (links.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (1, [here()], False)
     if here() == 1:
         engine.module.blocks[2].register_forward_pre_hook(raises)

@@ -30,10 +30,10 @@ from deepseek_zero.base.errors import ModelMismatchError, PeerError
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
 from deepseek_zero.comm import links, neighbours
-from deepseek_zero.comm.collectives import Comm, hand_out
+from deepseek_zero.comm.collectives import Comm, scatter
 from deepseek_zero.comm.neighbours import INLINE_BYTES
-from deepseek_zero.comm.same_host import SameHost
-from deepseek_zero.comm.transports import Gloo, Together
+from deepseek_zero.comm.same_host import SharedMemory
+from deepseek_zero.comm.transports import Gloo, Hierarchical
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
@@ -46,7 +46,7 @@ def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
     """Links made anew, with the ranks on the hosts that key_of says."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(neighbours, "host_key", lambda: key_of(dist.get_rank()))
-        patch.setattr(links.Links, "_current", None)
+        patch.setattr(links.WorldContext, "_current", None)
         yield
 
 
@@ -86,7 +86,7 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
     expected = trained(Run(stage, dtype, optimizer="adamw", transport="gloo"))
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU)
-        assert isinstance(comm._transport, Together)
+        assert isinstance(comm._transport, Hierarchical)
         assert comm._transport.near.peers == (dist.get_rank() ^ 1,)
         assert_same(trained(Run(stage, dtype, optimizer="adamw")), expected)
 
@@ -116,7 +116,7 @@ def test_ranks_that_differ_in_transport_are_told() -> None:
 @pytest.mark.parametrize("numel", [1, 5, LARGE])
 def test_pieces_arrive_from_private_and_from_shared_memory(numel: int) -> None:
     comm, rank = Comm(CPU), dist.get_rank()
-    assert isinstance(comm._transport, SameHost)
+    assert isinstance(comm._transport, SharedMemory)
     for allocate in (comm.empty, lambda count, dtype: torch.empty(count, dtype=dtype)):
         full = allocate(3 * numel, torch.float32)
         full.chunk(3)[rank].fill_(rank + 1)
@@ -133,7 +133,7 @@ def test_pieces_arrive_from_private_and_from_shared_memory(numel: int) -> None:
         ).wait()
         assert found == [[float(10 * peer + rank) for peer in range(3)]]
         for piece in pieces:
-            comm.settle(piece)
+            comm.wait_until_read(piece)
 
 
 @pytest.mark.ranks(2)
@@ -141,7 +141,7 @@ def test_a_buffer_is_the_writers_again_only_when_it_was_read() -> None:
     comm, rank = Comm(CPU), dist.get_rank()
     piece, found = comm.empty(LARGE, torch.float32), []
     for turn in range(20):
-        comm.settle(piece)
+        comm.wait_until_read(piece)
         piece.fill_(turn + rank)
         if rank == turn % 2:
             time.sleep(0.01)
@@ -202,8 +202,8 @@ def test_no_descriptor_and_no_mapping_stays_behind_an_engine() -> None:
     counts = []
     for _ in range(4):
         train()
-        Comm(CPU).fence("the others have let go, too")
-        Comm(CPU).fence("and have said so")
+        Comm(CPU).barrier("the others have let go, too")
+        Comm(CPU).barrier("and have said so")
         counts.append(held())
     assert counts[-1] == counts[1], "(descriptors, mappings) after each engine"
 
@@ -227,7 +227,7 @@ def test_a_rank_that_goes_away_has_said_all_it_had_to_say() -> None:
     if rank == 1:
         time.sleep(0.3)  # the queue towards this rank is full long before it listens
     for number, piece in enumerate(pieces):
-        hand_out(comm, [piece] * 2, piece, f"piece {number}")
+        scatter(comm, [piece] * 2, piece, f"piece {number}")
     # Rank 0 takes part in nothing any more.
 
 
@@ -238,7 +238,7 @@ def test_a_death_is_news_at_once() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
     with pytest.raises(PeerError, match="rank 1"):
-        comm.fence("nobody comes")
+        comm.barrier("nobody comes")
     assert time.monotonic() - began < 5.0
 
 
@@ -283,7 +283,7 @@ ENDLESS = """
         engine.backward(loss)
         engine.step()
         if step == 3 and victim == "rank in a gather" and rank == "1":
-            SameHost.meet = stop  # the others have begun the gather that this rank does not come to
+            SameHost.barrier = stop  # the others have begun the gather that this rank does not come to
         elif step == 3:
             here()
 """

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..comm.collectives import Comm, hand_out
+from ..comm.collectives import Comm, scatter
 from ..sharding.access import whole
 from ..sharding.buffer import FlatBuffer
 from ..sharding.group import FlatGroup
@@ -103,7 +103,7 @@ def _evict(group: FlatGroup) -> None:
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
     flat = buffer.detach().reshape(-1).clone()
     if comm.size > 1 and flat.numel():
-        hand_out(comm, [flat] * comm.size, flat, f"export of {name}")
+        scatter(comm, [flat] * comm.size, flat, f"export of {name}")
     return flat
 
 

@@ -25,10 +25,10 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     """
     if comm.size == 1:
         return
-    digests = comm.texts(hashlib.sha256("\n".join(lines).encode()).hexdigest(), what)
+    digests = comm.all_gather_text(hashlib.sha256("\n".join(lines).encode()).hexdigest(), what)
     if len(set(digests)) == 1:
         return
-    everyone = [json.loads(text) for text in comm.texts(json.dumps(list(lines)), f"{what} in full")]
+    everyone = [json.loads(text) for text in comm.all_gather_text(json.dumps(list(lines)), f"{what} in full")]
     different = next(rank for rank, found in enumerate(digests) if found != digests[0])
     first, other = everyone[0], everyone[different]
     at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
@@ -37,7 +37,7 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
 
 
 @contextmanager
-def telling(comm: Comm) -> Iterator[None]:
+def propagate_errors(comm: Comm) -> Iterator[None]:
     """What ends this block with an error is told to the ranks that wait for this one."""
     try:
         yield
@@ -46,20 +46,20 @@ def telling(comm: Comm) -> Iterator[None]:
         raise
 
 
-def together(comm: Comm, what: str, action: Callable[[], T]) -> T:
+def run_on_all_ranks(comm: Comm, what: str, action: Callable[[], T]) -> T:
     """Do something that may fail on one rank alone; then it raises there, and `PeerError` elsewhere.  Collective."""
-    done, _ = hear(comm, what, action, lambda _: "")
+    done, _ = run_and_gather(comm, what, action, lambda _: "")
     return done
 
 
-def hear(
+def run_and_gather(
     comm: Comm,
     what: str,
     action: Callable[[], T],
     say: Callable[[T], str],
     failure: type[DeepSeekZeroError] = PeerError,
 ) -> tuple[T, list[str]]:
-    """As `together`, and what every rank says of it.  Collective.
+    """As `run_on_all_ranks`, and what every rank says of it.  Collective.
 
     failure: what is raised where another rank failed, and here too unless our own error is of that kind (PeerError:
     our own, whatever it is).
@@ -71,7 +71,7 @@ def hear(
     except Exception as error:  # whatever it is, the other ranks must hear of it
         problem = error
         answer = {"error": str(error) if isinstance(error, DeepSeekZeroError) else f"{type(error).__name__}: {error}"}
-    heard = [json.loads(text) for text in comm.texts(json.dumps(answer), what)]
+    heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]
     if problem is not None and (failure is PeerError or isinstance(problem, failure)):
         raise problem
     for rank, each in enumerate(heard):

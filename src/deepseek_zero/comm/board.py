@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..base.errors import PeerError
 from ..base.world import meeting_address
-from .greeting import Hosts, everyones
+from .greeting import Hosts, all_gather_text
 
 CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
@@ -54,7 +54,7 @@ class Position:
         return self.issued.get(other.lane, 0) > other.sequence
 
 
-class Board:
+class FlightRecorder:
     """One small TCPStore per world.  Making one is collective; the methods are local and never wait for a rank."""
 
     def __init__(self, rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None = None) -> None:
@@ -65,7 +65,7 @@ class Board:
             self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
             mine = json.dumps([host, self._store.port])
         # The address travels through the group itself: no private default store, no port the user must know.
-        address = everyones(mine, size, group)[0]
+        address = all_gather_text(mine, size, group)[0]
         if rank != 0:
             host, port = json.loads(address)
             self._store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
@@ -73,7 +73,7 @@ class Board:
         self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
-        _say_goodbye_at_exit(self)
+        _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
         """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); a store that is
@@ -102,7 +102,7 @@ class Board:
             self._is_gone = True
             return ""
 
-    def bad_news(self, waits: str, engine: str) -> PeerError | None:
+    def find_failure(self, waits: str, engine: str) -> PeerError | None:
         """The first rank that raised in this engine or ended, as an error; that rank 0 is gone, which keeps the board.
 
         waits: what this rank did meanwhile.
@@ -130,17 +130,17 @@ class Board:
             )
         return None
 
-    def evidence(self, mine: Position, engine: str) -> PeerError | None:
+    def find_desync(self, mine: Position, engine: str) -> PeerError | None:
         """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when it stays."""
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
         positions = {self.rank: mine}
-        if error := self.bad_news(waits, engine):
+        if error := self.find_failure(waits, engine):
             return error
         for rank in range(self.size):
             if rank != self.rank and (line := self.read("waiting", rank)):
                 positions[rank] = Position(**json.loads(line))
-        suspects = {rank: positions[rank] for rank in _astray(positions, self.rank)}
+        suspects = {rank: positions[rank] for rank in desynced_ranks(positions, self.rank)}
         places = tuple((rank, place.lane, place.sequence) for rank, place in suspects.items())
         self._looks = self._looks + 1 if places and places == self._suspicion else int(bool(places))
         self._suspicion = places
@@ -158,7 +158,7 @@ class Board:
         )
 
 
-def _astray(positions: dict[int, Position], me: int) -> list[int]:
+def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
     """The ranks that wait for each other in different collectives; empty while somebody can still move."""
     chain = [me]
     while True:
@@ -190,7 +190,7 @@ def _reachable_host() -> str:
             return found
 
 
-def _say_goodbye_at_exit(board: Board) -> None:
+def _post_end_at_exit(board: FlightRecorder) -> None:
     reference = weakref.ref(board)
 
     def say_goodbye() -> None:

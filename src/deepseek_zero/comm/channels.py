@@ -20,7 +20,7 @@ MOST = 63  # bits of a row
 
 
 @dataclass
-class Channel:
+class LanePair:
     """One pair.  engine: who trains over it.  users: it, and those who build and load."""
 
     groups: Mapping[str, dist.ProcessGroup]
@@ -28,7 +28,7 @@ class Channel:
     users: set[str] = field(default_factory=set)
 
 
-class Channels:
+class NcclGroups:
     """The pairs of one world, under numbers that all ranks share."""
 
     def __init__(self) -> None:
@@ -54,13 +54,13 @@ class Channels:
                 for group in self._made.pop(number).groups.values():
                     dist.destroy_process_group(group)
         if chosen not in self._made:
-            self._made[chosen] = Channel({lane: dist.new_group(backend=BACKEND, timeout=PATIENCE) for lane in LANES})
+            self._made[chosen] = LanePair({lane: dist.new_group(backend=BACKEND, timeout=PATIENCE) for lane in LANES})
         channel = self._made[chosen]
         channel.users.add(user)
         channel.engine = user if trains else channel.engine
         return channel.groups
 
-    def leave(self, user: str) -> None:
+    def release(self, user: str) -> None:
         """A user is gone."""
         for channel in self._made.values():
             channel.users.discard(user)

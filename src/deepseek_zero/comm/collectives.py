@@ -26,22 +26,22 @@ from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import shares_gpu
 from .board import raised_in
-from .links import Lane, Links
-from .marks import WORLD, Mark, lane_number, lane_of
+from .links import Lane, WorldContext
+from .marks import WORLD_LANE, CollectiveId, lane_number, lane_of
 from .meter import Event, Meter
-from .same_host import Common, SameHost
+from .same_host import SharedWeights, SharedMemory
 from .transports import (
-    Alone,
+    SingleRank,
     ConnectionLost,
     Gloo,
     Nccl,
-    Staged,
-    Together,
+    HostStaged,
+    Hierarchical,
     Transport,
     Use,
     Wait,
     first_line,
-    nothing,
+    no_wait,
 )
 
 Finish = Callable[[], None]
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Place:
+class IssuedCollective:
     """Where in its lane one collective stands."""
 
     lane: Lane
@@ -74,7 +74,7 @@ class Pending:
         if not self._done:
             self._done = True
             # Each is dropped as it runs: they hold views of lent buffers, and the pool takes no viewed buffer back.
-            wait, self._wait = self._wait, nothing
+            wait, self._wait = self._wait, no_wait
             try:
                 wait()
                 del wait
@@ -90,7 +90,7 @@ class Pending:
         return Pending(self.wait, finish)
 
 
-DONE = Pending(nothing)
+DONE = Pending(no_wait)
 
 
 class Comm:
@@ -104,41 +104,41 @@ class Comm:
         self.name, self.meter = "engine", Meter()
         self.rank, self.size = 0, 1
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
-        self._links: Links | None = None
-        self._met: Pending | None = None  # while a walk is under way, the meeting at its start
+        self._world: WorldContext | None = None
+        self._barrier: Pending | None = None  # while a walk is under way, the meeting at its start
         self._last: Place | None = None  # the collective issued last
-        self._transport: Transport = Alone(device)
+        self._transport: Transport = SingleRank(device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            links = self._links = Links.of_this_world()
+            links = self._world = WorldContext.of_this_world()
             self.rank, self.size = links.rank, links.size
-            self.name, self._number = WORLD, 0  # an engine's name and slot are agreed on in the world's own lane
+            self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = links.gloo
             self._host_transport, slots, free, idle = _agreed(self, links, transport)
             self._number = next(links.engines)  # made in the same order on every rank of this world
             self.name = f"engine {self._number - 1}"
             links.tags.take(self.name, slots)
-            weakref.finalize(self, links.forget, self.name).atexit = False
+            weakref.finalize(self, links.end_engine, self.name).atexit = False
             self._transport = self._host_transport
             if device.type != "cpu":
-                self._transport = Staged(links.gloo, links.rank, links.size, device)
+                self._transport = HostStaged(links.gloo, links.rank, links.size, device)
             if device.type == "cuda" and not shares_gpu(links.hosts.local_size):
-                groups = links.channels.take(self.name, trains=trains, free=free, idle=idle)
+                groups = links.nccl_groups.take(self.name, trains=trains, free=free, idle=idle)
                 self._transport = Nccl(links.rank, links.size, groups, device)
 
     def capabilities(self) -> list[Capability]:
         """How tensors travel from this rank to the others, and why not faster.  Local."""
-        name, links, transport = "between ranks", self._links, self._transport
+        name, links, transport = "between ranks", self._world, self._transport
         if links is None:
             return []
-        if isinstance(transport, Staged):
+        if isinstance(transport, HostStaged):
             why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
             return [Capability(name, "through the host, by gloo", why)]
         if isinstance(transport, Gloo):
             if transport is links.gloo:
                 return [Capability(name, "gloo, as the configuration says")]
-            why = f"ranks of this host cannot share memory: {links.refusal}" if links.refusal else ""
+            why = f"ranks of this host cannot share memory: {links.no_sharing_reason}" if links.no_sharing_reason else ""
             return [Capability(name, "gloo", why)]
-        ways = {Nccl: "NCCL", SameHost: "shared memory", Together: "shared memory within a host, gloo between hosts"}
+        ways = {Nccl: "NCCL", SharedMemory: "shared memory", Hierarchical: "shared memory within a host, gloo between hosts"}
         return [Capability(name, ways[type(transport)])]
 
     # -- buffers
@@ -152,38 +152,38 @@ class Comm:
         """A buffer whose contents are to travel; arbitrary contents."""
         return self._transport.empty(numel, dtype)
 
-    def common(self, numel: int, dtype: torch.dtype, what: str) -> Common | None:
+    def shared_weights(self, numel: int, dtype: torch.dtype, what: str) -> SharedWeights | None:
         """Pages for `numel` elements that all ranks share, None where they cannot.  Collective within "gather"."""
         transport = self._transport
-        if not isinstance(transport, SameHost) or not numel:
+        if not isinstance(transport, SharedMemory) or not numel:
             return None
-        found: list[Common] = []
+        found: list[SharedWeights] = []
 
-        def start(mark: Mark) -> Wait:
-            wait = transport.common(numel, dtype, mark)
+        def start(mark: CollectiveId) -> Wait:
+            wait = transport.shared_weights(numel, dtype, mark)
             return lambda: found.append(wait())
 
         self._issue("gather", f"pages of {what}", start).wait()
         return found[0]
 
-    def meet(self, what: str) -> None:
+    def barrier_begin(self, what: str) -> None:
         """Say that this rank has written what it had to write into common pages.
 
         Until `part`, `see` waits for nothing but for all ranks to have said so.  Collective within "gather"; does not
         wait.
         """
         transport = self._transport
-        if isinstance(transport, SameHost):
-            self._met = self._issue("gather", f"begin {what}", transport.meet)
+        if isinstance(transport, SharedMemory):
+            self._barrier = self._issue("gather", f"begin {what}", transport.barrier)
 
-    def part(self) -> None:
+    def barrier_end(self) -> None:
         """From now on slices may be written again: each `see` is a collective of its own."""
-        self._met = None
+        self._barrier = None
 
-    def settle(self, tensor: Tensor) -> None:
+    def wait_until_read(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more, so that it may be written."""
-        if self._links is not None and self._last is not None and self._transport.is_read(tensor):
-            self._wait(self._links, lambda: self._transport.settle(tensor), replace(self._last, arrived=[]))
+        if self._world is not None and self._last is not None and self._transport.is_read(tensor):
+            self._wait(self._world, lambda: self._transport.wait_until_read(tensor), replace(self._last, arrived=[]))
 
     def progress(self) -> None:
         """Take in what other ranks have sent, without waiting; called often, so only while something is expected."""
@@ -192,14 +192,14 @@ class Comm:
 
     # -- movements
 
-    def see(self, common: Common, what: str) -> Pending:
+    def gather_shared(self, common: SharedWeights, what: str) -> Pending:
         """Gather common pages, which moves nothing; counts the bytes that another transport would send."""
         full, transport = common.whole, self._transport
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
-        if self._met is not None:
-            return self._met
-        assert isinstance(transport, SameHost)
-        return self._issue("gather", f"gather {what}", transport.meet)
+        if self._barrier is not None:
+            return self._barrier
+        assert isinstance(transport, SharedMemory)
+        return self._issue("gather", f"gather {what}", transport.barrier)
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
@@ -208,8 +208,8 @@ class Comm:
         """
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
 
-        def start(mark: Mark) -> Wait:
-            return self._settled(self._transport.all_gather(full, mark), [full])
+        def start(mark: CollectiveId) -> Wait:
+            return self._until_buffers_are_read(self._transport.all_gather(full, mark), [full])
 
         return self._issue(lane, f"gather {what}", start)
 
@@ -231,24 +231,24 @@ class Comm:
             use(received)
             self.meter.sum_seconds += time.perf_counter() - began
 
-        def start(mark: Mark) -> Wait:
+        def start(mark: CollectiveId) -> Wait:
             if use is not None:
                 return self._transport.exchange(pieces, inbox, mark, timed)
-            return self._settled(self._transport.exchange(pieces, inbox, mark, _leave), pieces)
+            return self._until_buffers_are_read(self._transport.exchange(pieces, inbox, mark, _do_nothing), pieces)
 
         return self._issue(lane, f"reduce {what}", start)
 
-    def _settled(self, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
+    def _until_buffers_are_read(self, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
         """Wait until the data is here and the buffers are the caller's again."""
 
         def both() -> None:
             wait()
             for buffer in buffers:
-                self._transport.settle(buffer)
+                self._transport.wait_until_read(buffer)
 
         return both
 
-    def rows(self, row: Tensor, what: str) -> Tensor:
+    def all_gather_rows(self, row: Tensor, what: str) -> Tensor:
         """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
@@ -257,52 +257,52 @@ class Comm:
         self._issue("rows", f"agree on {what}", lambda mark: self._host_transport.all_gather(full, mark)).wait()
         return table
 
-    def fence(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Return when every rank has come here."""
-        self.rows(torch.zeros(1, dtype=torch.uint8), what)
+        self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
 
-    def texts(self, text: str, what: str) -> list[str]:
+    def all_gather_text(self, text: str, what: str) -> list[str]:
         """Every rank's text."""
         payload = text.encode()
-        lengths = self.rows(torch.tensor([len(payload)]), what)[:, 0]
+        lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
         padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
         padded[: len(payload)] = torch.frombuffer(bytearray(payload), dtype=torch.uint8) if payload else padded[:0]
-        table = self.rows(padded, what)
+        table = self.all_gather_rows(padded, what)
         return [bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)]
 
     def post_error(self, error: BaseException) -> None:
         """Tell ranks that wait for this one why it will not come; what follows from another rank's error is no news."""
-        if self._links is not None and not self._gave_up:
+        if self._world is not None and not self._gave_up:
             first_line = (str(error).splitlines() or [""])[0]
-            self._links.board.post(raised_in(self.name), f"{type(error).__name__}: {first_line}"[:300])
+            self._world.recorder.post(raised_in(self.name), f"{type(error).__name__}: {first_line}"[:300])
 
     def withdraw_error(self) -> None:
         """This rank goes on after all."""
         self._gave_up = False
-        if self._links is not None:
-            self._links.board.withdraw(raised_in(self.name))
+        if self._world is not None:
+            self._world.recorder.withdraw(raised_in(self.name))
 
-    def _issue(self, lane_name: str, what: str, start: Callable[[Mark], Wait]) -> Pending:
-        links = self._links
+    def _issue(self, lane_name: str, what: str, start: Callable[[CollectiveId], Wait]) -> Pending:
+        links = self._world
         if links is None:  # a world of one: every slice is already here
             return DONE
-        links.board.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
+        links.recorder.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
         lane = links.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
-        place = self._last = Place(lane, lane.next(what), what, time.perf_counter())
-        mark = Mark(lane.name, lane.number, place.sequence, zlib.crc32(what.encode()), place.arrived)
-        wait = self._patiently(links, place, lambda: start(mark))
+        place = self._last = IssuedCollective(lane, lane.next(what), what, time.perf_counter())
+        mark = CollectiveId(lane.name, lane.number, place.sequence, zlib.crc32(what.encode()), place.arrived)
+        wait = self._until_evidence(links, place, lambda: start(mark))
         return Pending(lambda: self._wait(links, wait, place))
 
-    def _wait(self, links: Links, wait: Wait, place: Place) -> None:
+    def _wait(self, links: WorldContext, wait: Wait, place: Place) -> None:
         began, summed = time.perf_counter(), self.meter.sum_seconds
-        self._patiently(links, place, wait)
+        self._until_evidence(links, place, wait)
         ended, lane = time.perf_counter(), lane_of(place.lane.name)
         self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and place.arrived:
             self.meter.events.append(Event(lane, place.what, place.issued, place.arrived[0], (began, ended)))
-        links.board.withdraw("waiting")
+        links.recorder.withdraw("waiting")
 
-    def _patiently(self, links: Links, place: Place, action: Callable[[], T]) -> T:
+    def _until_evidence(self, links: WorldContext, place: Place, action: Callable[[], T]) -> T:
         """Do what may have to wait for other ranks, until there is evidence that it is in vain.
 
         PeerError where a rank is gone or astray.  Any other error is this rank's own (no memory, a shape, a dtype): it
@@ -312,20 +312,20 @@ class Comm:
             try:
                 return action()
             except TimeoutError:
-                if error := links.board.evidence(links.position(place.lane.name, place.sequence), self.name):
+                if error := links.recorder.find_desync(links.position(place.lane.name, place.sequence), self.name):
                     self._gave_up = True
                     raise error from None
                 self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
             except ConnectionLost as caught:
-                raise self._lost(links, place.what, caught) from None
+                raise self._connection_lost(links, place.what, caught) from None
             except Exception as error:
                 self.post_error(error)
                 raise
 
-    def _lost(self, links: Links, what: str, caught: Exception) -> PeerError:
+    def _connection_lost(self, links: WorldContext, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
         self._gave_up = True
-        if error := links.board.bad_news(f"rank {self.rank} was in '{what}'", self.name):
+        if error := links.recorder.find_failure(f"rank {self.rank} was in '{what}'", self.name):
             return error
         return PeerError(
             f"rank {self.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
@@ -334,7 +334,7 @@ class Comm:
         )
 
 
-def hand_out(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
+def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
     """Bring pieces[r] of the rank `source` into rank r's `into`; the source's own stays.  Collective within "gather".
 
     into: one-dimensional, as long as the piece; pieces of other ranks than the source are not looked at.
@@ -345,14 +345,14 @@ def hand_out(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sour
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, links: Links, transport: str) -> tuple[Transport, int, int, int]:
+def _agreed(comm: Comm, links: WorldContext, transport: str) -> tuple[Transport, int, int, int]:
     """How host tensors travel, as every rank was told; and what is so on every rank: the slots that are free (`Tags`),
-    the pairs of groups that are free and those that are idle (`Channels`).
+    the pairs of groups that are free and those that are idle (`NcclGroups`).
 
     Asked over gloo, which every rank has.  ModelMismatchError where ranks were told different things.
     """
-    mine = [int(transport == "gloo"), links.tags.free_slots(), links.channels.free(), links.channels.idle()]
-    table = comm.rows(torch.tensor(mine), "a new engine's transport")
+    mine = [int(transport == "gloo"), links.tags.free_slots(), links.nccl_groups.free(), links.nccl_groups.idle()]
+    table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
         raise ModelMismatchError(
             "ranks differ in their transport: some are told to use gloo, others are not.",
@@ -363,7 +363,7 @@ def _agreed(comm: Comm, links: Links, transport: str) -> tuple[Transport, int, i
     return links.gloo if transport == "gloo" else links.fastest, slots, free, idle
 
 
-def _leave(received: Sequence[Tensor]) -> None:
+def _do_nothing(received: Sequence[Tensor]) -> None:
     """What was received stays where it is."""
 
 

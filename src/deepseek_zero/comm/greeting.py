@@ -34,7 +34,7 @@ class Hosts:
         return len(self.near) if self.keys[self.rank] else world.local_size() or len(self.keys)
 
 
-def everyones(text: str, size: int, group: dist.ProcessGroup | None) -> list[str]:
+def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> list[str]:
     """Every rank's text, by rank.  Collective in the group."""
     payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]

@@ -20,13 +20,13 @@ import torch.distributed as dist
 
 from ..base import world
 from ..base.mesh import PATIENCE
-from .board import Board, Position
-from .channels import Channels
+from .board import FlightRecorder, Position
+from .channels import NcclGroups
 from .marks import engine_of
-from .neighbours import find_neighbours
-from .same_host import SameHost
+from .neighbours import connect_local
+from .same_host import SharedMemory
 from .tags import Tags
-from .transports import Gloo, Together, Transport
+from .transports import Gloo, Hierarchical, Transport
 
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
@@ -47,33 +47,33 @@ class Lane:
         return self.issued - 1
 
 
-class Links:
+class WorldContext:
     """The first `of_this_world` is collective; later ones return the same object."""
 
-    _current: ClassVar[Links | None] = None
+    _current: ClassVar[WorldContext | None] = None
 
     def __init__(self) -> None:
-        atexit.register(let_threads_rest)  # once for each world; a second look costs nothing
+        atexit.register(drain_threads)  # once for each world; a second look costs nothing
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         # refusal: why ranks of this host do not share memory; "" where they do, or where there is only one.
-        self.hosts, neighbours, self.refusal = find_neighbours(self.rank, self.size, group)
-        self.board = Board(self.rank, self.size, self.hosts, group)
+        self.hosts, neighbours, self.no_sharing_reason = connect_local(self.rank, self.size, group)
+        self.recorder = FlightRecorder(self.rank, self.size, self.hosts, group)
         others = [peer for peer in range(self.size) if peer != self.rank]
-        self.tags, self.channels = Tags(), Channels()
+        self.tags, self.nccl_groups = Tags(), NcclGroups()
         self.gloo = Gloo(self.rank, self.size, group, others, self.tags)
-        same_host = SameHost(self.rank, self.size, neighbours) if neighbours is not None else None
+        same_host = SharedMemory(self.rank, self.size, neighbours) if neighbours is not None else None
         near = same_host.peers if same_host is not None else ()
         far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near], self.tags)
         self.fastest: Transport = far  # shared memory to the ranks of this host, gloo to the others
         if same_host is not None:
-            self.fastest = Together(same_host, far, self.rank) if far.peers else same_host
+            self.fastest = Hierarchical(same_host, far, self.rank) if far.peers else same_host
         self.engines = itertools.count(1)  # numbers for those that will use it
         self._lanes: dict[str, Lane] = {}
 
     @classmethod
-    def of_this_world(cls) -> Links:
+    def of_this_world(cls) -> WorldContext:
         if cls._current is None or cls._current.world is not dist.group.WORLD:
             cls._current = cls()
         return cls._current
@@ -82,13 +82,13 @@ class Links:
         """The lane of that name ("engine 0/gather"), made at its first use."""
         return self._lanes.setdefault(name, Lane(name, number))
 
-    def forget(self, engine: str) -> None:
+    def end_engine(self, engine: str) -> None:
         """An engine is gone: its waiting threads may go.  How far it came stays, for ranks that are still behind."""
         for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
             if engine_of(name) == engine:
                 lane.log.clear()
-        self.tags.leave(engine)
-        self.channels.leave(engine)
+        self.tags.release(engine)
+        self.nccl_groups.release(engine)
         self.gloo.end_engine(engine)
         self.fastest.end_engine(engine)
 
@@ -107,7 +107,7 @@ def ranks_of_this_host() -> int:
 
     Local.
     """
-    links = Links._current
+    links = WorldContext._current
     if links is not None and links.world is dist.group.WORLD:
         return links.hosts.local_size
     return world.local_size() or world.size()
@@ -115,13 +115,13 @@ def ranks_of_this_host() -> int:
 
 def local_rank() -> int:
     """This rank's number on its host: as its launcher says, else by counting, else its rank.  Local."""
-    links, said = Links._current, world.stated_local_rank()
+    links, said = WorldContext._current, world.stated_local_rank()
     if said is not None or links is None or links.world is not dist.group.WORLD:
         return world.local_rank()
     return links.hosts.near.index(links.rank)
 
 
-def let_threads_rest() -> None:
+def drain_threads() -> None:
     """Wait, as the program ends, until no other thread of this process wants to run; a second at most.
 
     gloo's threads drop the tensors of a message a moment after its last receiver has gone on.  Where that moment falls

@@ -5,17 +5,17 @@ from __future__ import annotations
 from typing import NamedTuple
 
 LANES = ("gather", "reduce", "rows")  # of each engine
-WORLD = "world"  # stands for an engine in the one lane that engines themselves are made in
+WORLD_LANE = "world"  # stands for an engine in the one lane that engines themselves are made in
 _LANE_STEP = 4  # lane numbers of one engine
 
 
-class Mark(NamedTuple):
+class CollectiveId(NamedTuple):
     """What sets one collective's messages apart.  lane: "engine 0/gather".  number: the lane's, which no other lane of
     this world ever has.  arrived: gets the time of arrival.
     """
 
     lane: str
-    number: int
+    lane_number: int
     sequence: int
     check: int  # 32 bits of the name: a rank that strayed stands in the same place under another name
     arrived: list[float]
@@ -23,7 +23,7 @@ class Mark(NamedTuple):
     @property
     def tag(self) -> int:
         """All of it in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
-        return (self.number << 40 | self.sequence) << 32 | self.check
+        return (self.lane_number << 40 | self.sequence) << 32 | self.check
 
 
 def lane_number(engine: int, lane: str) -> int:

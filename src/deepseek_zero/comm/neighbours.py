@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .greeting import Hosts, everyones
+from .greeting import Hosts, all_gather_text
 
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
@@ -52,7 +52,7 @@ class Message(NamedTuple):
     descriptor: int = -1
 
 
-class Neighbours:
+class LocalSockets:
     """Connections to the other ranks of this host; `gone`: those whose process has ended."""
 
     def __init__(self, sockets: dict[int, socket.socket]) -> None:
@@ -165,7 +165,7 @@ def host_key() -> str:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
-def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, Neighbours | None, str]:
+def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, LocalSockets | None, str]:
     """Which ranks share a host, and connections to those of this one; None where there are none, or where the system
     does not let them: then with its reason.
 
@@ -177,7 +177,7 @@ def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tu
         listener, address = _listen()
     except OSError as error:  # forbidden
         refusal = str(error)
-    everyone = [json.loads(text) for text in everyones(json.dumps([key, address]), size, group)]
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps([key, address]), size, group)]
     hosts = Hosts(rank, tuple(key for key, _ in everyone))
     others = [peer for peer in hosts.near if peer != rank]
     found: dict[int, socket.socket] = {}
@@ -189,13 +189,13 @@ def find_neighbours(rank: int, size: int, group: dist.ProcessGroup | None) -> tu
     finally:
         if listener is not None:
             listener.close()
-    refusals = everyones(refusal, size, group)
+    refusals = all_gather_text(refusal, size, group)
     refusal = next((refusals[peer] for peer in hosts.near if refusals[peer]), "")
     if not others or refusal:
         for connection in found.values():
             connection.close()
         return hosts, None, refusal
-    return hosts, Neighbours(found), ""
+    return hosts, LocalSockets(found), ""
 
 
 def _listen() -> tuple[socket.socket, str]:

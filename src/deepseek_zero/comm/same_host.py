@@ -20,8 +20,8 @@ from torch import Tensor
 
 from ..base.memory import Look, Segment
 from . import transports
-from .marks import Mark, engine_of
-from .neighbours import INLINE_BYTES, Kind, Message, Neighbours
+from .marks import CollectiveId, engine_of
+from .neighbours import INLINE_BYTES, Kind, Message, LocalSockets
 from .transports import ConnectionLost, Use, Wait
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
@@ -29,18 +29,18 @@ SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs a
 
 
 @dataclass
-class Flight:
+class InFlightReceive:
     """What this rank is to receive in one collective.  boxes: by rank; None: the piece is read where it lies."""
 
     boxes: Mapping[int, Tensor | None]
     like: Tensor  # a piece that is read in place has its dtype
     use: Callable[[Mapping[int, Tensor]], None]
     awaiting: set[int]
-    mark: Mark
+    mark: CollectiveId
 
 
 @dataclass(eq=False)
-class Ours:
+class ExportedSegment:
     """A segment of this rank's that others may read."""
 
     number: int
@@ -51,7 +51,7 @@ class Ours:
 
 
 @dataclass(eq=False)
-class Theirs:
+class ImportedSegment:
     """A segment of another rank's, as this one sees it.  reader: the engine that reads it here."""
 
     data: Tensor
@@ -59,39 +59,39 @@ class Theirs:
 
 
 @dataclass(frozen=True, eq=False)
-class Common:
+class SharedWeights:
     """Weights at rest: every rank writes its own slice and sees all of them.  own: (slice,), shared with everybody."""
 
     own: Tensor
-    look: Look
+    mapping: Look
 
     @property
     def whole(self) -> Tensor:
         """(ranks * slice,), to be read."""
-        return self.look.tensor
+        return self.mapping.tensor
 
     def release(self) -> None:
         """Its use is over: what was written over the whole, on this rank alone, is gone."""
-        if self.look.was_written():
-            self.look.forget_writes()
+        if self.mapping.was_written():
+            self.mapping.forget_writes()
 
 
-class SameHost:
+class SharedMemory:
     """The transport between the ranks of one host.  Others are another transport's business."""
 
     reads_in_place = True
 
-    def __init__(self, rank: int, size: int, neighbours: Neighbours) -> None:
-        self.rank, self.size, self.neighbours = rank, size, neighbours
+    def __init__(self, rank: int, size: int, neighbours: LocalSockets) -> None:
+        self.rank, self.size, self.sockets = rank, size, neighbours
         self.peers = tuple(neighbours.ranks)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        self._ours: dict[int, Ours] = {}  # by address
-        self._forgotten: list[Ours] = []
-        self._theirs: dict[tuple[int, int], Theirs] = {}  # (rank, segment)
-        self._handed: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
+        self._exported: dict[int, ExportedSegment] = {}  # by address
+        self._forgotten: list[ExportedSegment] = []
+        self._imported: dict[tuple[int, int], ImportedSegment] = {}  # (rank, segment)
+        self._received_pages: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
         self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
-        self._flights: dict[int, Flight] = {}  # by tag
+        self._in_flight: dict[int, InFlightReceive] = {}  # by tag
         self._failed: dict[int, Exception] = {}  # by tag: what its use raised, for whoever waits for it
         self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
         self._staged: dict[int, list[Tensor]] = {}  # tag -> copies of pieces that lay in private memory
@@ -101,63 +101,63 @@ class SameHost:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A buffer that neighbours can read in place; arbitrary contents."""
         with self._lock:
-            self._forget()
+            self._unmap_forgotten()
             if not numel:
                 return torch.empty(0, dtype=dtype)
             segment = Segment.create(numel * dtype.itemsize)
             tensor = segment.map(0, numel, dtype)
-            ours = self._ours[tensor.data_ptr()] = Ours(next(self._numbers), tensor.data_ptr(), segment)
+            ours = self._exported[tensor.data_ptr()] = ExportedSegment(next(self._numbers), tensor.data_ptr(), segment)
             weakref.finalize(tensor.untyped_storage(), self._forgotten.append, ours).atexit = False
             return tensor
 
-    def _forget(self) -> None:
+    def _unmap_forgotten(self) -> None:
         """Let go of segments whose tensors are gone, and tell those who mapped them."""
         while self._forgotten:
             ours = self._forgotten.pop()
-            self._ours.pop(ours.address)
+            self._exported.pop(ours.address)
             ours.segment.close()
             for peer in ours.known_by:
-                self.neighbours.send(peer, Message(Kind.FORGET, segment=ours.number))
+                self.sockets.send(peer, Message(Kind.FORGET, segment=ours.number))
 
     def end_engine(self, engine: str) -> None:
         """Let go of what one engine held here of other ranks' memory, and of its own that is gone."""
         with self._lock:
-            for place in [place for place, theirs in self._theirs.items() if theirs.reader == engine]:
-                del self._theirs[place]
-            self._forget()
+            for place in [place for place, theirs in self._imported.items() if theirs.reader == engine]:
+                del self._imported[place]
+            self._unmap_forgotten()
 
-    def common(self, numel: int, dtype: torch.dtype, mark: Mark) -> Callable[[], Common]:
+    def shared_weights(self, numel: int, dtype: torch.dtype, mark: CollectiveId) -> Callable[[], SharedWeights]:
         """Pages for `numel` elements, a slice for each rank, that the first rank makes and all map.  Collective."""
         nbytes, first = numel * dtype.itemsize, min(self.rank, *self.peers)
         if self.rank == first:
             with self._lock:
-                segment = self._handed[mark.tag] = Segment.create(nbytes)
+                segment = self._received_pages[mark.tag] = Segment.create(nbytes)
                 for peer in self.peers:
                     message = Message(Kind.COMMON, mark.tag, nbytes=nbytes, descriptor=segment.descriptor)
-                    self.neighbours.send(peer, message)
+                    self.sockets.send(peer, message)
 
-        def wait() -> Common:
-            self._until(lambda: mark.tag in self._handed, lambda: {first})
-            segment = self._handed.pop(mark.tag)
+        def wait() -> SharedWeights:
+            self._until(lambda: mark.tag in self._received_pages, lambda: {first})
+            segment = self._received_pages.pop(mark.tag)
             look = segment.look(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
-            return Common(own, look)
+            return SharedWeights(own, look)
 
         return wait
 
     # -- movements
 
-    def meet(self, mark: Mark) -> Wait:
+    def barrier(self, mark: CollectiveId) -> Wait:
         """Wait until every rank has come here."""
         return self._start(dict.fromkeys(self.peers, NO_BYTES), dict.fromkeys(self.peers), NO_BYTES, mark, _ignore)
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         slices = list(full.chunk(self.size))
         pieces = dict.fromkeys(self.peers, slices[self.rank])
         return self._start(pieces, {peer: slices[peer] for peer in self.peers}, slices[self.rank], mark, _ignore)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         own = pieces[self.rank]
         boxes = {peer: inbox[peer] for peer in self.peers if (own if inbox[peer] is None else inbox[peer]).numel()}  # type: ignore[union-attr]
 
@@ -171,7 +171,7 @@ class SameHost:
         pieces: Mapping[int, Tensor],
         boxes: Mapping[int, Tensor | None],
         like: Tensor,
-        mark: Mark,
+        mark: CollectiveId,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
         tag = mark.tag
@@ -179,12 +179,12 @@ class SameHost:
             for peer, piece in pieces.items():
                 self._offer(peer, piece, tag)
             awaiting = {peer for peer in boxes if (peer, tag) not in self._offers}
-            self._flights[tag] = Flight(boxes, like, use, awaiting, mark)
-            self._land(tag)
+            self._in_flight[tag] = InFlightReceive(boxes, like, use, awaiting, mark)
+            self._complete(tag)
             self._receive()
 
         def wait() -> None:
-            self._until(lambda: tag not in self._flights, lambda: self._flights[tag].awaiting)
+            self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting)
             if error := self._failed.pop(tag, None):
                 raise error
 
@@ -193,28 +193,28 @@ class SameHost:
     def _offer(self, peer: int, piece: Tensor, tag: int) -> None:
         nbytes = piece.nbytes
         if nbytes <= INLINE_BYTES:
-            self.neighbours.send(peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()))
+            self.sockets.send(peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()))
             return
-        ours = self._ours.get(_address(piece))
+        ours = self._exported.get(_address(piece))
         if ours is None:
             copy = self.empty(piece.numel(), piece.dtype).copy_(piece)
             self._staged.setdefault(tag, []).append(copy)
-            piece, ours = copy, self._ours[_address(copy)]
+            piece, ours = copy, self._exported[_address(copy)]
         else:
             ours.tags.add(tag)
         if peer not in ours.known_by:
             ours.known_by.add(peer)
             size, descriptor = ours.segment.nbytes, ours.segment.descriptor
-            self.neighbours.send(peer, Message(Kind.SEGMENT, 0, ours.number, 0, size, descriptor=descriptor))
+            self.sockets.send(peer, Message(Kind.SEGMENT, 0, ours.number, 0, size, descriptor=descriptor))
             if len(ours.known_by) == len(self.peers):
                 ours.segment.close()
         self._readers.setdefault(tag, set()).add(peer)
         start = piece.data_ptr() - ours.address
-        self.neighbours.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
+        self.sockets.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
 
     @property
     def expects(self) -> bool:
-        return bool(self._flights) or self.neighbours.has_unsent
+        return bool(self._in_flight) or self.sockets.has_unsent
 
     def progress(self) -> None:
         """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
@@ -222,18 +222,18 @@ class SameHost:
             self._receive()
 
     def is_read(self, tensor: Tensor) -> bool:
-        ours = self._ours.get(_address(tensor))
+        ours = self._exported.get(_address(tensor))
         return ours is not None and self._still_read(ours)
 
-    def settle(self, tensor: Tensor) -> None:
+    def wait_until_read(self, tensor: Tensor) -> None:
         """Return when nobody reads this buffer any more; TimeoutError after a while, to be called again."""
-        ours = self._ours.get(_address(tensor))
+        ours = self._exported.get(_address(tensor))
         if ours is not None and ours.tags:
             self._until(lambda: not self._still_read(ours), set)
 
-    def _still_read(self, ours: Ours) -> bool:
+    def _still_read(self, ours: ExportedSegment) -> bool:
         for tag in list(ours.tags):
-            if not self._readers.get(tag, set()) - self.neighbours.gone:
+            if not self._readers.get(tag, set()) - self.sockets.gone:
                 ours.tags.discard(tag)
         return bool(ours.tags)
 
@@ -245,25 +245,25 @@ class SameHost:
         ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
         """
         began = time.perf_counter()
-        while not (is_done := done()) or self.neighbours.has_unsent:
-            if not is_done and (ended := needed() & self.neighbours.gone):
+        while not (is_done := done()) or self.sockets.has_unsent:
+            if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended")
             waited = time.perf_counter() - began
             if waited > transports.POLL_SECONDS:
                 raise TimeoutError
             if waited > SPIN_SECONDS:
-                self.neighbours.wait(transports.POLL_SECONDS - waited)
+                self.sockets.wait(transports.POLL_SECONDS - waited)
             with self._lock:
                 self._receive()
 
     def _receive(self) -> None:
-        for rank, message in self.neighbours.receive():
+        for rank, message in self.sockets.receive():
             match message.kind:
                 case Kind.OFFER | Kind.INLINE:
                     self._offers[rank, message.tag] = message
-                    if (flight := self._flights.get(message.tag)) is not None:
+                    if (flight := self._in_flight.get(message.tag)) is not None:
                         flight.awaiting.discard(rank)
-                        self._land(message.tag)
+                        self._complete(message.tag)
                 case Kind.READ:
                     readers = self._readers[message.tag]
                     readers.discard(rank)
@@ -272,19 +272,19 @@ class SameHost:
                         self._staged.pop(message.tag, None)
                 case Kind.SEGMENT:
                     segment = _taken(message)
-                    self._theirs[rank, message.segment] = Theirs(segment.look().tensor)
+                    self._imported[rank, message.segment] = ImportedSegment(segment.look().tensor)
                     segment.close()
                 case Kind.COMMON:
-                    self._handed[message.tag] = _taken(message)
+                    self._received_pages[message.tag] = _taken(message)
                 case Kind.FORGET:
-                    self._theirs.pop((rank, message.segment), None)
+                    self._imported.pop((rank, message.segment), None)
 
-    def _land(self, tag: int) -> None:
+    def _complete(self, tag: int) -> None:
         """Where everything has arrived: put it where it belongs, use it, and tell its owners that it was read."""
-        flight = self._flights[tag]
+        flight = self._in_flight[tag]
         if flight.awaiting:
             return
-        del self._flights[tag]
+        del self._in_flight[tag]
         flight.mark.arrived.append(time.perf_counter())
         offers = {peer: self._offers.pop((peer, tag)) for peer in flight.boxes}
         try:
@@ -293,9 +293,9 @@ class SameHost:
             self._failed[tag] = error
         for peer, offer in offers.items():
             if offer.kind is Kind.OFFER:
-                self.neighbours.send(peer, Message(Kind.READ, tag))
+                self.sockets.send(peer, Message(Kind.READ, tag))
 
-    def _use(self, flight: Flight, offers: Mapping[int, Message]) -> None:
+    def _use(self, flight: InFlightReceive, offers: Mapping[int, Message]) -> None:
         found = {}
         for peer, box in flight.boxes.items():
             found[peer] = self._piece(peer, offers[peer], flight)
@@ -306,10 +306,10 @@ class SameHost:
         with torch.no_grad():
             flight.use(found)
 
-    def _piece(self, peer: int, offer: Message, flight: Flight) -> Tensor:
+    def _piece(self, peer: int, offer: Message, flight: InFlightReceive) -> Tensor:
         dtype = flight.like.dtype
         if offer.kind is Kind.OFFER:
-            theirs = self._theirs[peer, offer.segment]
+            theirs = self._imported[peer, offer.segment]
             theirs.reader = engine_of(flight.mark.lane)
             return theirs.data[offer.start : offer.start + offer.nbytes].view(dtype)
         return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else flight.like[:0]

@@ -1,6 +1,6 @@
 """The numbers that gloo's messages carry: 31 bits, in which no two collectives under way are alike.
 
-A collective is its lane and its place in that lane.  Sockets between near ranks carry both in full (`Mark.tag`).  A tag
+A collective is its lane and its place in that lane.  Sockets between near ranks carry both in full (`CollectiveId.tag`).  A tag
 of torch's gloo is one positive int32, so an engine gets one of 63 slots while it lives, and places wrap around: a lane
 has fewer collectives under way than places.  The bits that are left check the name, so that a rank that strayed finds
 no partner, but for one chance in 8192 (docs/decisions/0053).
@@ -13,7 +13,7 @@ from collections import Counter
 
 from ..base.errors import UsageError
 from . import transports
-from .marks import LANES, WORLD, Mark, engine_of, lane_of
+from .marks import LANES, WORLD_LANE, CollectiveId, engine_of, lane_of
 
 SLOT_BITS, LANE_BITS, PLACE_BITS, CHECK_BITS = 6, 2, 10, 13  # 31 in all
 SLOTS, WINDOW = 1 << SLOT_BITS, 1 << PLACE_BITS
@@ -23,7 +23,7 @@ class Tags:
     """Of one world; thread-safe, since gloo's waiting threads say what is over."""
 
     def __init__(self) -> None:
-        self._slots = {WORLD: 0}
+        self._slots = {WORLD_LANE: 0}
         self._left: set[str] = set()  # engines that have ended
         self._under_way: Counter[str] = Counter()  # by lane
         self._changed = threading.Condition()
@@ -48,12 +48,12 @@ class Tags:
         with self._changed:
             self._slots[engine] = (free & -free).bit_length()
 
-    def leave(self, engine: str) -> None:
+    def release(self, engine: str) -> None:
         """An engine is gone; its slot is free as soon as nothing of it is under way."""
         with self._changed:
             self._left.add(engine)
 
-    def begin(self, mark: Mark) -> int:
+    def begin(self, mark: CollectiveId) -> int:
         """The tag of a collective that begins; TimeoutError after a while in which its lane had no room."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._under_way[mark.lane] < WINDOW, transports.POLL_SECONDS):

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .marks import Mark, engine_of, lane_of
+from .marks import CollectiveId, engine_of, lane_of
 
 if TYPE_CHECKING:
     from .tags import Tags
@@ -50,11 +50,11 @@ class Transport(Protocol):
         """A buffer as it travels best; its contents are arbitrary."""
         ...
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         """Fill every slice of `full` with its owner's; this rank's own slice is already in place."""
         ...
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         """Send pieces[s] to rank s; receive rank s's piece for us into inbox[s], its own entry ignored.
 
         use(received) is called once, when everything is here and no later than the wait's end: received[s] is inbox[s],
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Whether another rank may still read this buffer, as far as this one has heard."""
         ...
 
-    def settle(self, tensor: Tensor) -> None:
+    def wait_until_read(self, tensor: Tensor) -> None:
         """Return when no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
         ...
 
@@ -84,7 +84,7 @@ class Transport(Protocol):
         ...
 
 
-class Plain:
+class CopyingTransport:
     """What most transports have in common: what was sent is nobody's any more, and nothing needs a push."""
 
     reads_in_place = False
@@ -100,7 +100,7 @@ class Plain:
     def expects(self) -> bool:
         return False
 
-    def settle(self, tensor: Tensor) -> None:
+    def wait_until_read(self, tensor: Tensor) -> None:
         pass
 
     def progress(self) -> None:
@@ -110,24 +110,24 @@ class Plain:
         pass
 
 
-class Alone(Plain):
+class SingleRank(CopyingTransport):
     """A world of one: nothing travels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
-        return nothing
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
+        return no_wait
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         use(pieces)
-        return nothing
+        return no_wait
 
 
 Jobs = queue.SimpleQueue[tuple[list[dist.Work | None], "_Completion", Callable[[], None]] | None]
 
 
-class Gloo(Plain):
+class Gloo(CopyingTransport):
     """Point-to-point over gloo: half the bytes of its reduce-scatter, 2-4 times faster, and matched by tag."""
 
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, peers: Sequence[int], tags: Tags) -> None:
@@ -141,16 +141,16 @@ class Gloo(Plain):
         for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
             self._jobs.pop(lane).put(None)
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         slices = full.chunk(self.size)
         return self._start({peer: (slices[self.rank], slices[peer]) for peer in self.peers}, mark)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         wait = self._start({peer: (pieces[peer], received[peer]) for peer in self.peers}, mark)
         return once(wait, lambda: use(received))
 
-    def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], mark: Mark) -> Wait:
+    def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], mark: CollectiveId) -> Wait:
         works: list[dist.Work | None] = []
         tag = self.tags.begin(mark)
         completion = _Completion(mark.arrived)
@@ -243,7 +243,7 @@ def first_line(error: BaseException) -> str:
 _NETWORK_ERRORS = (dist.DistNetworkError, dist.DistStoreError)
 
 
-class Nccl(Plain):
+class Nccl(CopyingTransport):
     """Native collectives between CUDA ranks; `wait` orders streams and does not block the host.
 
     groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued in, which is
@@ -257,13 +257,13 @@ class Nccl(Plain):
     ) -> None:
         self.rank, self.size, self.groups, self.device = rank, size, groups, device
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         group = self.groups[lane_of(mark.lane)]
         with _nccl_errors():
             work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
         return lambda: _nccl_wait(work)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         outgoing, incoming = list(pieces), list(received)
         outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]  # nothing travels to ourselves
@@ -293,18 +293,18 @@ def _nccl_errors() -> Iterator[None]:
 NCCL_LOST = ("ncclRemoteError", "ncclSystemError")  # a peer ended, or its network
 
 
-class Staged(Plain):
+class HostStaged(CopyingTransport):
     """CUDA tensors through the host and gloo: for ranks that share a GPU, which NCCL refuses.  Not fast."""
 
     def __init__(self, host: Transport, rank: int, size: int, device: torch.device) -> None:
         self.host, self.rank, self.size, self.device = host, rank, size, device
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         host = torch.empty_like(full, device="cpu")
         host.chunk(self.size)[self.rank].copy_(full.chunk(self.size)[self.rank])
         return once(self.host.all_gather(host, mark), lambda: full.copy_(host))
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
         incoming = [torch.empty_like(box, device="cpu") for box in received]
 
@@ -317,7 +317,7 @@ class Staged(Plain):
         return self.host.exchange([piece.cpu() for piece in pieces], incoming, mark, arrive)
 
 
-class Together(Plain):
+class Hierarchical(CopyingTransport):
     """Ranks of several hosts: near ones through shared memory, far ones through gloo."""
 
     def __init__(self, near: Transport, far: Transport, rank: int) -> None:
@@ -329,8 +329,8 @@ class Together(Plain):
     def is_read(self, tensor: Tensor) -> bool:
         return self.near.is_read(tensor)
 
-    def settle(self, tensor: Tensor) -> None:
-        self.near.settle(tensor)
+    def wait_until_read(self, tensor: Tensor) -> None:
+        self.near.wait_until_read(tensor)
 
     @property
     def expects(self) -> bool:
@@ -343,18 +343,18 @@ class Together(Plain):
         self.near.end_engine(engine)
         self.far.end_engine(engine)
 
-    def all_gather(self, full: Tensor, mark: Mark) -> Wait:
+    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
         far = self.far.all_gather(full, mark)  # first: it may have no room yet
         return _both(self.near.all_gather(full, mark), far)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: Mark, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
         received = filled(inbox, pieces[self.rank], self.rank)
-        far = self.far.exchange(pieces, inbox, mark, _nothing_yet)  # first: it may have no room yet
-        near = self.near.exchange(pieces, inbox, mark, _nothing_yet)
+        far = self.far.exchange(pieces, inbox, mark, _keep_waiting)  # first: it may have no room yet
+        near = self.near.exchange(pieces, inbox, mark, _keep_waiting)
         return once(_both(near, far), lambda: use(received))
 
 
-def _nothing_yet(received: Sequence[Tensor]) -> None:
+def _keep_waiting(received: Sequence[Tensor]) -> None:
     """Half of the pieces are here."""
 
 
@@ -376,5 +376,5 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
     return both
 
 
-def nothing() -> None:
+def no_wait() -> None:
     """What there is to wait for when nothing travels."""

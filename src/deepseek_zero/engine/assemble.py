@@ -22,7 +22,7 @@ from ..base.errors import UsageError, shown
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
-from ..comm.agreement import agree, together
+from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.flow import FlowSettings
 from ..optim.registry import granularity_of, resolve_optimizer
@@ -279,7 +279,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     settings = plan_settings_of(config)
     refuse_wrapped(model)
     comm = Comm(mesh.device, transport=settings.transport)
-    together(comm, "looking at the model's parameters", lambda: _look_at(model))
+    run_on_all_ranks(comm, "looking at the model's parameters", lambda: _look_at(model))
     groups, make, granularity = _optimizer_parts(config, model, client, params)
     step_settings = step_settings_of(config, granularity, mesh.device)
     placement = placement_settings_of(config)
@@ -325,9 +325,9 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     parts.recompute = _recompute_for(recompute_settings_of(config), comm, runtime)
     parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
     if config.deterministic:
-        parts.determinism = together(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
+        parts.determinism = run_on_all_ranks(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
     capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])
-    parts.capabilities = Capabilities.of_ranks(comm.texts(as_text(capabilities), "what each rank's machine grants"))
+    parts.capabilities = Capabilities.of_ranks(comm.all_gather_text(as_text(capabilities), "what each rank's machine grants"))
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts
@@ -365,7 +365,7 @@ def _recompute_for(settings: RecomputeSettings, comm: Comm, runtime: Runtime) ->
     """
     if settings == RecomputeSettings():
         return None
-    recompute = together(comm, "opening the nvme_path of activations", lambda: configure(settings))
+    recompute = run_on_all_ranks(comm, "opening the nvme_path of activations", lambda: configure(settings))
     release_with(runtime, recompute)
     return recompute
 

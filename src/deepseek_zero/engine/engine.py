@@ -19,7 +19,7 @@ from ..base.errors import UsageError
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.world import is_rank_zero
-from ..comm.agreement import together
+from ..comm.agreement import run_on_all_ranks
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of
@@ -67,7 +67,7 @@ class Engine(StandsForModule):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self.observer = together(
+        self.observer = run_on_all_ranks(
             parts.runtime.comm,
             "opening the run's records",
             lambda: Observer(parts.observer_settings, mesh.device),

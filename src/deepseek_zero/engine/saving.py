@@ -93,7 +93,7 @@ class Saver:
         if self.current is None:
             return
         comm = self.current.contents.runtime.comm
-        if bool(comm.rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
+        if bool(comm.all_gather_rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
             self._commit()
 
     def finish(self) -> None:

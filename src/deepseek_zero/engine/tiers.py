@@ -16,7 +16,7 @@ from torch import nn
 from ..activations.recompute import RecomputeSettings
 from ..base.device import free_device_bytes
 from ..base.log import log_once
-from ..comm.agreement import together
+from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm
 from ..comm.links import ranks_of_this_host
 from ..planner.memory import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
@@ -92,7 +92,7 @@ def with_places(
         moments = moments_for(optimizer, {}).per_element if optimizer is not None else 0
         working = _working_bytes(units, settings, comm, optimizer, device) + wish.undo_bytes
         budgets = _budgets(wish, comm, working, device)
-        rests = together(comm, "placing states", lambda: assign_tiers(units, choices, budgets, moments))
+        rests = run_on_all_ranks(comm, "placing states", lambda: assign_tiers(units, choices, budgets, moments))
         log_once(f"placement: {describe_tiers(rests)}")
         return replace(settings, unit_tiers=rests)
     if wish.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
@@ -123,7 +123,7 @@ def _budgets(wish: PlacementSettings, comm: Comm, working_bytes: int, device: to
         memory if wish.host is None else wish.host,
         disk if wish.disk is None else wish.disk,
     ]
-    least = comm.rows(torch.tensor(mine), "room for states").amin(dim=0)
+    least = comm.all_gather_rows(torch.tensor(mine), "room for states").amin(dim=0)
     return dict(zip((Tier.DEVICE, Tier.HOST, Tier.NVME), map(int, least), strict=True))
 
 
@@ -154,7 +154,7 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
     if Tier.NVME in wanted:
         path = Path(zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path or "")
         threads = DiskSettings(config.aio.queue_depth, config.aio.block_size)
-        memories[Tier.NVME] = together(comm, "opening nvme_path", lambda: Disk(path, threads))
+        memories[Tier.NVME] = run_on_all_ranks(comm, "opening nvme_path", lambda: Disk(path, threads))
     for memory in memories.values():
         memory.traffic.clock = comm.meter.clock
     return Tiers(memories, chunk_numel, Allowance(settings.device_bytes))
@@ -186,7 +186,7 @@ def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, op
         for tier, memory in tiers.memories.items():
             memory.admit(needed[tier], ranks_of_this_host())
 
-    together(comm, "asking for room", ask)
+    run_on_all_ranks(comm, "asking for room", ask)
 
 
 def resting_bytes(model: nn.Module, settings: PlanSettings, ranks: int, optimizer: str | None) -> dict[Tier, int]:

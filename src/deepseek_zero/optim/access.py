@@ -44,7 +44,7 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
     for cover, view in pieces:
         full[cover.start : cover.stop].copy_(view)
     row = torch.tensor([sum(cover.stop - cover.start for cover, _ in pieces)])
-    known = comm.rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
+    known = comm.all_gather_rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
     if not int(known.sum()):
         return None
     if owner.master is not None and owner.master.placement is not R:
@@ -61,7 +61,7 @@ def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
         raise _no_optimizer(owner, param)
     found = list(_state_views(param, key))
     lacks = torch.tensor([len(list(_covers(optimizer, owner, param))) - len(found)])
-    if int(owner.route.comm.rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
+    if int(owner.route.comm.all_gather_rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
         raise _no_state(optimizer, owner.name_of(param), key)
     for cover, view in found:
         view.copy_(flat[cover.start : cover.stop])

@@ -92,7 +92,7 @@ class NonFinite:
         seen = [watcher.origin_in_forward(forward), watcher.origin_in_backward(backward, self._sick(verdict))]
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
         row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
-        agreed = runtime.comm.rows(row, "where numbers stop being finite").amin(dim=0).tolist()
+        agreed = runtime.comm.all_gather_rows(row, "where numbers stop being finite").amin(dim=0).tolist()
         for order, place in zip(orders, agreed, strict=True):
             if place != NOBODY:
                 return runtime.units[order[int(place)]]

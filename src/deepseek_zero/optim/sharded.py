@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedules_of_step
 from ..base.errors import UsageError
 from ..base.log import log_once
-from ..comm.agreement import agree, telling
+from ..comm.agreement import agree, propagate_errors
 from ..planner.spec import R
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
@@ -325,7 +325,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.updater.finish()
         self.steps = number if number is not None else self.steps + 1
         runtime, groups = self.runtime, self.runtime.trained_groups
-        with torch.no_grad(), telling(runtime.comm):
+        with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.before_step()
             verdict = agree_on_norm(runtime, word)
             self._refuse_differences(verdict)
@@ -335,7 +335,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
             self._report_idle(verdict)
-        with torch.no_grad(), telling(runtime.comm):
+        with torch.no_grad(), propagate_errors(runtime.comm):
             if verdict.any_edited:
                 for each in [group.gradient.spread(group.members[0].name) for group in groups]:
                     each.wait()
@@ -427,8 +427,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "call it after step().",
             )
         self.finish()
-        with torch.no_grad(), telling(self.runtime.comm):
-            self.runtime.comm.fence("flush")  # nobody computes with the weights any more
+        with torch.no_grad(), propagate_errors(self.runtime.comm):
+            self.runtime.comm.barrier("flush")  # nobody computes with the weights any more
             self._conclude(None)
             self.runtime.drop_grads()
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
-from ..comm.collectives import hand_out
+from ..comm.collectives import scatter
 from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
 from .group import FlatGroup
@@ -108,7 +108,7 @@ class GatheredParameters:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):
             comm = group.route.comm
-            hand_out(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
+            scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
             group.store(copy)
 
     def _refuse_changes(self) -> None:
@@ -119,7 +119,7 @@ class GatheredParameters:
         if not comms:
             return
         row = torch.tensor([len(changed)])
-        if int(comms[0].rows(row, "changes in GatheredParameters").sum()):
+        if int(comms[0].all_gather_rows(row, "changes in GatheredParameters").sum()):
             raise UsageError(
                 "parameters had an in-place modification inside GatheredParameters(modifier_rank=None)"
                 + (f", among {changed[0]}." if changed else " on another rank."),

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.device import storage_users
 from ..base.memory import give_back
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
-from ..comm.same_host import Common
+from ..comm.same_host import SharedWeights
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
 from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
 from ..tiers.device import Allowance
@@ -47,7 +47,7 @@ class Pool:
         idle = self._idle[dtype, numel]
         if idle:
             tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
-            self.comm.settle(tensor)
+            self.comm.wait_until_read(tensor)
             return tensor
         self.allowance.take(numel * dtype.itemsize, "a buffer of a unit or a message")
         tensor = self.comm.empty(numel, dtype)
@@ -68,7 +68,7 @@ class Pool:
     def rest(self) -> None:
         """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
         for tensor in filter(has_pages_to_return, self.idle()):
-            self.comm.settle(tensor)
+            self.comm.wait_until_read(tensor)
             give_back(tensor)
 
     def clear(self) -> None:
@@ -110,7 +110,7 @@ class FlatBuffer:
     layout: FlatLayout
     spec: Spec
     memory: Tensor
-    common: Common | None = None
+    common: SharedWeights | None = None
     extent: Extent | None = None
     barrier: Barrier = field(default_factory=Barrier)
 
@@ -164,7 +164,7 @@ class FlatBuffer:
             return cls.travelling(layout, spec, route, what)
         if spec.tier is not Tier.DEVICE:
             return cls.at_rest(layout, spec, route, what)
-        common = route.comm.common(layout.padded_numel, spec.dtype, what)
+        common = route.comm.shared_weights(layout.padded_numel, spec.dtype, what)
         if common is None:
             return cls.at_rest(layout, spec, route, what)
         return cls(layout, spec, common.own, common).counted(route, what)

@@ -13,7 +13,7 @@ from torch import nn
 from ..base.device import default_device
 from ..base.errors import UsageError
 from ..comm.agreement import agree
-from ..comm.collectives import Comm, hand_out
+from ..comm.collectives import Comm, scatter
 from ..planner.auto_wrap_policy import (
     GroupKey,
     UnitChoice,
@@ -109,7 +109,7 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
             buffer.data = buffer.data.to(device)
         if comm.size > 1 and buffer.numel():
             flat = buffer.detach().reshape(-1).contiguous().clone()
-            hand_out(comm, [flat] * comm.size, flat, f"buffer {name}")
+            scatter(comm, [flat] * comm.size, flat, f"buffer {name}")
             buffer.data.copy_(flat.view(buffer.shape))
 
 

@@ -48,7 +48,7 @@ class Gatherer:
     def begin(self, walk: Pass) -> None:
         """Start a walk; the one before must have ended.  Collective within the gather lane."""
         if self._rests_in_common:
-            self.comm.meet("backward" if walk is self.schedule.backward else "forward")
+            self.comm.barrier_begin("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._cursor = walk, 0
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
 
@@ -102,7 +102,7 @@ class Gatherer:
         self.issue_rest()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None
-            self.comm.part()
+            self.comm.barrier_end()
             for unit in self.units:
                 if unit.number not in keep and unit.number not in self._resident_before:
                     unit.release()
@@ -110,7 +110,7 @@ class Gatherer:
     def release_all(self) -> None:
         """Put every unit to rest; gathers under way are waited for."""
         self._walk = None
-        self.comm.part()
+        self.comm.barrier_end()
         for unit in self.units:
             unit.release()
 
@@ -126,7 +126,7 @@ class Gatherer:
         """The order of the rank that used most units becomes everybody's; the rest comes last.  Collective."""
         row = torch.full((len(self.units),), -1, dtype=torch.int64)
         row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
-        rows = self.comm.rows(row, "order of units")
+        rows = self.comm.all_gather_rows(row, "order of units")
         fullest = int((rows >= 0).sum(dim=1).argmax())  # the first rank that used most units
         seen = [int(number) for number in rows[fullest] if number >= 0]
         order = [0, *(number for number in seen if number)]

@@ -90,7 +90,7 @@ class Gradient:
         if group.plan.grad.placement is P:
             buffer = self.room()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
-            group.route.comm.settle(buffer.storage)
+            group.route.comm.wait_until_read(buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
                 state.carry = self._own(buffer).clone()
                 state.reduced = False
@@ -374,7 +374,7 @@ class Gradient:
         own, comm = part.values.double().abs(), self.group.route.comm
         mine, together = _powers(own, order)
         if not part.is_whole:
-            rows = comm.rows(mine.cpu().reshape(1), f"norm of {self.group.members[number].name}")
+            rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {self.group.members[number].name}")
             mine = together(rows)
         is_root = order not in (0.0, float("inf"), -float("inf"))
         return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..base.device import CPU, without_torch_function
 from ..base.memory import give_back_holes
-from ..comm.collectives import DONE, Comm, Pending, hand_out
+from ..comm.collectives import DONE, Comm, Pending, scatter
 from ..planner.auto_wrap_policy import GroupKey
 from ..planner.layout import LAYOUTS, FlatLayout, Slot
 from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
@@ -210,7 +210,7 @@ class FlatGroup:
             return DONE
         if self.weight.common is not None:
             self.full = FlatBuffer(self.layout, spec, self.weight.common.whole)
-            return self.route.comm.see(self.weight.common, what)
+            return self.route.comm.gather_shared(self.weight.common, what)
         storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
         self.full = FlatBuffer(self.layout, spec, storage)
         return move(self.weight, self.full, self.route, what)
@@ -305,7 +305,7 @@ class FlatGroup:
     def write(self, param: nn.Parameter, value: Tensor) -> None:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
         if self.weight.common is not None:  # others may still be reading the old one
-            self.route.comm.fence(f"writing {self.name_of(param)}")
+            self.route.comm.barrier(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
         flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
         start, stop, weight = self.weight.held(slot, rank)
@@ -411,6 +411,6 @@ def prepare_rest(members: Sequence[Member], placeholder: Tensor) -> None:
 def take_values_of_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
     """Rank 0's values of a whole buffer, to every rank; `only_own`: each rank's slice alone.  Collective."""
     slices = [full.slice(rank) for rank in range(comm.size)]
-    hand_out(comm, slices, slices[comm.rank], what)
+    scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
         comm.all_gather(full.storage, "gather", what).wait()

@@ -25,7 +25,7 @@ from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
-from ..comm.collectives import Comm, hand_out
+from ..comm.collectives import Comm, scatter
 from ..comm.start import init_distributed
 from ..precision.policy import cast_master
 from .handle import owner_of, put_to_rest, set_owner, wake
@@ -215,7 +215,7 @@ def _hand_out_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype)
     padded[: value.numel()].copy_(value.reshape(-1))
     mine = padded.chunk(comm.size)[comm.rank] if padded.numel() else padded
     if comm.size > 1 and per_rank:
-        hand_out(comm, padded.chunk(comm.size), mine, "a parameter under construction", source)
+        scatter(comm, padded.chunk(comm.size), mine, "a parameter under construction", source)
     return mine
 
 

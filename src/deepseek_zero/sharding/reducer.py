@@ -102,7 +102,7 @@ class Reducer:
         """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
-        agreed = self.comm.rows(mask, "late gradients").amax(dim=0)
+        agreed = self.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
         for number in self.order:
             if agreed[number]:
                 self._launch(self.units[number])

@@ -16,7 +16,7 @@ import torch
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
-from ..comm.agreement import agree, telling
+from ..comm.agreement import agree, propagate_errors
 from .group import FlatGroup, Member, planned_group
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def follow(runtime: Runtime, *, begins_a_step: bool) -> None:
         _refuse_late(runtime, changed)
         return
     lines = [f"{member.name} {'trained' if member.is_frozen else 'frozen'}" for member in changed]
-    with torch.inference_mode(False), torch.no_grad(), telling(runtime.comm):
+    with torch.inference_mode(False), torch.no_grad(), propagate_errors(runtime.comm):
         agree(
             runtime.comm,
             lines,

@@ -6,12 +6,12 @@ import pytest
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.comm import transports
-from deepseek_zero.comm.marks import LANES, Mark, lane_number
+from deepseek_zero.comm.marks import LANES, CollectiveId, lane_number
 from deepseek_zero.comm.tags import SLOTS, WINDOW, Tags
 
 
-def mark(engine: int, lane: str, sequence: int, check: int = 0) -> Mark:
-    return Mark(f"engine {engine}/{lane}", lane_number(engine + 1, lane), sequence, check, [])
+def mark(engine: int, lane: str, sequence: int, check: int = 0) -> CollectiveId:
+    return CollectiveId(f"engine {engine}/{lane}", lane_number(engine + 1, lane), sequence, check, [])
 
 
 def make(tags: Tags, engine: int) -> None:
@@ -24,7 +24,7 @@ def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
         make(tags, engine)
         for lane in LANES:
             seen |= {tags.begin(mark(engine, lane, sequence)) for sequence in range(WINDOW)}
-    seen |= {tags.begin(Mark("world/rows", 0, sequence, 0, [])) for sequence in range(WINDOW)}
+    seen |= {tags.begin(CollectiveId("world/rows", 0, sequence, 0, [])) for sequence in range(WINDOW)}
     assert len(seen) == ((SLOTS - 1) * len(LANES) + 1) * WINDOW
     assert min(seen) >= 0
     assert max(seen) < 1 << 31, "torch takes a positive int32"
@@ -48,7 +48,7 @@ def test_a_slot_is_used_again_only_when_nothing_of_its_engine_is_under_way() -> 
     make(tags, 1)
     tags.begin(mark(0, "gather", 0))
     for engine in (0, 1):
-        tags.leave(f"engine {engine}")
+        tags.release(f"engine {engine}")
     assert tags.free_slots() & 0b11 == 0b10
     tags.end("engine 0/gather")
     assert tags.free_slots() & 0b11 == 0b11

@@ -9,14 +9,14 @@ import torch
 import torch.distributed as dist
 
 from deepseek_zero.comm import transports
-from deepseek_zero.comm.marks import Mark
+from deepseek_zero.comm.marks import CollectiveId
 from deepseek_zero.comm.transports import ConnectionLost, Nccl, first_line
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40143. This is typically ..."
 TRACE = "\nException raised from recvBytes at /src/Utils.hpp:787 (most recent call first):\nframe #0: c10::Error::Error"
 
 
-def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str) -> tuple[Nccl, Mark]:
+def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str) -> tuple[Nccl, CollectiveId]:
     class Work:
         def wait(self) -> None:
             raise error
@@ -27,7 +27,7 @@ def nccl_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch, at: str)
         return Work()
 
     monkeypatch.setattr(dist, "all_gather_into_tensor", issue)
-    return Nccl(0, 2, {"gather": None}, torch.device("cpu")), Mark("engine 0/gather", 4, 0, 0, [])
+    return Nccl(0, 2, {"gather": None}, torch.device("cpu")), CollectiveId("engine 0/gather", 4, 0, 0, [])
 
 
 @pytest.mark.parametrize("at", ["issue", "wait"])
