@@ -22,7 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from deepseek_zero.comm import transports
+from deepseek_zero.comm.transports import base
 from tests.crash import names_in
 from tests.ranks.test_crash import engine_of, newest, step
 
@@ -37,7 +37,7 @@ def live(rank: int, port: int, folder: Path, told: int) -> None:
     """
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    transports.POLL_SECONDS = 0.1
+    base.POLL_SECONDS = 0.1
     engine = engine_of()
     engine.load_checkpoint(folder)
     os.write(told, b"x")

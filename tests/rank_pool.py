@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
-from deepseek_zero.comm import transports
+from deepseek_zero.comm.transports import base
 
 SEED = 1234
 START_SECONDS = 240.0
@@ -166,7 +166,7 @@ def _serve(rank: int, size: int, port: int, pipe: connection.Connection, stacks:
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a second init_process_group("env://") joins the parent's store too
     }
     torch.set_num_threads(1)
-    transports.POLL_SECONDS = POLL_SECONDS
+    base.POLL_SECONDS = POLL_SECONDS
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     pipe.send(Answer("ok"))

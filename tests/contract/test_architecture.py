@@ -22,7 +22,7 @@ def files_of_the_tree() -> set[str]:
             room = opened[1] + "/"
         elif re.match(r"[├└]── ", line):
             room = ""
-        found |= {room + name for name in re.findall(r"\b\w+\.py\b", line)}
+        found |= {room + name for name in re.findall(r"\b[\w/]+\.py\b", line)}
     return found
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepseek_zero.comm import channels
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.comm.transports import Nccl
+from deepseek_zero.comm.transports import nccl
+from deepseek_zero.comm.transports.nccl import Nccl
 
 GPU = torch.device("cuda", 0)  # a name: nothing here touches it
 
@@ -36,8 +36,8 @@ def test_groups_are_shared_and_go_with_their_last_user(monkeypatch: pytest.Monke
         gone.append(group)
         destroy(group)
 
-    monkeypatch.setattr(channels.dist, "new_group", counted)
-    monkeypatch.setattr(channels.dist, "destroy_process_group", destroyed)
+    monkeypatch.setattr(nccl.dist, "new_group", counted)
+    monkeypatch.setattr(nccl.dist, "destroy_process_group", destroyed)
     building, loading = Comm(GPU, trains=False), Comm(GPU, trains=False)
     engine = Comm(GPU)
     assert len(made) == 2, "a pair for zero.Init, a load and the engine"
@@ -71,6 +71,6 @@ def test_groups_are_shared_and_go_with_their_last_user(monkeypatch: pytest.Monke
     for group in made[:2]:
         destroy(group)
     monkeypatch.undo()
-    from deepseek_zero.comm.links import WorldContext
+    from deepseek_zero.comm.context import WorldContext
 
     WorldContext._current = None  # its channels were this test's

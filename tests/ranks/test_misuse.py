@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
-from deepseek_zero.comm import links, neighbours, transports
+from deepseek_zero.comm import context
+from deepseek_zero.comm.transports import base, local_sockets
 from tests.plain import (
     BACKWARD,
     STAGE_1,
@@ -102,7 +103,7 @@ def test_a_parameter_that_one_rank_does_not_use_gets_zeros_from_it(skipper: int,
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "POLL_SECONDS", 0.1)
+        patch.setattr(base, "POLL_SECONDS", 0.1)
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -118,7 +119,7 @@ def test_units_that_one_rank_does_not_use_get_zeros_from_it(
         return train(model, rank, step, backward)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
+        patch.setattr(base, "POLL_SECONDS", 0.1)  # ranks that wait for each other notice it at their second look
         assert_trains_like_plain(Model, body, setting, steps=4)
 
 
@@ -431,12 +432,12 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", "localhost")
-        patch.setattr(neighbours, "host_key", lambda: f"host {here()}")
+        patch.setattr(local_sockets, "host_key", lambda: f"host {here()}")
         patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
         engine = engine_for(seeded(Model), STAGE_1)
-    world = links.WorldContext.of_this_world()
+    world = context.WorldContext.of_this_world()
     assert world.recorder._store.host == "localhost", "and not 127.0.0.1, where another host would find itself"
-    assert (links.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (1, [here()], False)
+    assert (context.ranks_of_this_host(), world.hosts.near, world.hosts.is_one) == (1, [here()], False)
     if here() == 1:
         engine.module.blocks[2].register_forward_pre_hook(raises)
     with pytest.raises(Boom if here() == 1 else PeerError, match="rank 1"):
@@ -465,7 +466,7 @@ def test_an_error_caught_in_one_engine_does_not_end_the_other() -> None:
         with pytest.raises(Boom):
             one_good_step(first)
         hook.remove()
-        time.sleep(4 * transports.POLL_SECONDS)  # rank 0 looks at the board meanwhile, waiting in the second engine
+        time.sleep(4 * base.POLL_SECONDS)  # rank 0 looks at the board meanwhile, waiting in the second engine
     for _ in range(2):
         one_good_step(second)
     assert second.global_steps == 3
@@ -532,7 +533,7 @@ def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
 
     def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
         if not isinstance(model, Model) and here() == late and step == 1:
-            time.sleep(3.5 * transports.POLL_SECONDS)
+            time.sleep(3.5 * base.POLL_SECONDS)
         return train(model, rank, step, backward)
 
     assert_trains_like_plain(Model, body, setting, steps=3)
@@ -543,7 +544,7 @@ def test_a_rank_that_is_late_trains_on(late: int, setting: Setting) -> None:
 def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
     """On a clock that runs fifty times faster the late rank is 90 seconds late."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "POLL_SECONDS", 0.02)
+        patch.setattr(base, "POLL_SECONDS", 0.02)
 
         def body(model: nn.Module, rank: int, step: int, backward: BACKWARD) -> Any:
             if not isinstance(model, Model) and here() == 1 and step == 1:
@@ -557,7 +558,7 @@ def test_ninety_looks_at_the_board_are_no_evidence(setting: Setting) -> None:
 def test_a_rank_that_is_late_at_every_collective_trains_on() -> None:
     """Between any two collectives of one rank the other looks at the board several times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "POLL_SECONDS", 0.005)
+        patch.setattr(base, "POLL_SECONDS", 0.005)
         model, plain = seeded(Model), Plain(Model)
         engine = engine_for(model, STAGE_3_BARE)
         for block in model.blocks:

@@ -29,11 +29,13 @@ from torch import Tensor
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
-from deepseek_zero.comm import links, neighbours
+from deepseek_zero.comm import context
 from deepseek_zero.comm.collectives import Comm, scatter
-from deepseek_zero.comm.neighbours import INLINE_BYTES
-from deepseek_zero.comm.same_host import SharedMemory
-from deepseek_zero.comm.transports import Gloo, Hierarchical
+from deepseek_zero.comm.transports import local_sockets
+from deepseek_zero.comm.transports.composed import Hierarchical
+from deepseek_zero.comm.transports.gloo import Gloo
+from deepseek_zero.comm.transports.local_sockets import INLINE_BYTES
+from deepseek_zero.comm.transports.shared_memory import SharedMemory
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
@@ -45,8 +47,8 @@ LARGE = 50_000  # elements: more than a message carries
 def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
     """Links made anew, with the ranks on the hosts that key_of says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(neighbours, "host_key", lambda: key_of(dist.get_rank()))
-        patch.setattr(links.WorldContext, "_current", None)
+        patch.setattr(local_sockets, "host_key", lambda: key_of(dist.get_rank()))
+        patch.setattr(context.WorldContext, "_current", None)
         yield
 
 
@@ -262,7 +264,7 @@ def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
 ENDLESS = """
     import os, signal, sys, torch
     import deepseek_zero
-    from deepseek_zero.comm.same_host import SameHost
+    from deepseek_zero.comm.transports.shared_memory import SharedMemory
     folder, victim, rank = sys.argv[1], sys.argv[2], os.environ["RANK"]
 
     def here():
@@ -283,7 +285,7 @@ ENDLESS = """
         engine.backward(loss)
         engine.step()
         if step == 3 and victim == "rank in a gather" and rank == "1":
-            SameHost.barrier = stop  # the others have begun the gather that this rank does not come to
+            SharedMemory.barrier = stop  # the others have begun the gather that this rank does not come to
         elif step == 3:
             here()
 """

@@ -170,13 +170,13 @@ SPAWN = (
 def live(rank, port):
     import torch.distributed as dist
     from deepseek_zero.base import world
-    from deepseek_zero.comm import links
+    from deepseek_zero.comm import context
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     config["records"]["path"] = f"{sys.argv[1]}/records{rank}"
     config["csv_monitor"] = {"enabled": True, "output_path": f"{sys.argv[1]}/csv{rank}"}
     engine = train()
     assert engine.global_rank == engine.local_rank == world.local_rank() == rank
-    assert links.ranks_of_this_host() == 2
+    assert context.ranks_of_this_host() == 2
     deepseek_zero.log_dist(f"speaks {rank}", ranks=[1])
     engine.destroy()
     dist.destroy_process_group()

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..base.device import backward_id, queue_backward_callback
 from ..base.memory import PAGE, give_back_holes
 from ..base.quantities import format_bytes
-from ..comm.links import ranks_of_this_host
+from ..comm.context import ranks_of_this_host
 from ..tiers.tier import Memory, Ticket
 from .form import Form
 from .passage import ALIGNMENT, Passage, Stay, rounded

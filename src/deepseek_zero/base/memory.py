@@ -1,8 +1,7 @@
 """Where bytes come from that torch's allocator does not give: pages of our own, and pages that processes share.
 
 Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
-does not matter, and nobody without the descriptor can map one.  Called by comm/same_host.py, sharding (buffer.py,
-gradient.py, group.py), activations/parking.py, checkpoint, engine/assemble.py and report/measure.py.
+does not matter, and nobody without the descriptor can map one.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .errors import PeerError
 from .log import log_first, speak
 from .world import discover, meeting_place
 
-# Evidence ends a wait (comm/board.py), never patience: a rank that loads data for an hour is late, not dead.
+# Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
 
 

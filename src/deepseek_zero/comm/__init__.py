@@ -13,7 +13,7 @@ import torch.distributed as _dist
 
 from ..base.errors import UnknownNameError
 from .coalesced import ASKED, COLLECTIVES, initialize_mesh_device
-from .links import local_rank as get_local_rank
+from .context import local_rank as get_local_rank
 from .start import init_distributed
 
 __all__ = [

@@ -1,8 +1,6 @@
 """Ranks compare what they are about to do before they do it, and hear of it where one of them cannot.
 
-Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
-Called by sharding/build.py, optim/sharded.py, checkpoint/manifest.py, engine/assemble.py and engine/tiers.py.
-"""
+Differences found here are named; found later they would be wrong gradients or ranks that wait for each other."""
 
 from __future__ import annotations
 

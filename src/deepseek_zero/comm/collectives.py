@@ -2,8 +2,8 @@
 
 Each call returns a `Pending`; its data may be used after `wait()`.  Sums have one order, ranks ascending with
 partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits.
-A message is known by its lane and its place there, and carries a check of its name (comm/marks.py): a rank that strays
-finds no partner, and the board (comm/board.py) turns the silence into a named error.
+A message is known by its lane and its issued there, and carries a check of its name (comm/ids.py): a rank that strays
+finds no partner, and the board (comm/flight_recorder.py) turns the silence into a named error.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import shares_gpu
-from .board import raised_in
-from .links import Lane, WorldContext
-from .marks import WORLD_LANE, CollectiveId, lane_number, lane_of
+from .context import Lane, WorldContext
+from .flight_recorder import raised_in
+from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
 from .meter import Event, Meter
-from .same_host import SharedWeights, SharedMemory
-from .transports import (
-    SingleRank,
+from .transports.base import (
     ConnectionLost,
-    Gloo,
-    Nccl,
-    HostStaged,
-    Hierarchical,
+    SingleRank,
     Transport,
     Use,
     Wait,
     first_line,
     no_wait,
 )
+from .transports.composed import Hierarchical, HostStaged
+from .transports.gloo import Gloo
+from .transports.nccl import Nccl
+from .transports.shared_memory import SharedMemory, SharedWeights
 
 Finish = Callable[[], None]
 T = TypeVar("T")
@@ -106,39 +105,45 @@ class Comm:
         self._gave_up = False  # whether a wait ended in an error of other ranks' making
         self._world: WorldContext | None = None
         self._barrier: Pending | None = None  # while a walk is under way, the meeting at its start
-        self._last: Place | None = None  # the collective issued last
+        self._last: IssuedCollective | None = None  # the collective issued last
         self._transport: Transport = SingleRank(device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            links = self._world = WorldContext.of_this_world()
-            self.rank, self.size = links.rank, links.size
+            world = self._world = WorldContext.of_this_world()
+            self.rank, self.size = world.rank, world.size
             self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
-            self._host_transport: Transport = links.gloo
-            self._host_transport, slots, free, idle = _agreed(self, links, transport)
-            self._number = next(links.engines)  # made in the same order on every rank of this world
+            self._host_transport: Transport = world.gloo
+            self._host_transport, slots, free, idle = _agreed(self, world, transport)
+            self._number = next(world.engines)  # made in the same order on every rank of this world
             self.name = f"engine {self._number - 1}"
-            links.tags.take(self.name, slots)
-            weakref.finalize(self, links.end_engine, self.name).atexit = False
+            world.tags.take(self.name, slots)
+            weakref.finalize(self, world.end_engine, self.name).atexit = False
             self._transport = self._host_transport
             if device.type != "cpu":
-                self._transport = HostStaged(links.gloo, links.rank, links.size, device)
-            if device.type == "cuda" and not shares_gpu(links.hosts.local_size):
-                groups = links.nccl_groups.take(self.name, trains=trains, free=free, idle=idle)
-                self._transport = Nccl(links.rank, links.size, groups, device)
+                self._transport = HostStaged(world.gloo, world.rank, world.size, device)
+            if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
+                groups = world.nccl_groups.take(self.name, trains=trains, free=free, idle=idle)
+                self._transport = Nccl(world.rank, world.size, groups, device)
 
     def capabilities(self) -> list[Capability]:
         """How tensors travel from this rank to the others, and why not faster.  Local."""
-        name, links, transport = "between ranks", self._world, self._transport
-        if links is None:
+        name, world, transport = "between ranks", self._world, self._transport
+        if world is None:
             return []
         if isinstance(transport, HostStaged):
             why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
             return [Capability(name, "through the host, by gloo", why)]
         if isinstance(transport, Gloo):
-            if transport is links.gloo:
+            if transport is world.gloo:
                 return [Capability(name, "gloo, as the configuration says")]
-            why = f"ranks of this host cannot share memory: {links.no_sharing_reason}" if links.no_sharing_reason else ""
+            why = (
+                f"ranks of this host cannot share memory: {world.no_sharing_reason}" if world.no_sharing_reason else ""
+            )
             return [Capability(name, "gloo", why)]
-        ways = {Nccl: "NCCL", SharedMemory: "shared memory", Hierarchical: "shared memory within a host, gloo between hosts"}
+        ways = {
+            Nccl: "NCCL",
+            SharedMemory: "shared memory",
+            Hierarchical: "shared memory within a host, gloo between hosts",
+        }
         return [Capability(name, ways[type(transport)])]
 
     # -- buffers
@@ -159,15 +164,15 @@ class Comm:
             return None
         found: list[SharedWeights] = []
 
-        def start(mark: CollectiveId) -> Wait:
-            wait = transport.shared_weights(numel, dtype, mark)
+        def start(cid: CollectiveId) -> Wait:
+            wait = transport.shared_weights(numel, dtype, cid)
             return lambda: found.append(wait())
 
         self._issue("gather", f"pages of {what}", start).wait()
         return found[0]
 
     def barrier_begin(self, what: str) -> None:
-        """Say that this rank has written what it had to write into common pages.
+        """Say that this rank has written what it had to write into weights pages.
 
         Until `part`, `see` waits for nothing but for all ranks to have said so.  Collective within "gather"; does not
         wait.
@@ -192,9 +197,9 @@ class Comm:
 
     # -- movements
 
-    def gather_shared(self, common: SharedWeights, what: str) -> Pending:
-        """Gather common pages, which moves nothing; counts the bytes that another transport would send."""
-        full, transport = common.whole, self._transport
+    def gather_shared(self, weights: SharedWeights, what: str) -> Pending:
+        """Gather weights pages, which moves nothing; counts the bytes that another transport would send."""
+        full, transport = weights.whole, self._transport
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
         if self._barrier is not None:
             return self._barrier
@@ -202,14 +207,14 @@ class Comm:
         return self._issue("gather", f"gather {what}", transport.barrier)
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
-        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
+        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in issued already.
 
         Collective within its lane.  The buffer belongs to the transport until `wait()`.
         """
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
 
-        def start(mark: CollectiveId) -> Wait:
-            return self._until_buffers_are_read(self._transport.all_gather(full, mark), [full])
+        def start(cid: CollectiveId) -> Wait:
+            return self._until_buffers_are_read(self._transport.all_gather(full, cid), [full])
 
         return self._issue(lane, f"gather {what}", start)
 
@@ -231,10 +236,10 @@ class Comm:
             use(received)
             self.meter.sum_seconds += time.perf_counter() - began
 
-        def start(mark: CollectiveId) -> Wait:
+        def start(cid: CollectiveId) -> Wait:
             if use is not None:
-                return self._transport.exchange(pieces, inbox, mark, timed)
-            return self._until_buffers_are_read(self._transport.exchange(pieces, inbox, mark, _do_nothing), pieces)
+                return self._transport.exchange(pieces, inbox, cid, timed)
+            return self._until_buffers_are_read(self._transport.exchange(pieces, inbox, cid, _do_nothing), pieces)
 
         return self._issue(lane, f"reduce {what}", start)
 
@@ -254,7 +259,7 @@ class Comm:
         table[self.rank] = row
         self.meter.count("rows", row.numel() * row.element_size() * (self.size - 1))
         full = table.view(-1)
-        self._issue("rows", f"agree on {what}", lambda mark: self._host_transport.all_gather(full, mark)).wait()
+        self._issue("rows", f"agree on {what}", lambda cid: self._host_transport.all_gather(full, cid)).wait()
         return table
 
     def barrier(self, what: str) -> None:
@@ -283,26 +288,26 @@ class Comm:
             self._world.recorder.withdraw(raised_in(self.name))
 
     def _issue(self, lane_name: str, what: str, start: Callable[[CollectiveId], Wait]) -> Pending:
-        links = self._world
-        if links is None:  # a world of one: every slice is already here
+        world = self._world
+        if world is None:  # a world of one: every slice is already here
             return DONE
-        links.recorder.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
-        lane = links.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
-        place = self._last = IssuedCollective(lane, lane.next(what), what, time.perf_counter())
-        mark = CollectiveId(lane.name, lane.number, place.sequence, zlib.crc32(what.encode()), place.arrived)
-        wait = self._until_evidence(links, place, lambda: start(mark))
-        return Pending(lambda: self._wait(links, wait, place))
+        world.recorder.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
+        lane = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
+        issued = self._last = IssuedCollective(lane, lane.next(what), what, time.perf_counter())
+        cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived)
+        wait = self._until_evidence(world, issued, lambda: start(cid))
+        return Pending(lambda: self._wait(world, wait, issued))
 
-    def _wait(self, links: WorldContext, wait: Wait, place: Place) -> None:
+    def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
         began, summed = time.perf_counter(), self.meter.sum_seconds
-        self._until_evidence(links, place, wait)
-        ended, lane = time.perf_counter(), lane_of(place.lane.name)
+        self._until_evidence(world, issued, wait)
+        ended, lane = time.perf_counter(), lane_of(issued.lane.name)
         self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
-        if self.meter.events is not None and place.arrived:
-            self.meter.events.append(Event(lane, place.what, place.issued, place.arrived[0], (began, ended)))
-        links.recorder.withdraw("waiting")
+        if self.meter.events is not None and issued.arrived:
+            self.meter.events.append(Event(lane, issued.what, issued.issued, issued.arrived[0], (began, ended)))
+        world.recorder.withdraw("waiting")
 
-    def _until_evidence(self, links: WorldContext, place: Place, action: Callable[[], T]) -> T:
+    def _until_evidence(self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]) -> T:
         """Do what may have to wait for other ranks, until there is evidence that it is in vain.
 
         PeerError where a rank is gone or astray.  Any other error is this rank's own (no memory, a shape, a dtype): it
@@ -312,20 +317,20 @@ class Comm:
             try:
                 return action()
             except TimeoutError:
-                if error := links.recorder.find_desync(links.position(place.lane.name, place.sequence), self.name):
+                if error := world.recorder.find_desync(world.position(issued.lane.name, issued.sequence), self.name):
                     self._gave_up = True
                     raise error from None
                 self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
             except ConnectionLost as caught:
-                raise self._connection_lost(links, place.what, caught) from None
+                raise self._connection_lost(world, issued.what, caught) from None
             except Exception as error:
                 self.post_error(error)
                 raise
 
-    def _connection_lost(self, links: WorldContext, what: str, caught: Exception) -> PeerError:
+    def _connection_lost(self, world: WorldContext, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
         self._gave_up = True
-        if error := links.recorder.find_failure(f"rank {self.rank} was in '{what}'", self.name):
+        if error := world.recorder.find_failure(f"rank {self.rank} was in '{what}'", self.name):
             return error
         return PeerError(
             f"rank {self.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
@@ -345,13 +350,13 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, links: WorldContext, transport: str) -> tuple[Transport, int, int, int]:
+def _agreed(comm: Comm, world: WorldContext, transport: str) -> tuple[Transport, int, int, int]:
     """How host tensors travel, as every rank was told; and what is so on every rank: the slots that are free (`Tags`),
     the pairs of groups that are free and those that are idle (`NcclGroups`).
 
     Asked over gloo, which every rank has.  ModelMismatchError where ranks were told different things.
     """
-    mine = [int(transport == "gloo"), links.tags.free_slots(), links.nccl_groups.free(), links.nccl_groups.idle()]
+    mine = [int(transport == "gloo"), world.tags.free_slots(), world.nccl_groups.free(), world.nccl_groups.idle()]
     table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
         raise ModelMismatchError(
@@ -360,7 +365,7 @@ def _agreed(comm: Comm, links: WorldContext, transport: str) -> tuple[Transport,
             "pass the same configuration on every rank.",
         )
     slots, free, idle = (functools.reduce(operator.and_, table[:, column].tolist()) for column in (1, 2, 3))
-    return links.gloo if transport == "gloo" else links.fastest, slots, free, idle
+    return world.gloo if transport == "gloo" else world.fastest, slots, free, idle
 
 
 def _do_nothing(received: Sequence[Tensor]) -> None:

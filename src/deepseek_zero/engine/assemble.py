@@ -325,9 +325,13 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
     parts.recompute = _recompute_for(recompute_settings_of(config), comm, runtime)
     parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
     if config.deterministic:
-        parts.determinism = run_on_all_ranks(comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device))
+        parts.determinism = run_on_all_ranks(
+            comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device)
+        )
     capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])
-    parts.capabilities = Capabilities.of_ranks(comm.all_gather_text(as_text(capabilities), "what each rank's machine grants"))
+    parts.capabilities = Capabilities.of_ranks(
+        comm.all_gather_text(as_text(capabilities), "what each rank's machine grants")
+    )
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts

@@ -18,7 +18,7 @@ from ..base.device import free_device_bytes
 from ..base.log import log_once
 from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm
-from ..comm.links import ranks_of_this_host
+from ..comm.context import ranks_of_this_host
 from ..planner.memory import UnitFacts, moments_for, step_of_units, total_bytes, units_of_model
 from ..planner.pool_estimate import buffer_bytes, pool_buffers
 from ..planner.spec import PlanSettings

@@ -17,7 +17,7 @@ import torch
 from ..base.device import allocated_bytes, default_device, has_fast_bf16
 from ..base.errors import NotBuiltError, UnknownNameError
 from ..base.mesh import default_backend
-from ..comm.links import ranks_of_this_host
+from ..comm.context import ranks_of_this_host
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

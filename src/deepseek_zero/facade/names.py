@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ..comm.links import local_rank
+from ..comm.context import local_rank
 from ..engine.engine import Engine
 
 

@@ -55,7 +55,11 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
     row = [fact, *(square for group in groups for square in group.gradient.squares())]
     row += [] if word is None else [word]
-    rows = comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist() if comm.size > 1 else [row]
+    rows = (
+        comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist()
+        if comm.size > 1
+        else [row]
+    )
     # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
     sums = [
         sum(rows[rank][1 + number * comm.size + rank] for rank in range(comm.size)) for number in range(len(groups))

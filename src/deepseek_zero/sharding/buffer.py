@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.device import storage_users
 from ..base.memory import give_back
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
-from ..comm.same_host import SharedWeights
+from ..comm.transports.shared_memory import SharedWeights
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
 from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
 from ..tiers.device import Allowance

@@ -76,7 +76,9 @@ class Tuner:
         totals = {**meter.wait_seconds, "all": sum(meter.clock.seconds.values())}
         waited, passed = (totals.get(name, 0.0) - self._seen.get(name, 0.0) for name in (lane, "all"))
         self._seen = totals
-        shares = self.comm.all_gather_rows(torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits")
+        shares = self.comm.all_gather_rows(
+            torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits"
+        )
         share, old = float(shares.max()), knob.value
         if not knob.turn(share):
             return None

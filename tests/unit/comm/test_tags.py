@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.comm import transports
-from deepseek_zero.comm.marks import LANES, CollectiveId, lane_number
-from deepseek_zero.comm.tags import SLOTS, WINDOW, Tags
+from deepseek_zero.comm.ids import LANES, CollectiveId, lane_number
+from deepseek_zero.comm.transports import base
+from deepseek_zero.comm.transports.gloo import SLOTS, WINDOW, Tags
 
 
 def mark(engine: int, lane: str, sequence: int, check: int = 0) -> CollectiveId:
@@ -31,7 +31,7 @@ def test_all_collectives_that_can_be_under_way_have_tags_of_their_own() -> None:
 
 
 def test_a_lane_waits_for_room_before_its_places_wrap_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(base, "POLL_SECONDS", 0.01)
     tags = Tags()
     make(tags, 0)
     first = [tags.begin(mark(0, "gather", sequence)) for sequence in range(WINDOW)]

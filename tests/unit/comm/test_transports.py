@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepseek_zero.comm import transports
-from deepseek_zero.comm.marks import CollectiveId
-from deepseek_zero.comm.transports import ConnectionLost, Nccl, first_line
+from deepseek_zero.comm.ids import CollectiveId
+from deepseek_zero.comm.transports import gloo
+from deepseek_zero.comm.transports.base import ConnectionLost, first_line
+from deepseek_zero.comm.transports.nccl import Nccl
 
 GLOO = "[/src/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:40143. This is typically ..."
 TRACE = "\nException raised from recvBytes at /src/Utils.hpp:787 (most recent call first):\nframe #0: c10::Error::Error"
@@ -60,7 +61,7 @@ def test_of_gloos_errors_only_its_transports_are_lost_connections() -> None:
         (RuntimeError("a model of gloo/transport/ fame has a bad shape"), False),
         (torch.OutOfMemoryError("no memory"), False),
     ):
-        found = transports._gloo_error(error)
+        found = gloo._gloo_error(error)
         assert isinstance(found, ConnectionLost) is is_lost
         assert is_lost or found is error
 

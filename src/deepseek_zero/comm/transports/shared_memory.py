@@ -1,9 +1,9 @@
 """Ranks of one host exchange through shared memory: a piece is read where it lies, by whoever needs it.
 
 Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment a piece is; its
-reader answers when it has read.  Weights at rest lie in `common` pages that every rank maps whole, so that gathering
-them moves nothing.  What others read is copy-on-write there: no in-place edit leaves its process.  Called by
-collectives.py, as the transports of transports.py are.
+reader answers when it has read.  Weights at rest lie in `SharedWeights`, pages that every rank
+maps whole, so that gathering them moves nothing.  What others read is copy-on-write there: no in-place edit leaves its
+process.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..base.memory import Look, Segment
-from . import transports
-from .marks import CollectiveId, engine_of
-from .neighbours import INLINE_BYTES, Kind, Message, LocalSockets
-from .transports import ConnectionLost, Use, Wait
+from ...base.memory import Look, Segment
+from ..ids import CollectiveId, engine_of
+from . import base
+from .base import ConnectionLost, Use, Wait
+from .local_sockets import INLINE_BYTES, Kind, LocalSockets, Message
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
@@ -36,7 +36,7 @@ class InFlightReceive:
     like: Tensor  # a piece that is read in place has its dtype
     use: Callable[[Mapping[int, Tensor]], None]
     awaiting: set[int]
-    mark: CollectiveId
+    cid: CollectiveId
 
 
 @dataclass(eq=False)
@@ -106,39 +106,41 @@ class SharedMemory:
                 return torch.empty(0, dtype=dtype)
             segment = Segment.create(numel * dtype.itemsize)
             tensor = segment.map(0, numel, dtype)
-            ours = self._exported[tensor.data_ptr()] = ExportedSegment(next(self._numbers), tensor.data_ptr(), segment)
-            weakref.finalize(tensor.untyped_storage(), self._forgotten.append, ours).atexit = False
+            exported = self._exported[tensor.data_ptr()] = ExportedSegment(
+                next(self._numbers), tensor.data_ptr(), segment
+            )
+            weakref.finalize(tensor.untyped_storage(), self._forgotten.append, exported).atexit = False
             return tensor
 
     def _unmap_forgotten(self) -> None:
         """Let go of segments whose tensors are gone, and tell those who mapped them."""
         while self._forgotten:
-            ours = self._forgotten.pop()
-            self._exported.pop(ours.address)
-            ours.segment.close()
-            for peer in ours.known_by:
-                self.sockets.send(peer, Message(Kind.FORGET, segment=ours.number))
+            exported = self._forgotten.pop()
+            self._exported.pop(exported.address)
+            exported.segment.close()
+            for peer in exported.known_by:
+                self.sockets.send(peer, Message(Kind.FORGET, segment=exported.number))
 
     def end_engine(self, engine: str) -> None:
         """Let go of what one engine held here of other ranks' memory, and of its own that is gone."""
         with self._lock:
-            for place in [place for place, theirs in self._imported.items() if theirs.reader == engine]:
+            for place in [place for place, imported in self._imported.items() if imported.reader == engine]:
                 del self._imported[place]
             self._unmap_forgotten()
 
-    def shared_weights(self, numel: int, dtype: torch.dtype, mark: CollectiveId) -> Callable[[], SharedWeights]:
+    def shared_weights(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedWeights]:
         """Pages for `numel` elements, a slice for each rank, that the first rank makes and all map.  Collective."""
         nbytes, first = numel * dtype.itemsize, min(self.rank, *self.peers)
         if self.rank == first:
             with self._lock:
-                segment = self._received_pages[mark.tag] = Segment.create(nbytes)
+                segment = self._received_pages[cid.tag] = Segment.create(nbytes)
                 for peer in self.peers:
-                    message = Message(Kind.COMMON, mark.tag, nbytes=nbytes, descriptor=segment.descriptor)
+                    message = Message(Kind.SHARED, cid.tag, nbytes=nbytes, descriptor=segment.descriptor)
                     self.sockets.send(peer, message)
 
         def wait() -> SharedWeights:
-            self._until(lambda: mark.tag in self._received_pages, lambda: {first})
-            segment = self._received_pages.pop(mark.tag)
+            self._until(lambda: cid.tag in self._received_pages, lambda: {first})
+            segment = self._received_pages.pop(cid.tag)
             look = segment.look(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
@@ -148,40 +150,40 @@ class SharedMemory:
 
     # -- movements
 
-    def barrier(self, mark: CollectiveId) -> Wait:
+    def barrier(self, cid: CollectiveId) -> Wait:
         """Wait until every rank has come here."""
-        return self._start(dict.fromkeys(self.peers, NO_BYTES), dict.fromkeys(self.peers), NO_BYTES, mark, _ignore)
+        return self._start(dict.fromkeys(self.peers, NO_BYTES), dict.fromkeys(self.peers), NO_BYTES, cid, _ignore)
 
-    def all_gather(self, full: Tensor, mark: CollectiveId) -> Wait:
+    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
         slices = list(full.chunk(self.size))
         pieces = dict.fromkeys(self.peers, slices[self.rank])
-        return self._start(pieces, {peer: slices[peer] for peer in self.peers}, slices[self.rank], mark, _ignore)
+        return self._start(pieces, {peer: slices[peer] for peer in self.peers}, slices[self.rank], cid, _ignore)
 
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], mark: CollectiveId, use: Use) -> Wait:
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
         own = pieces[self.rank]
         boxes = {peer: inbox[peer] for peer in self.peers if (own if inbox[peer] is None else inbox[peer]).numel()}  # type: ignore[union-attr]
 
         def land(found: Mapping[int, Tensor]) -> None:
             use([own if rank == self.rank else found.get(rank, own[:0]) for rank in range(self.size)])
 
-        return self._start({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()}, boxes, own, mark, land)
+        return self._start({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()}, boxes, own, cid, land)
 
     def _start(
         self,
         pieces: Mapping[int, Tensor],
         boxes: Mapping[int, Tensor | None],
         like: Tensor,
-        mark: CollectiveId,
+        cid: CollectiveId,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
-        tag = mark.tag
+        tag = cid.tag
         with self._lock:
             for peer, piece in pieces.items():
                 self._offer(peer, piece, tag)
             awaiting = {peer for peer in boxes if (peer, tag) not in self._offers}
-            self._in_flight[tag] = InFlightReceive(boxes, like, use, awaiting, mark)
+            self._in_flight[tag] = InFlightReceive(boxes, like, use, awaiting, cid)
             self._complete(tag)
-            self._receive()
+            self._take_messages()
 
         def wait() -> None:
             self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting)
@@ -195,22 +197,22 @@ class SharedMemory:
         if nbytes <= INLINE_BYTES:
             self.sockets.send(peer, Message(Kind.INLINE, tag, payload=_bytes(piece).numpy().tobytes()))
             return
-        ours = self._exported.get(_address(piece))
-        if ours is None:
+        exported = self._exported.get(_address(piece))
+        if exported is None:
             copy = self.empty(piece.numel(), piece.dtype).copy_(piece)
             self._staged.setdefault(tag, []).append(copy)
-            piece, ours = copy, self._exported[_address(copy)]
+            piece, exported = copy, self._exported[_address(copy)]
         else:
-            ours.tags.add(tag)
-        if peer not in ours.known_by:
-            ours.known_by.add(peer)
-            size, descriptor = ours.segment.nbytes, ours.segment.descriptor
-            self.sockets.send(peer, Message(Kind.SEGMENT, 0, ours.number, 0, size, descriptor=descriptor))
-            if len(ours.known_by) == len(self.peers):
-                ours.segment.close()
+            exported.tags.add(tag)
+        if peer not in exported.known_by:
+            exported.known_by.add(peer)
+            size, descriptor = exported.segment.nbytes, exported.segment.descriptor
+            self.sockets.send(peer, Message(Kind.SEGMENT, 0, exported.number, 0, size, descriptor=descriptor))
+            if len(exported.known_by) == len(self.peers):
+                exported.segment.close()
         self._readers.setdefault(tag, set()).add(peer)
-        start = piece.data_ptr() - ours.address
-        self.sockets.send(peer, Message(Kind.OFFER, tag, ours.number, start, nbytes))
+        start = piece.data_ptr() - exported.address
+        self.sockets.send(peer, Message(Kind.OFFER, tag, exported.number, start, nbytes))
 
     @property
     def expects(self) -> bool:
@@ -219,23 +221,23 @@ class SharedMemory:
     def progress(self) -> None:
         """Take in what has arrived, send what found no room; sums whose pieces are all here are formed."""
         with self._lock:
-            self._receive()
+            self._take_messages()
 
     def is_read(self, tensor: Tensor) -> bool:
-        ours = self._exported.get(_address(tensor))
-        return ours is not None and self._still_read(ours)
+        exported = self._exported.get(_address(tensor))
+        return exported is not None and self._still_read(exported)
 
     def wait_until_read(self, tensor: Tensor) -> None:
         """Return when nobody reads this buffer any more; TimeoutError after a while, to be called again."""
-        ours = self._exported.get(_address(tensor))
-        if ours is not None and ours.tags:
-            self._until(lambda: not self._still_read(ours), set)
+        exported = self._exported.get(_address(tensor))
+        if exported is not None and exported.tags:
+            self._until(lambda: not self._still_read(exported), set)
 
-    def _still_read(self, ours: ExportedSegment) -> bool:
-        for tag in list(ours.tags):
+    def _still_read(self, exported: ExportedSegment) -> bool:
+        for tag in list(exported.tags):
             if not self._readers.get(tag, set()) - self.sockets.gone:
-                ours.tags.discard(tag)
-        return bool(ours.tags)
+                exported.tags.discard(tag)
+        return bool(exported.tags)
 
     # -- messages
 
@@ -249,20 +251,20 @@ class SharedMemory:
             if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended")
             waited = time.perf_counter() - began
-            if waited > transports.POLL_SECONDS:
+            if waited > base.POLL_SECONDS:
                 raise TimeoutError
             if waited > SPIN_SECONDS:
-                self.sockets.wait(transports.POLL_SECONDS - waited)
+                self.sockets.wait(base.POLL_SECONDS - waited)
             with self._lock:
-                self._receive()
+                self._take_messages()
 
-    def _receive(self) -> None:
+    def _take_messages(self) -> None:
         for rank, message in self.sockets.receive():
             match message.kind:
                 case Kind.OFFER | Kind.INLINE:
                     self._offers[rank, message.tag] = message
-                    if (flight := self._in_flight.get(message.tag)) is not None:
-                        flight.awaiting.discard(rank)
+                    if (receive := self._in_flight.get(message.tag)) is not None:
+                        receive.awaiting.discard(rank)
                         self._complete(message.tag)
                 case Kind.READ:
                     readers = self._readers[message.tag]
@@ -274,45 +276,45 @@ class SharedMemory:
                     segment = _taken(message)
                     self._imported[rank, message.segment] = ImportedSegment(segment.look().tensor)
                     segment.close()
-                case Kind.COMMON:
+                case Kind.SHARED:
                     self._received_pages[message.tag] = _taken(message)
                 case Kind.FORGET:
                     self._imported.pop((rank, message.segment), None)
 
     def _complete(self, tag: int) -> None:
         """Where everything has arrived: put it where it belongs, use it, and tell its owners that it was read."""
-        flight = self._in_flight[tag]
-        if flight.awaiting:
+        receive = self._in_flight[tag]
+        if receive.awaiting:
             return
         del self._in_flight[tag]
-        flight.mark.arrived.append(time.perf_counter())
-        offers = {peer: self._offers.pop((peer, tag)) for peer in flight.boxes}
+        receive.cid.arrived.append(time.perf_counter())
+        offers = {peer: self._offers.pop((peer, tag)) for peer in receive.boxes}
         try:
-            self._use(flight, offers)
+            self._use(receive, offers)
         except Exception as error:  # another collective's wait may have brought us here: it is not that one's error
             self._failed[tag] = error
         for peer, offer in offers.items():
             if offer.kind is Kind.OFFER:
                 self.sockets.send(peer, Message(Kind.READ, tag))
 
-    def _use(self, flight: InFlightReceive, offers: Mapping[int, Message]) -> None:
+    def _use(self, receive: InFlightReceive, offers: Mapping[int, Message]) -> None:
         found = {}
-        for peer, box in flight.boxes.items():
-            found[peer] = self._piece(peer, offers[peer], flight)
+        for peer, box in receive.boxes.items():
+            found[peer] = self._piece(peer, offers[peer], receive)
             if box is not None:
                 with torch.inference_mode():  # the caller's tensor may be of that kind, whoever lands it for him
                     box.copy_(found[peer])
                 found[peer] = box
         with torch.no_grad():
-            flight.use(found)
+            receive.use(found)
 
-    def _piece(self, peer: int, offer: Message, flight: InFlightReceive) -> Tensor:
-        dtype = flight.like.dtype
+    def _piece(self, peer: int, offer: Message, receive: InFlightReceive) -> Tensor:
+        dtype = receive.like.dtype
         if offer.kind is Kind.OFFER:
-            theirs = self._imported[peer, offer.segment]
-            theirs.reader = engine_of(flight.mark.lane)
-            return theirs.data[offer.start : offer.start + offer.nbytes].view(dtype)
-        return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else flight.like[:0]
+            imported = self._imported[peer, offer.segment]
+            imported.reader = engine_of(receive.cid.lane)
+            return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
+        return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else receive.like[:0]
 
 
 def _ignore(found: Mapping[int, Tensor]) -> None:

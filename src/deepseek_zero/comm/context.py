@@ -1,7 +1,7 @@
-"""What the ranks of one world share, whatever engines run on it: gloo's connections, the notice board, the lanes.
+"""What the ranks of one world share, whatever engines run on it: gloo's connections, the flight recorder, the lanes.
 
 One per process and world, so that connections and their threads are made once, and a rank that waits in one engine
-knows where the others stand in every engine.  Called by collectives.py.
+knows where the others stand in every engine.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import torch.distributed as dist
 
 from ..base import world
 from ..base.mesh import PATIENCE
-from .board import FlightRecorder, Position
-from .channels import NcclGroups
-from .marks import engine_of
-from .neighbours import connect_local
-from .same_host import SharedMemory
-from .tags import Tags
-from .transports import Gloo, Hierarchical, Transport
+from .flight_recorder import FlightRecorder, Position
+from .ids import engine_of
+from .transports.base import Transport
+from .transports.composed import Hierarchical
+from .transports.gloo import Gloo, Tags
+from .transports.local_sockets import connect_local
+from .transports.nccl import NcclGroups
+from .transports.shared_memory import SharedMemory
 
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message

@@ -1,9 +1,9 @@
-"""The notice board: how a rank that waits learns that it waits in vain.
+"""The flight recorder: how a rank that waits learns that it waits in vain.
 
 Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when
 something takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence*
 (a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour
-is late, not dead.  Called by comm/collectives.py.
+is late, not dead.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from ..base.errors import PeerError
 from ..base.world import meeting_address
-from .greeting import Hosts, all_gather_text
+from .bootstrap import Hosts, all_gather_text
 
 CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
@@ -103,7 +103,8 @@ class FlightRecorder:
             return ""
 
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
-        """The first rank that raised in this engine or ended, as an error; that rank 0 is gone, which keeps the board.
+        """Return an error that names the first rank that raised in this engine or ended; or that rank 0 is gone, which
+        keeps the store.
 
         waits: what this rank did meanwhile.
         """
@@ -190,8 +191,8 @@ def _reachable_host() -> str:
             return found
 
 
-def _post_end_at_exit(board: FlightRecorder) -> None:
-    reference = weakref.ref(board)
+def _post_end_at_exit(recorder: FlightRecorder) -> None:
+    reference = weakref.ref(recorder)
 
     def say_goodbye() -> None:
         alive = reference()

@@ -2,7 +2,7 @@
 
 A message passes through the kernel, which orders memory on every machine: what a rank wrote into shared pages before
 it sent is there when the other has received.  A process that ends, however it ends, closes its sockets, so nobody has
-to guess.  Called by same_host.py.
+to guess.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from .greeting import Hosts, all_gather_text
+from ..bootstrap import Hosts, all_gather_text
 
 CONNECT_SECONDS = 30.0
 RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
@@ -38,7 +38,7 @@ class Kind(IntEnum):
     INLINE = 2  # piece of collective `tag` is the payload
     READ = 3  # I have read your piece of collective `tag`
     SEGMENT = 4  # here is the descriptor of my segment `segment`
-    COMMON = 5  # here is the descriptor of the segment that collective `tag` shares out
+    SHARED = 5  # here is the descriptor of the segment that collective `tag` shares out
     FORGET = 6  # my segment `segment` is gone
 
 

@@ -1,0 +1,1 @@
+"""One transport per file: what carries flat tensors between ranks."""

@@ -1,0 +1,122 @@
+"""NCCL, and its groups: a pair for each engine that trains at a time, shared with what builds and loads its model.
+
+A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are issued in.  Two
+engines may interleave differently on different ranks, so each has a pair.  What builds or loads a model waits for each
+of its collectives before the engine begins, and borrows the pair of the engine to come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...base.mesh import PATIENCE
+from ..ids import CollectiveId, lane_of
+from .base import ConnectionLost, CopyingTransport, Use, Wait, filled, first_line, once
+
+BACKEND = "nccl"
+LANES = ("gather", "reduce")  # a group each: in one, a gather would stand behind a reduction
+MOST = 63  # bits of a row
+
+
+@dataclass
+class LanePair:
+    """One pair.  engine: who trains over it.  users: it, and those who build and load."""
+
+    groups: Mapping[str, dist.ProcessGroup]
+    engine: str = ""
+    users: set[str] = field(default_factory=set)
+
+
+class NcclGroups:
+    """The pairs of one world, under numbers that all ranks share."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, LanePair] = {}
+
+    def free(self) -> int:
+        """As bits: the pairs, made or not, over which no engine of this rank trains."""
+        return sum(1 << n for n in range(MOST) if n not in self._made or not self._made[n].engine)
+
+    def idle(self) -> int:
+        """As bits: the pairs that nobody uses on this rank any more."""
+        return sum(1 << n for n, pair in self._made.items() if not pair.users)
+
+    def take(self, user: str, *, trains: bool, free: int, idle: int) -> Mapping[str, dist.ProcessGroup]:
+        """The groups of a new user, by lane.  free, idle: what is so on every rank.  Collective.
+
+        Pairs that are idle on every rank and not taken are destroyed: to destroy one is collective too, and ranks drop
+        their last user at different moments, so it waits for the next time they meet.
+        """
+        chosen = (free & -free).bit_length() - 1
+        for number in sorted(self._made):
+            if idle >> number & 1 and number != chosen:
+                for group in self._made.pop(number).groups.values():
+                    dist.destroy_process_group(group)
+        if chosen not in self._made:
+            self._made[chosen] = LanePair({lane: dist.new_group(backend=BACKEND, timeout=PATIENCE) for lane in LANES})
+        pair = self._made[chosen]
+        pair.users.add(user)
+        pair.engine = user if trains else pair.engine
+        return pair.groups
+
+    def release(self, user: str) -> None:
+        """A user is gone."""
+        for pair in self._made.values():
+            pair.users.discard(user)
+            pair.engine = "" if pair.engine == user else pair.engine
+
+
+class Nccl(CopyingTransport):
+    """Native collectives between CUDA ranks; `wait` orders streams and does not block the host.
+
+    groups: one for each lane.  NCCL matches the collectives of a group by the order they are issued in, which is
+    promised within a lane only; and a group has one stream, in which a gather would stand behind a reduction.
+    What is issued starts when the caller's stream has come there, so a lent buffer is never written too early; nothing
+    that travels is freed before its wait.
+    """
+
+    def __init__(
+        self, rank: int, size: int, groups: Mapping[str, dist.ProcessGroup | None], device: torch.device
+    ) -> None:
+        self.rank, self.size, self.groups, self.device = rank, size, groups, device
+
+    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        group = self.groups[lane_of(cid.lane)]
+        with _nccl_errors():
+            work = dist.all_gather_into_tensor(full, full.chunk(self.size)[self.rank], group=group, async_op=True)
+        return lambda: _nccl_wait(work)
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+        received = filled(inbox, pieces[self.rank], self.rank)
+        outgoing, incoming = list(pieces), list(received)
+        outgoing[self.rank] = incoming[self.rank] = pieces[self.rank][:0]  # nothing travels to ourselves
+        with _nccl_errors():
+            work = dist.all_to_all(incoming, outgoing, group=self.groups[lane_of(cid.lane)], async_op=True)
+        return once(lambda: _nccl_wait(work), lambda: use(received))
+
+
+def _nccl_wait(work: dist.Work | None) -> None:
+    """Let the stream wait."""
+    if work is not None:
+        with _nccl_errors():
+            work.wait()
+
+
+@contextmanager
+def _nccl_errors() -> Iterator[None]:
+    """Where NCCL has found that a peer is gone, say so; any other error is what it is."""
+    try:
+        yield
+    except dist.DistBackendError as caught:
+        if any(word in str(caught) for word in NCCL_LOST):
+            raise ConnectionLost(first_line(caught)) from None
+        raise
+
+
+NCCL_LOST = ("ncclRemoteError", "ncclSystemError")  # a peer ended, or its network
