@@ -67,15 +67,15 @@ def train(options: argparse.Namespace) -> None:
     story: dict[str, Any] = {"initialise": time.perf_counter() - began, "steps": [], "losses": [], "rates": []}
     batches = Batches(job.cell, SEQUENCES_PER_RANK, rank, size)
     for step in range(options.steps):
-        runtime.comm.fence("a step")
+        runtime.comm.barrier("a step")
         story["rates"].append(size * copy_rate(options.folder))
-        runtime.comm.fence("a copy")
+        runtime.comm.barrier("a copy")
         began = time.perf_counter()
         (batch,) = batches.of_step(step)
         loss = engine(*batch)
         engine.backward(loss)
         engine.step()
-        runtime.comm.fence("the end of a step")
+        runtime.comm.barrier("the end of a step")
         story["steps"].append(time.perf_counter() - began)
         story["losses"].append(float(loss.detach()))
         if rank == 0:

@@ -58,7 +58,7 @@ class Setting:
 
     def step(self, batch: tuple[torch.Tensor, torch.Tensor], *, count: bool) -> None:
         """One optimizer step with its log."""
-        self.engine.runtime.comm.fence("a step")
+        self.engine.runtime.comm.barrier("a step")
         self.began = time.perf_counter()
         with self.engine.timeline() as seen:
             loss = self.engine(*batch)

@@ -133,7 +133,7 @@ def measure(cell: Cell, steps: int, folder: str) -> list[Row]:
     job = job_of(cell)
     batches = Batches(cell, SEQUENCES_PER_RANK, job.rank, job.size)
     ways = [floor_way(job), *(our_way(job, name, device, folder) for name, device in PLACES.items())]
-    fence = ways[1].engine.runtime.comm.fence
+    fence = ways[1].engine.runtime.comm.barrier
     rates = []
     for turn in range(1 + steps):
         for way in ways:

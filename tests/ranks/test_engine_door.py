@@ -185,7 +185,7 @@ def test_training_data_becomes_a_loader_of_this_ranks_share() -> None:
     engine, _, loader, _ = door(1, training_data=data, top={"optimizer": SGD})
     mine = torch.cat([items for (items,) in loader]).flatten()
     assert len(mine) == 10 and len(loader) == 3
-    rows = engine.runtime.comm.rows(mine, "test")
+    rows = engine.runtime.comm.all_gather_rows(mine, "test")
     assert sorted(rows.flatten().tolist()) == list(range(20))
     in_order = engine.deepspeed_io(data, batch_size=5, route="eval")
     first = next(iter(in_order))[0].flatten().tolist()
@@ -242,7 +242,7 @@ def test_local_parts_add_up_to_the_whole() -> None:
     engine = door(3, top={"optimizer": {"type": "AdamW", "params": {"lr": 0.1}}})[0]
     param = engine.module[1][0].weight
     engine.backward(engine(batch(0)).square().mean())
-    counts = engine.runtime.comm.rows(torch.tensor([utils.safe_get_local_grad(param).numel()]), "test")
+    counts = engine.runtime.comm.all_gather_rows(torch.tensor([utils.safe_get_local_grad(param).numel()]), "test")
     assert int(counts.sum()) == 400
     engine.step()
     local = utils.safe_get_local_fp32_param(param)

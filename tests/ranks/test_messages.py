@@ -23,7 +23,7 @@ def reductions(run: Run) -> tuple[list[Event], dict[str, torch.Tensor], list[str
     with engine.timeline() as seen:
         train_step(engine, run, 1)
     found = sorted((event for event in seen.collectives if event.lane == "reduce"), key=lambda event: event.issued)
-    orders = engine.runtime.comm.texts(json.dumps([event.what for event in found]), "orders")
+    orders = engine.runtime.comm.all_gather_text(json.dumps([event.what for event in found]), "orders")
     return found, dict(engine.module.state_dict()), orders
 
 

@@ -99,13 +99,13 @@ def test_all_ranks_take_the_newest_checkpoint_that_is_good_on_all(tmp_path: Path
         shard = tmp_path / "global_step3" / "rank_00001.safetensors"
         os.truncate(shard, shard.stat().st_size - 1)
         (tmp_path / "global_step2" / "rank_00000.safetensors").unlink()
-    engine.runtime.comm.fence("damage")
+    engine.runtime.comm.barrier("damage")
     path, _ = engine.load_checkpoint(tmp_path, tag="newest")
     assert (path, engine.global_steps) == (str(tmp_path / "global_step1"), 1)
-    engine.runtime.comm.fence("loaded")
+    engine.runtime.comm.barrier("loaded")
     if here() == 0:
         os.truncate(tmp_path / "global_step1" / "rank_00001.safetensors", 3)
-    engine.runtime.comm.fence("damage")
+    engine.runtime.comm.barrier("damage")
     before = engine.module_state_dict()
     with pytest.raises(CheckpointError, match=r"none of the 3 checkpoint\(s\).*rank_00001.safetensors ends inside"):
         engine.load_checkpoint(tmp_path, tag="newest")

@@ -395,7 +395,7 @@ def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(stage: int
     assert shown["grad", Tier.DEVICE] == predicted["grad"]
     picture = tmp_path / "plan.png"
     assert engine.explain(picture) == engine.explain()
-    engine.runtime.comm.fence("the picture")
+    engine.runtime.comm.barrier("the picture")
     assert [path.name for path in tmp_path.iterdir()] == ["plan.png"]
 
 

@@ -64,5 +64,5 @@ def test_ranks_that_wait_unequally_choose_alike() -> None:
         train_step(engine, Run(3), step)
         seen.append(f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} {runtime.gatherer.schedule}")
     assert len(set(seen)) > 1, "rank 0 waits for rank 1 in every unit, so that something was tried"
-    mine, theirs = runtime.comm.texts("\n".join(seen), "what was chosen")
+    mine, theirs = runtime.comm.all_gather_text("\n".join(seen), "what was chosen")
     assert mine == theirs
