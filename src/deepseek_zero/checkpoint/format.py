@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
-from ..comm.agreement import run_and_gather
+from ..comm.agreement import gather_outcomes
 from ..comm.collectives import Comm
 from .safetensors_file import dtype_named
 
@@ -193,7 +193,7 @@ def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str
 
     Collective.  No rank goes on, and none waits for ever, where another met a full disk or an unreadable file.
     """
-    return run_and_gather(comm, what, action, str, CheckpointError)[1]
+    return gather_outcomes(comm, what, action, str, CheckpointError)[1]
 
 
 RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__")

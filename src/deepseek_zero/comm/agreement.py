@@ -46,11 +46,11 @@ def propagate_errors(comm: Comm) -> Iterator[None]:
 
 def run_on_all_ranks(comm: Comm, what: str, action: Callable[[], T]) -> T:
     """Do something that may fail on one rank alone; then it raises there, and `PeerError` elsewhere.  Collective."""
-    done, _ = run_and_gather(comm, what, action, lambda _: "")
+    done, _ = gather_outcomes(comm, what, action, lambda _: "")
     return done
 
 
-def run_and_gather(
+def gather_outcomes(
     comm: Comm,
     what: str,
     action: Callable[[], T],
