@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, StorageError
-from deepseek_zero.sharding.handle import AtRest
+from deepseek_zero.sharding.handle import ShardedParameter
 from tests.models import batch_of
 from tests.reference import OPTIMIZERS, MakeOptimizer
 
@@ -121,7 +121,7 @@ def train_step(engine: Any, run: Run, step: int) -> list[Tensor]:
 def assert_is_sharded(engine: Any) -> None:
     """Stage 3 with persistence 0: every parameter is at rest and each rank stores padded numel / ranks elements."""
     ranks = dist.get_world_size()
-    assert all(type(parameter) is AtRest for parameter in engine.module.parameters())
+    assert all(type(parameter) is ShardedParameter for parameter in engine.module.parameters())
     for group in engine.runtime.groups:
         assert group.weight.storage.numel() * ranks == group.layout.padded_numel
         assert group.layout.numel <= group.layout.padded_numel < group.layout.numel + 1024 * ranks

@@ -8,7 +8,7 @@ from .base.errors import UsageError
 from .checkpoint.weights import load_weights
 from .facade.views import show_ds_names
 from .sharding.access import GatheredParameters
-from .sharding.group import FlatGroup
+from .sharding.group import ParamGroup
 from .sharding.handle import owner_of
 from .sharding.init import Init
 from .sharding.runtime import Runtime
@@ -47,8 +47,8 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
     """The engine and the unit of a wrapped parameter."""
     owner = owner_of(parameter)
-    runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
-    if runtime is None or not isinstance(owner, FlatGroup):
+    runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+    if runtime is None or not isinstance(owner, ParamGroup):
         raise UsageError(
             "an external parameter was announced that no engine has wrapped.",
             "Only a wrapped parameter has a unit to gather.",

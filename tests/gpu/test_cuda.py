@@ -212,7 +212,7 @@ def states_after(place: dict[str, object], dtype: str, folder: Path) -> list[tor
     for step in range(3):
         engine.backward(loss_of(engine, step))
         engine.step()
-    outside = sum(memory.reserved_bytes for memory in engine.parts.runtime.route.tiers.memories.values())
+    outside = sum(memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values())
     assert bool(outside) == bool(place)
     masters = [safe_get_full_fp32_param(param) for param in engine.module.parameters()]
     return [value.cpu() for value in [*engine.state_dict().values(), *masters] if value is not None]

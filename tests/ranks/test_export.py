@@ -156,8 +156,8 @@ def test_no_rank_holds_the_model_while_it_is_exported(tmp_path: Path) -> None:
     engine = start_engine(Run(3), seeded())
     sizes = []
     with pytest.MonkeyPatch.context() as patch:
-        gather = export.whole
-        patch.setattr(export, "whole", lambda *given: sizes.append(given[1].layout.numel) or gather(*given))
+        gather = export.gather_full
+        patch.setattr(export, "gather_full", lambda *given: sizes.append(given[1].layout.numel) or gather(*given))
         engine.export(tmp_path / "out")
     assert sum(sizes) == sum(param.numel() for param in engine.module.parameters()) and max(sizes) < sum(sizes) / 2
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepseek_zero as dz
 from deepseek_zero.base.memory import looks
-from deepseek_zero.sharding.handle import AtRest
+from deepseek_zero.sharding.handle import ShardedParameter
 
 
 class Block(nn.Module):
@@ -76,7 +76,7 @@ def test_a_model_built_under_init_is_the_plain_one_bit_for_bit(world: int, later
         model = Net()
         if later:
             model.apply(reinitialise)
-    assert all(type(param) is AtRest for param in model.parameters())
+    assert all(type(param) is ShardedParameter for param in model.parameters())
     assert [tuple(a.shape) for a in model.parameters()] == [tuple(b.shape) for b in plain.parameters()]
     engine, *_ = dz.initialize(model=model, config=config())
     assert_same(full(engine.module), full(plain))
@@ -138,7 +138,7 @@ def test_what_one_rank_writes_before_there_is_an_engine_reaches_all(world: int) 
         if torch.distributed.get_rank() == 0:
             for param, value in zip(listed, expected.parameters(), strict=True):
                 param.data.copy_(value.data)
-    assert all(type(param) is AtRest for param in listed)
+    assert all(type(param) is ShardedParameter for param in listed)
     with dz.zero.GatheredParameters(model.embed.weight):
         assert torch.equal(model.embed.weight, expected.embed.weight)
     engine, *_ = dz.initialize(model=model, config=config())
@@ -153,7 +153,7 @@ def test_a_change_that_would_be_lost_is_an_error_under_init_too() -> None:
     with lost, dz.zero.GatheredParameters(model.head.weight), torch.no_grad():
         if torch.distributed.get_rank() == 1:
             model.head.weight.mul_(2)
-    assert type(model.head.weight) is AtRest
+    assert type(model.head.weight) is ShardedParameter
 
 
 @pytest.mark.ranks(2)

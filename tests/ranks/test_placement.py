@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError
 from deepseek_zero.engine.memory import extents_of
-from deepseek_zero.sharding.handle import AtRest
+from deepseek_zero.sharding.handle import ShardedParameter
 from deepseek_zero.tiers.tier import Tier
 from tests.models import seeded
 from tests.pairwise import cases
@@ -141,7 +141,7 @@ def test_what_computes_is_never_the_memory_that_weights_rest_in(tier: str, ranks
         spans = [(memory.data_ptr(), memory.data_ptr() + memory.nbytes) for memory in resting]
         for param in module.parameters(recurse=False):
             for tensor in (param, param.grad):
-                if tensor is not None and type(tensor) is not AtRest and not tensor.is_meta:
+                if tensor is not None and type(tensor) is not ShardedParameter and not tensor.is_meta:
                     looked += 1
                     assert not any(low <= tensor.data_ptr() < high for low, high in spans)
 

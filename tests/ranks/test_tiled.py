@@ -162,12 +162,12 @@ class Watched:
 
 @contextmanager
 def watching(engine: Any) -> Iterator[Watched]:
-    seen, start, give = Watched(), Unit.start_gather, Pool.give
+    seen, start, give = Watched(), Unit.unshard, Pool.give
 
     def start_gather(unit: Unit) -> None:
-        seen.gathers[unit.name] += unit.state is UnitState.AT_REST
+        seen.gathers[unit.name] += unit.state is UnitState.SHARDED
         start(unit)
-        here = [each.gathered_numel for each in engine.runtime.units if each.state is not UnitState.AT_REST]
+        here = [each.gathered_numel for each in engine.runtime.units if each.state is not UnitState.SHARDED]
         phase = engine.runtime.phase.value
         seen.most[phase] = max(seen.most[phase], sum(here))
 
@@ -177,7 +177,7 @@ def watching(engine: Any) -> Iterator[Watched]:
         give(pool, tensor)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Unit, "start_gather", start_gather)
+        patch.setattr(Unit, "unshard", start_gather)
         patch.setattr(Pool, "give", give_back)
         yield seen
 

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..comm.collectives import Comm, scatter
-from ..sharding.access import whole
+from ..sharding.access import gather_full
 from ..sharding.buffer import FlatBuffer
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.runtime import Runtime
 from . import files
 from .format import run_and_gather
@@ -76,7 +76,7 @@ def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[s
         for group in runtime.groups:
             if settings.exclude_frozen and not group.trainable:
                 continue
-            flat = whole(_source(group, settings), group, f"export of {group.members[0].name}")
+            flat = gather_full(_source(group, settings), group, f"export of {group.members[0].name}")
             _evict(group)
             for member in group.members:
                 yield member.name, flat[member.slot.start : member.slot.stop]
@@ -85,14 +85,14 @@ def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[s
             yield name, _broadcast_first(runtime.comm, buffer, name)
 
 
-def _source(group: FlatGroup, settings: ExportSettings) -> FlatBuffer:
+def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
     own = group.weight.spec.dtype
     if group.master is None or settings.dtype_for(own) == own:
         return group.weight
     return group.master.values()
 
 
-def _evict(group: FlatGroup) -> None:
+def _evict(group: ParamGroup) -> None:
     """What came from another memory to be read is not needed there any more."""
     extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
     for extent in extents:

@@ -21,7 +21,7 @@ from ..base.memory import give_back_holes
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup, Member
+from ..sharding.group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import tag_folder, tags_in
 from .format import (
@@ -124,7 +124,7 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
     """Have every rank write new weights, masters and moments, whatever the run was in the midst of.  Collective."""
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
-        runtime.gatherer.release_all()
+        runtime.gatherer.reshard_all()
         runtime.drop_grads()
         runtime.backwards = 0
         if optimizer is not None:
@@ -142,7 +142,7 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
         return  # nobody's sequence here goes on one of those
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
     reader = CheckpointReader(folder, own, stack)
-    restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.route.pool.device)
+    restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device)
 
 
 # -- what is refused
@@ -216,7 +216,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
     Then they are compared as they are read: until all ranks have theirs, nothing has changed.
     """
     optimizer = contents.optimizer
-    if optimizer is None or optimizer.inner.state or contents.runtime.route.pool.device.type != "cpu":
+    if optimizer is None or optimizer.inner.state or contents.runtime.comm_ctx.pool.device.type != "cpu":
         return False
     if any(group.plan.moments_external for group in contents.runtime.trained_groups):
         return False
@@ -261,7 +261,7 @@ def _restore_all(
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
 IMPLEMENTATION_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-GroupStates = tuple[FlatGroup, dict[int, dict[str, Any]]]  # by number of the piece
+GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the piece
 
 
 def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[StateRange]:
@@ -279,11 +279,11 @@ def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iter
                 yield MOMENT, cover.slot.name, key, cover.start, cover.stop
 
 
-def _held_range(group: FlatGroup, member: Member) -> tuple[int, int, Any]:
+def _held_range(group: ParamGroup, member: ParamInfo) -> tuple[int, int, Any]:
     """Elements [start, stop) of a parameter that this rank holds, and where."""
     if group.master is not None:
-        return group.master.held(member.slot)
-    return group.weight.held(member.slot, group.route.comm.rank)
+        return group.master.local_range(member.slot)
+    return group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, Piece]]:
@@ -307,8 +307,8 @@ def restore_weights(reader: CheckpointReader, contents: Contents) -> None:
             left.wait()  # what rests elsewhere is here one group at a time
 
 
-def _restore_weight(reader: CheckpointReader, group: FlatGroup, member: Member) -> None:
-    device = group.route.pool.device
+def _restore_weight(reader: CheckpointReader, group: ParamGroup, member: ParamInfo) -> None:
+    device = group.comm_ctx.pool.device
     if group.master is not None:
         start, stop, place = _held_range(group, member)
         for low, part in reader.read(WEIGHT, member.name, "", start, stop):
@@ -380,11 +380,11 @@ def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimi
     """Gradients whose update comes a step late; whether one is owed is the trainer's to say."""
     for group in optimizer.runtime.trained_groups:
         known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
-        group.gradient.waiting.absent = set(range(len(group.members))) - set(known) if known else None
+        group.gradient.delayed.absent = set(range(len(group.members))) - set(known) if known else None
         for member in group.members:
             if reader.has(DELAYED, member.name):
-                start, stop = group.layout.owned(member.slot, group.route.comm.rank)
-                low, view = start - member.slot.start, group.gradient.waiting.of(member.slot)
+                start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
+                low, view = start - member.slot.start, group.gradient.delayed.owned(member.slot)
                 for at, part in reader.read(DELAYED, member.name, "", low, max(low, stop - member.slot.start)):
                     view[at - low : at - low + part.numel()].copy_(part)
 

@@ -29,7 +29,7 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..optim.flow import Flow, FlowSettings
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from . import files
 from .catalogue import is_checkpoint, remove_replaced, replaced_path
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save
@@ -144,7 +144,7 @@ class PendingSave:
             for name, buffer in persistent_buffers(runtime.model).items()
             if rank == 0 or common.get(name) != _digest(buffer)
         ]
-        own = {(RNG, name): value for name, value in capture_rng(runtime.route.pool.device).items()}
+        own = {(RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()}
         if rank == 0:
             own |= {(VALUE, name): value for name, value in self._tensors.items()}
         return [WriteGroup([*found, *(value_item(kind, name, value, rank) for (kind, name), value in own.items())])]
@@ -284,7 +284,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         optimizer=type(optimizer.inner).__name__ if optimizer is not None else None,
         scalars={},
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
-        lifted=[unit.name for unit in runtime.units if unit.is_lifted],
+        lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
         extra={"names": state_names(runtime.model), "groups": optimizer.names_by_group if optimizer else []},
     )
@@ -316,7 +316,7 @@ class BackgroundWrite:
         self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
         self._groups = by_element_size(batches)
         self._items = {id(origin): ItemProgress(origin) for batch in self._groups for origin in batch.items}
-        self._of_group: dict[FlatGroup, list[ItemProgress]] = {}
+        self._of_group: dict[ParamGroup, list[ItemProgress]] = {}
         for state in self._items.values():
             if state.item.group is not None:
                 self._of_group.setdefault(state.item.group, []).append(state)
@@ -407,7 +407,7 @@ class BackgroundWrite:
 
     # -- in the thread that trains
 
-    def _copy_before_change(self, group: FlatGroup) -> None:
+    def _copy_before_change(self, group: ParamGroup) -> None:
         """This group's states are about to change."""
         began = time.perf_counter()
         for state in self._of_group[group]:

@@ -24,7 +24,7 @@ from ..optim.flow import Stretch
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import R
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.runtime import Runtime
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
 
@@ -45,7 +45,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def exact_dtype(group: FlatGroup) -> torch.dtype:
+def exact_dtype(group: ParamGroup) -> torch.dtype:
     """Dtype of the most precise form of a group's weights: the master's, where there is one."""
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
@@ -61,7 +61,7 @@ class WriteItem:
     dtype: torch.dtype
     shape: tuple[int, ...]
     read: Callable[[int, int], Tensor]
-    group: FlatGroup | None = None
+    group: ParamGroup | None = None
 
     @property
     def numel(self) -> int:
@@ -95,9 +95,9 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
             yield _delayed_gradient_items(group)
 
 
-def _weight_items(group: FlatGroup) -> WriteGroup:
+def _weight_items(group: ParamGroup) -> WriteGroup:
     """This rank's part of a group's parameters, also of those that every rank holds whole."""
-    batch, rank, master = WriteGroup([]), group.route.comm.rank, group.master
+    batch, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
     places = []
     for member in group.members:
         start, stop = group.layout.owned(member.slot, rank)
@@ -106,11 +106,11 @@ def _weight_items(group: FlatGroup) -> WriteGroup:
         low = member.slot.start
         chunk = SavedChunk(WEIGHT, member.name, "", start - low, stop - low, rank)
         if master is not None:
-            place = master.owned(member.slot)[0]
-            read = partial(_read_from, master.peek, place)
+            place = master.owned_range(member.slot)[0]
+            read = partial(_read_from, master.read_now, place)
         else:
             place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
-            read = partial(_read_from, group.weight.peek, place)
+            read = partial(_read_from, group.weight.read_now, place)
         places.append((place, place + stop - start))
         batch.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
     if places:
@@ -124,18 +124,18 @@ def _read_from(peek: Callable[[int, int], Tensor], place: int, low: int, high: i
     return peek(place + low, place + high)
 
 
-def _delayed_gradient_items(group: FlatGroup) -> WriteGroup:
+def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
     """This rank's part of a gradient whose update comes a step late."""
-    waiting, rank, batch = group.gradient.waiting, group.route.comm.rank, WriteGroup([])
+    waiting, rank, batch = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
     low = group.layout.bounds(rank)[0]
-    for number, member in enumerate(group.members if waiting.is_held and waiting.buffer is not None else ()):
+    for number, member in enumerate(group.members if waiting.is_full and waiting.buffer is not None else ()):
         if number in (waiting.absent or ()):
             continue
         assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:
             chunk = SavedChunk(DELAYED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
-            read = partial(_read_from, waiting.buffer.peek, start - low)
+            read = partial(_read_from, waiting.buffer.read_now, start - low)
             batch.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
             batch.extents = [Stretch(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
     return batch

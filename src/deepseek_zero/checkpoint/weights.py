@@ -19,7 +19,7 @@ from ..base.errors import CheckpointError
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup, Member
+from ..sharding.group import ParamGroup, ParamInfo
 from ..sharding.handle import owner_of
 from ..sharding.init import Init, take_slice
 from ..sharding.runtime import Runtime
@@ -98,7 +98,7 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
 
 def _runtime_of(param: nn.Parameter) -> Runtime | None:
     owner = owner_of(param)
-    return owner.runtime() if isinstance(owner, FlatGroup) else None
+    return owner.runtime() if isinstance(owner, ParamGroup) else None
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -159,21 +159,21 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
     return ""
 
 
-def _restore_member(files: SafetensorsFolder, name: str, group: FlatGroup, member: Member) -> None:
-    device = group.route.pool.device
+def _restore_member(files: SafetensorsFolder, name: str, group: ParamGroup, member: ParamInfo) -> None:
+    device = group.comm_ctx.pool.device
     if group.master is not None:
-        start, stop, place = group.master.held(member.slot)
+        start, stop, place = group.master.local_range(member.slot)
         for low, part in files.read(name, start, stop):
             at = place + low - start
             group.master.write(at, at + part.numel(), part.to(device=device, dtype=group.master.dtype))
         return
-    start, stop, view = group.weight.held(member.slot, group.route.comm.rank)
+    start, stop, view = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
     for low, part in files.read(name, start, stop):
         into = view[low - start : low - start + part.numel()]
         cast_master(part.to(device).float() if part.is_floating_point() else part.to(device), into)
 
 
-def _store(group: FlatGroup) -> None:
+def _store(group: ParamGroup) -> None:
     """What was written of states that rest in another memory goes there, before the next group's come."""
     extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
     for extent in extents:

@@ -67,4 +67,4 @@ def _accumulate(engine: Engine, accumulation: int) -> None:
         dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
         if dtype != group.plan.grad.dtype:
             group.plan = replace(group.plan, grad=replace(group.plan.grad, dtype=dtype))
-            group.gradient.buffer = group.gradient.waiting.buffer = None
+            group.gradient.buffer = group.gradient.delayed.buffer = None

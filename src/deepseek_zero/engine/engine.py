@@ -117,7 +117,7 @@ class Engine(StandsForModule):
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
                 if runtime.backwards == done:
-                    runtime.catch_up()
+                    runtime.join_skipped_passes()
         except BaseException as error:
             runtime.comm.post_error(error)
             raise
@@ -252,14 +252,14 @@ class Engine(StandsForModule):
         advice = Advice(
             settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
-        moved = what_moved(links_of(self.runtime.route.tiers, comm.meter))
+        moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
         early = self.optimizer.early if self.optimizer is not None else None
         return where_steps_went(comm.meter, advice) + moved + (early.explain() if early is not None else [])
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:
         """A log of the block: each collective and each transfer to or from another memory, with its times."""
-        meter, tiers, seen = self.runtime.comm.meter, self.runtime.route.tiers, Timeline()
+        meter, tiers, seen = self.runtime.comm.meter, self.runtime.comm_ctx.tiers, Timeline()
         meter.events = seen.collectives
         tiers.record(seen.transfers)
         try:

@@ -17,7 +17,7 @@ from ..planner.spec import ShardPlan
 from ..planner.volume import StepVolume, step_volume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.picture import UnitPlace, place_of
-from ..sharding.group import FlatGroup, resting
+from ..sharding.group import ParamGroup, offloaded_extents
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent, Tier
 
@@ -38,7 +38,7 @@ def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) ->
     cut = {id(piece.param): 0 if piece.group.plan.moments_external else piece.numel for piece in optimizer.pieces()}
     groups = [(group, [cut[id(param)] for param in group["params"]]) for group in optimizer.param_groups]
     scales = optimizer.scaler is not None or optimizer.settings.max_norm > 0
-    here = [piece for piece in optimizer.pieces() if home in (None, piece.master.home)]
+    here = [piece for piece in optimizer.pieces() if home in (None, piece.master.update_device)]
     plans = [piece.group.plan for piece in here]
     return StepFacts(
         type(optimizer.inner).__name__,
@@ -49,7 +49,7 @@ def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) ->
         joins_masters=any(plan.master_is_split for plan in plans),
         home=home or CPU,
         external=_resting(optimizer, here),
-        widens_masters=any(not piece.master.is_changed_in_place and not piece.master.is_split for piece in here),
+        widens_masters=any(not piece.master.is_updated_in_place and not piece.master.is_split for piece in here),
         blocks=[
             (group, piece.numel)
             for group, pieces in zip(optimizer.param_groups, optimizer.pieces_by_group, strict=True)
@@ -71,8 +71,8 @@ def _undoes(optimizer: ShardedOptimizer) -> list[list[tuple[ShardPlan, dict[str,
 def _grad_crosses(piece: Piece) -> bool:
     """Whether a gradient is not where the optimizer works on it."""
     grad = piece.group.plan.grad
-    near = piece.group.route.pool.device if grad is not None and grad.tier is Tier.DEVICE else CPU
-    return near != piece.master.home
+    near = piece.group.comm_ctx.pool.device if grad is not None and grad.tier is Tier.DEVICE else CPU
+    return near != piece.master.update_device
 
 
 def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[GroupFacts, dict[str, Any]]]:
@@ -85,7 +85,7 @@ def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[G
     ]
 
 
-def _updated(optimizer: ShardedOptimizer) -> list[tuple[FlatGroup, dict[str, Any]]]:
+def _updated(optimizer: ShardedOptimizer) -> list[tuple[ParamGroup, dict[str, Any]]]:
     """Each group of which this rank updates something, with its hyper-parameters."""
     owner = {id(param): group for group in optimizer.param_groups for param in group["params"]}
     found = {id(piece.group): (piece.group, owner[id(piece.param)]) for piece in optimizer.pieces()}
@@ -113,10 +113,10 @@ def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dic
     units, step = unit_facts(runtime), step_facts(optimizer) if optimizer is not None else None
     predicted = resident_bytes(units, step)
     in_place = runtime.comm.reads_in_place
-    lent = pool_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.route.pool.device, in_place)
+    lent = pool_buffers(units, runtime.settings, runtime.gatherer.schedule, runtime.comm_ctx.pool.device, in_place)
     predicted["buffers"] = buffer_bytes(lent) + (step.undo_bytes if step is not None else 0)
     if optimizer is not None:
-        homes = {piece.master.home for piece in optimizer.pieces()}
+        homes = {piece.master.update_device for piece in optimizer.pieces()}
         predicted["buffers"] += sum(step_facts(optimizer, home).scratch_bytes for home in homes)
     if registered := sum(buffer.numel() * buffer.element_size() for buffer in runtime.model.buffers()):
         predicted["module_buffers"] = registered
@@ -137,8 +137,8 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: 
         for state, tensors in _held(runtime, optimizer).items()
     }
     for group in runtime.groups:
-        measured |= {tier.value: memory.reserved_bytes for tier, memory in group.route.tiers.memories.items()}
-    everything = live_storages(runtime.route.pool.device.type)
+        measured |= {tier.value: memory.reserved_bytes for tier, memory in group.comm_ctx.tiers.memories.items()}
+    everything = live_storages(runtime.comm_ctx.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(predicted_bytes(runtime, optimizer), measured)
 
@@ -146,15 +146,15 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
     """What an engine keeps in other memories."""
     found = list(optimizer.moments.extents()) if optimizer is not None else []
-    return found + [extent for group in runtime.groups for extent in resting(group)]
+    return found + [extent for group in runtime.groups for extent in offloaded_extents(group)]
 
 
 def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:
     """Every tensor this engine holds, by state; a storage that stands under two states is counted under the first."""
     groups = runtime.groups
-    gradients = [buffer for group in groups for buffer in (group.gradient.buffer, group.gradient.waiting.buffer)]
+    gradients = [buffer for group in groups for buffer in (group.gradient.buffer, group.gradient.delayed.buffer)]
     masters = [group.master for group in groups]
-    pools = {id(group.route.pool): group.route.pool for group in groups}.values()
+    pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
     return {
         "weight": [tensor for group in groups for tensor in (group.weight.memory, group.placeholder)],

@@ -12,7 +12,7 @@ import weakref
 from torch import nn
 
 from ..engine.engine import Engine
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.handle import owner_of
 
 # Model -> its engine, both weakly.
@@ -28,7 +28,7 @@ def end_engine_of(model: nn.Module) -> None:
     reference = _engines.pop(model, None)
     engine = reference() if reference is not None else None
     owners = {owner_of(param) for param in model.parameters()}
-    for group in [owner for owner in owners if isinstance(owner, FlatGroup)]:
+    for group in [owner for owner in owners if isinstance(owner, ParamGroup)]:
         optimizer = group.optimizer()
         if optimizer is not None:
             optimizer.finish()

@@ -31,7 +31,7 @@ from ..engine.engine import StandsForModule
 from ..engine.start import Request, facts_of, module_of, parameters_of
 from ..optim.registry import resolve_optimizer
 from ..optim.sharded import ShardedOptimizer
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.handle import owner_of
 from ..sharding.runtime import Runtime
 
@@ -184,7 +184,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         """The sharded optimizer once the parameters are wrapped; before that, the plain one."""
         if self.sharded is None:
             owner = owner_of(self.client.param_groups[0]["params"][0])
-            runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
+            runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
             if runtime is None:
                 return self.client
             parts = _parts_of(runtime)

@@ -206,9 +206,9 @@ class DeepSpeedEngine(Engine):
     def empty_partition_cache(self) -> None:
         """Put every unit to rest and free the buffers kept for the next gather; between steps, on every rank."""
         with torch.no_grad():
-            self.runtime.gatherer.release_all()
+            self.runtime.gatherer.reshard_all()
         for group in self.runtime.groups:
-            group.route.pool.clear()
+            group.comm_ctx.pool.clear()
 
     def compile(
         self,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from ..base.errors import UnknownNameError
 from ..planner.layout import Slot
-from ..sharding.group import FlatGroup
-from ..sharding.handle import AtRest, owner_of
+from ..sharding.group import ParamGroup
+from ..sharding.handle import ShardedParameter, owner_of
 from ..sharding.init import InitShard
 from ..tiers.tier import Tier
 
@@ -38,10 +38,10 @@ class ZeroParamType(Enum):
     REMOTE = 3
 
 
-Owner = FlatGroup | InitShard
+Owner = ParamGroup | InitShard
 
 
-def _slot(owner: FlatGroup, param: nn.Parameter) -> Slot:
+def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
     return owner.members[owner.index[id(param)]].slot
 
 
@@ -61,18 +61,18 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
             f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on {owner.plan.weight.tier.value}.",
             fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
         )
-    return owner.weight.held(_slot(owner, param), owner.route.comm.rank)[2]
+    return owner.weight.local_part(_slot(owner, param), owner.comm_ctx.comm.rank)[2]
 
 
 def _numel_here(owner: Owner, param: nn.Parameter) -> int:
     if isinstance(owner, InitShard):
         return owner.slice.numel()
-    start, stop = owner.layout.owned(_slot(owner, param), owner.route.comm.rank)
+    start, stop = owner.layout.owned(_slot(owner, param), owner.comm_ctx.comm.rank)
     return max(0, stop - start) if owner.is_sharded else param.numel()
 
 
 def _status(owner: Owner, param: nn.Parameter) -> ZeroParamStatus:
-    return ZeroParamStatus.NOT_AVAILABLE if isinstance(param, AtRest) else ZeroParamStatus.AVAILABLE
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(param, ShardedParameter) else ZeroParamStatus.AVAILABLE
 
 
 def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
@@ -93,7 +93,7 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
     "ds_numel": lambda owner, param: param.numel(),
     "ds_status": _status,
     "ds_tensor": _slice,
-    "ds_persist": lambda owner, param: isinstance(owner, FlatGroup) and not owner.is_sharded,
+    "ds_persist": lambda owner, param: isinstance(owner, ParamGroup) and not owner.is_sharded,
     "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
     "ds_active_sub_modules": lambda owner, param: set(),  # who uses it now is the schedule's business
     "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
@@ -109,13 +109,13 @@ class _View:
 
     def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
         owner = owner_of(param) if param is not None else None
-        sharded = isinstance(owner, InitShard) or (isinstance(owner, FlatGroup) and _stage(owner) == 3)
+        sharded = isinstance(owner, InitShard) or (isinstance(owner, ParamGroup) and _stage(owner) == 3)
         if param is None or not sharded:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         return self.read(owner, param)
 
 
-def _stage(owner: FlatGroup) -> int | None:
+def _stage(owner: ParamGroup) -> int | None:
     runtime = owner.runtime()
     return runtime.settings.stage if runtime is not None else None
 

@@ -15,7 +15,7 @@ from ..base.errors import UsageError
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..precision.policy import cast_master
-from ..sharding.group import FlatGroup, complete
+from ..sharding.group import ParamGroup, complete
 from ..sharding.handle import owner_of
 from .piece import Cover
 from .sharded import ShardedOptimizer
@@ -24,7 +24,7 @@ from .sharded import ShardedOptimizer
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
     """The optimizer that updates a parameter, None for unwrapped and frozen ones."""
     owner = owner_of(param)
-    found = owner.optimizer() if isinstance(owner, FlatGroup) else None
+    found = owner.optimizer() if isinstance(owner, ParamGroup) else None
     return found if isinstance(found, ShardedOptimizer) else None
 
 
@@ -36,11 +36,11 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
     Collective.
     """
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup) or not owner.trainable:
+    if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
-    slot, comm = _slot(owner, param), owner.route.comm
+    slot, comm = _slot(owner, param), owner.comm_ctx.comm
     pieces = list(_state_views(param, key))
-    full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.route.pool.device)
+    full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.comm_ctx.pool.device)
     for cover, view in pieces:
         full[cover.start : cover.stop].copy_(view)
     row = torch.tensor([sum(cover.stop - cover.start for cover, _ in pieces)])
@@ -61,7 +61,7 @@ def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
         raise _no_optimizer(owner, param)
     found = list(_state_views(param, key))
     lacks = torch.tensor([len(list(_covers(optimizer, owner, param))) - len(found)])
-    if int(owner.route.comm.all_gather_rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
+    if int(owner.comm_ctx.comm.all_gather_rows(lacks, f"{key} of {owner.name_of(param)}").sum()):
         raise _no_state(optimizer, owner.name_of(param), key)
     for cover, view in found:
         view.copy_(flat[cover.start : cover.stop])
@@ -89,7 +89,7 @@ def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
         used += view.numel()
 
 
-def _covers(optimizer: ShardedOptimizer, owner: FlatGroup, param: nn.Parameter) -> Iterator[Cover]:
+def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter) -> Iterator[Cover]:
     name = owner.name_of(param)
     for piece in optimizer.pieces():
         if piece.group is owner and name in piece.names:
@@ -98,7 +98,7 @@ def _covers(optimizer: ShardedOptimizer, owner: FlatGroup, param: nn.Parameter) 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[Cover, Tensor]]:
     owner, optimizer = owner_of(param), optimizer_of(param)
-    if not isinstance(owner, FlatGroup) or optimizer is None:
+    if not isinstance(owner, ParamGroup) or optimizer is None:
         return
     for cover in _covers(optimizer, owner, param):
         state = optimizer.state.get(cover.piece.param, {}).get(key)
@@ -121,22 +121,22 @@ def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
 def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     """Write a whole new value into master and weight; every rank passes the same value and keeps its part."""
     owner = _owner(param)
-    slot, rank = _slot(owner, param), owner.route.comm.rank
-    flat = _flat(value, slot).to(owner.route.pool.device)
+    slot, rank = _slot(owner, param), owner.comm_ctx.comm.rank
+    flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
     with torch.no_grad():
-        start, stop, view = owner.weight.held(slot, rank)
+        start, stop, view = owner.weight.local_part(slot, rank)
         cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
         if owner.master is not None:
-            start, stop, place = owner.master.held(slot)
+            start, stop, place = owner.master.local_range(slot)
             owner.master.write(place, place + stop - start, flat[start:stop])
 
 
 def local_master(param: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's master, flat: a copy; None where it has no master."""
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup) or owner.master is None:
+    if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
-    place, end = owner.master.owned(_slot(owner, param))
+    place, end = owner.master.owned_range(_slot(owner, param))
     values = owner.master.read(place, end)
     return values if owner.master.is_split else values.clone()
 
@@ -147,7 +147,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
     For sharded masters: where every rank holds the whole master (stage 0), a part of it has no owner.
     """
     owner = _owner(param)
-    slot, comm = _slot(owner, param), owner.route.comm
+    slot, comm = _slot(owner, param), owner.comm_ctx.comm
     if owner.master is None or (owner.master.placement is R and comm.size > 1):
         raise UsageError(
             f"'{slot.name}' has no sharded master on this engine.",
@@ -155,17 +155,17 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
             "use safe_set_full_fp32_param.",
         )
     with torch.no_grad():
-        place, end = owner.master.owned(slot)
-        owner.master.write(place, end, _part(value, end - place, slot.name).to(owner.route.pool.device))
+        place, end = owner.master.owned_range(slot)
+        owner.master.write(place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device))
         owner.refresh(f"changed {slot.name}").wait()
 
 
 def local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup) or not owner.trainable:
+    if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
-    owner.gradient.adopt()
+    owner.gradient.take_assigned()
     if not owner.gradient.has(owner.index[id(param)]):
         return None
     return owner.gradient.of(_slot(owner, param)).float().clone()
@@ -181,31 +181,31 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
             "call it between backward and step, at the accumulation boundary.",
         )
     slot, number = _slot(owner, param), owner.index[id(param)]
-    owner.gradient.adopt()
+    owner.gradient.take_assigned()
     with torch.no_grad():
         if local:
-            owner.gradient.put_part(number, _part(value, owner.gradient.of(slot).numel(), slot.name))
+            owner.gradient.assign_shard(number, _part(value, owner.gradient.of(slot).numel(), slot.name))
         else:
-            owner.gradient.put(number, _flat(value, slot))
+            owner.gradient.assign(number, _flat(value, slot))
 
 
 # -- arithmetic
 
 
-def _owner(param: nn.Parameter) -> FlatGroup:
+def _owner(param: nn.Parameter) -> ParamGroup:
     """The group whose states are about to be changed."""
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup):
+    if not isinstance(owner, ParamGroup):
         raise UsageError(
             "this parameter belongs to no engine.",
             "Only a wrapped model's parameters have sharded state.",
             "pass a parameter of the model that initialize (or DeepSeekZeRO3) wrapped.",
         )
-    owner.barrier.cross()
+    owner.barrier.before_write()
     return owner
 
 
-def _no_optimizer(owner: FlatGroup, param: nn.Parameter) -> UsageError:
+def _no_optimizer(owner: ParamGroup, param: nn.Parameter) -> UsageError:
     return UsageError(
         f"'{owner.name_of(param)}' has no optimizer state.",
         "It is frozen, or its engine has no optimizer.",
@@ -213,7 +213,7 @@ def _no_optimizer(owner: FlatGroup, param: nn.Parameter) -> UsageError:
     )
 
 
-def _slot(owner: FlatGroup, param: nn.Parameter) -> Slot:
+def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
     return owner.members[owner.index[id(param)]].slot
 
 

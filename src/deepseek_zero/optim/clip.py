@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.runtime import Runtime
 
 
@@ -48,7 +48,7 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     word: travels along; on every rank, or on none.
     """
     groups, comm = runtime.trained_groups, runtime.comm
-    edited = any(group.gradient.arrivals.is_edited for group in groups)
+    edited = any(group.gradient.state.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
     # What this rank says, in one number, which float64 holds exactly.
     said = (bool(runtime.reducer.late), edited, runtime.is_idle, runtime.is_graphless)
@@ -87,9 +87,9 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     )
 
 
-def absent_among(groups: Sequence[FlatGroup]) -> list[str]:
+def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
     """Names of parameters whose gradient was dropped, or that are frozen: they are not updated."""
-    return [group.members[number].name for group in groups for number in sorted(group.gradient.arrivals.absent or ())]
+    return [group.members[number].name for group in groups for number in sorted(group.gradient.state.absent or ())]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

@@ -14,14 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from .update import Decision
 
 
 class Delay:
     """What one optimizer owes.  after: updates that come in time, at the start of a run."""
 
-    def __init__(self, groups: Sequence[FlatGroup], after: int) -> None:
+    def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
         self.groups, self.after = groups, after
         self.owed: Decision | None = None
 
@@ -32,7 +32,7 @@ class Delay:
     def turn(self, made: Decision | None) -> Decision | None:
         """Let a step owe its own update (None: it has none), and return what was owed."""
         for group in self.groups:
-            group.gradient.waiting.turn(keep=made is not None)
+            group.gradient.delayed.swap(keep=made is not None)
         due, self.owed = self.owed, made
         return due
 
@@ -40,7 +40,7 @@ class Delay:
         """Owe nothing."""
         self.owed = None
         for group in self.groups:
-            group.gradient.waiting.forget()
+            group.gradient.delayed.discard()
 
     def state_dict(self) -> dict[str, Any] | None:
         """What is owed, as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
@@ -52,4 +52,4 @@ class Delay:
         """What `state_dict` returned; the gradient has been filled in."""
         self.owed = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
         for group in self.groups:
-            group.gradient.waiting.is_held = self.owed is not None
+            group.gradient.delayed.is_full = self.owed is not None

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..precision.loss_scale import LossScaler
 from ..sharding.forward import Phase
-from ..sharding.group import FlatGroup, resting
+from ..sharding.group import ParamGroup, offloaded_extents
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from ..tiers.tier import Due, Extent
@@ -83,7 +83,7 @@ class Early:
         self.tally = Tally()
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
-        self._done: dict[int, list[FlatGroup]] = {}
+        self._done: dict[int, list[ParamGroup]] = {}
         self._is_off = False  # somebody looked: not again before the next step
 
     def unit_is_over(self, unit: Unit) -> None:
@@ -169,8 +169,8 @@ class Early:
         self.log.clear()
 
 
-def _extents(groups: Iterable[FlatGroup]) -> Iterable[Extent]:
-    return (extent for group in groups for extent in resting(group))
+def _extents(groups: Iterable[ParamGroup]) -> Iterable[Extent]:
+    return (extent for group in groups for extent in offloaded_extents(group))
 
 
 def works_by_piece(optimizer: Optimizer) -> bool:

@@ -20,8 +20,8 @@ PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale tha
 
 def lift(runtime: Runtime, unit: Unit) -> None:
     """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
-    unit.lift()
-    runtime.forward.any_lifted = True
+    unit.promote_to_fp32()
+    runtime.forward.any_promoted = True
 
 
 class Lifter:
@@ -39,7 +39,7 @@ class Lifter:
         if not skipped:
             self._suspect, self._count = None, 0
             return None
-        if unit is None or unit.is_lifted:
+        if unit is None or unit.is_promoted:
             return None
         self._count = self._count + 1 if unit is self._suspect else 1
         self._suspect = unit
@@ -59,10 +59,10 @@ class Lifter:
     @property
     def lifted(self) -> list[str]:
         """Names of the units that compute in fp32."""
-        return [unit.name for unit in self.runtime.units if unit.is_lifted]
+        return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
         """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
         for unit in self.runtime.units:
-            if unit.name in names and not unit.is_lifted:
+            if unit.name in names and not unit.is_promoted:
                 lift(self.runtime, unit)

@@ -78,7 +78,7 @@ class Moments:
         """Let the optimizer, or whoever may change them, see a piece's moments.  working: for one tile's update, in
         what tiles share.
         """
-        piece.group.barrier.cross()
+        piece.group.barrier.before_write()
         if piece.param not in self._inner.state:
             return
         for name in self._names.get(id(piece.group), ()):
@@ -109,7 +109,7 @@ class Moments:
 
         chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
         """
-        piece.group.barrier.cross()
+        piece.group.barrier.before_write()
         state = self._inner.state.get(piece.param, {})
         self._count(piece, state)
         if not piece.group.plan.moments_external:
@@ -126,7 +126,7 @@ class Moments:
             elif value.data_ptr() != own.data_ptr():
                 moment.extent.part(piece.start, piece.stop).copy_(value.reshape(-1))
             hidden = (
-                self._scratch.nothing(value.shape, value.dtype, piece.master.home)
+                self._scratch.nothing(value.shape, value.dtype, piece.master.update_device)
                 if moment.is_hidden
                 else own.view(value.shape)
             )
@@ -145,7 +145,7 @@ class Moments:
 
     def cut(self, piece: Piece, into: Sequence[Piece]) -> None:
         """Let the optimizer's state of a piece be that of the stretches it was cut into."""
-        piece.group.barrier.cross()  # a checkpoint that is written meanwhile reads it by this piece
+        piece.group.barrier.before_write()  # a checkpoint that is written meanwhile reads it by this piece
         state = self._inner.state.pop(piece.param, None)
         self._counted.discard(id(piece))
         for part in into if state is not None else ():
@@ -163,7 +163,7 @@ class Moments:
 
     def _shared(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
         """Where a piece's moment is worked on, in what the pieces of all tiles share."""
-        return self._scratch.take(name, dtype, piece.master.home)[piece.at : piece.at + piece.numel]
+        return self._scratch.take(name, dtype, piece.master.update_device)[piece.at : piece.at + piece.numel]
 
     def put_away(self, piece: Piece, chance: Chance) -> None:
         """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
@@ -176,7 +176,7 @@ class Moments:
         if moment.kept is None or not moment.kept.has_powers:
             return None
         if id(piece) not in moment.powers:
-            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=piece.master.home)
+            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=piece.master.update_device)
             moment.powers[id(piece)] = powers
         return moment.powers[id(piece)]
 
@@ -189,10 +189,10 @@ class Moments:
             stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
             numel = piece.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
-                extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.home))
+                extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.update_device))
                 self._scratch.allowance.take_for(extent, extent.memory.nbytes, what)
             else:
-                extent = group.route.tiers.reserve(plan.moments.tier, numel, stored, what)
+                extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
             self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]

@@ -16,7 +16,7 @@ from ..base.log import log_once
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from ..sharding.watch import Watcher
+from ..sharding.watch import NonFiniteDetector
 from .clip import Verdict
 
 NOBODY = 1 << 30
@@ -38,14 +38,14 @@ class NonFinite:
         """
         if verdict.is_finite and self.in_a_row == 0:
             return None
-        watcher, self.runtime.watcher = self.runtime.watcher, None
+        watcher, self.runtime.nonfinite = self.runtime.nonfinite, None
         if verdict.is_finite:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
         unit = self._named(verdict, watcher) if watcher is not None else None
         if self.watches:
-            self.runtime.watcher = Watcher()
+            self.runtime.nonfinite = NonFiniteDetector()
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
             log_once(self._said(verdict, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
@@ -85,7 +85,7 @@ class NonFinite:
             if not math.isfinite(square)
         }
 
-    def _named(self, verdict: Verdict, watcher: Watcher) -> Unit | None:
+    def _named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
         runtime = self.runtime
         forward, backward = runtime.gatherer.schedule.forward.order, runtime.gatherer.schedule.backward.order

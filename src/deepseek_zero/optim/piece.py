@@ -17,8 +17,8 @@ from ..planner.layout import Slot
 from ..planner.spec import R
 from ..precision.compact import Chance
 from ..precision.split import scratch_numel
-from ..sharding.group import FlatGroup
-from ..sharding.master import Master
+from ..sharding.group import ParamGroup
+from ..sharding.master import MasterWeight
 from .flow import Reflection, Stretch
 from .scratch import Scratch
 
@@ -31,7 +31,7 @@ class Piece:
     Where the master is split, `param` holds values during a step only, and NaN between steps.
     """
 
-    group: FlatGroup
+    group: ParamGroup
     start: int
     stop: int
     param: nn.Parameter
@@ -43,20 +43,20 @@ class Piece:
         return self.stop - self.start
 
     @property
-    def master(self) -> Master:
+    def master(self) -> MasterWeight:
         assert self.group.master is not None
         return self.group.master
 
     @property
     def rank(self) -> int:
-        return self.group.route.comm.rank
+        return self.group.comm_ctx.comm.rank
 
     def grad(self, *, waiting: bool = False) -> Tensor | None:
         """Of the step that is over, or the one that is `waiting` for a later update; None where it is absent."""
         gradient = self.group.gradient
         if self.is_absent(waiting=waiting):
             return None
-        part = (gradient.waiting if waiting else gradient).part(self.start, self.stop)
+        part = (gradient.delayed if waiting else gradient).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
     def stretches(self, *, waiting: bool = False) -> Iterator[Stretch]:
@@ -64,14 +64,14 @@ class Piece:
         for extent in self.master.extents():
             yield Stretch(extent, self.start, self.stop)
         gradient = self.group.gradient
-        buffer = gradient.waiting.buffer if waiting else gradient.buffer
+        buffer = gradient.delayed.buffer if waiting else gradient.buffer
         if buffer is not None and buffer.extent is not None:
             yield Stretch(buffer.extent, self.start, self.stop, changes=False)
 
     def reflections(self) -> Iterator[Reflection]:
         """What of them the training device has, where the update is the host's."""
-        if self.master.mirror is not None:
-            yield Reflection(self.master.mirror, self.start, self.stop)
+        if self.master.staged is not None:
+            yield Reflection(self.master.staged, self.start, self.stop)
 
     def covers(self) -> Iterator[Cover]:
         """What it covers, parameter by parameter."""
@@ -86,7 +86,7 @@ class Piece:
     def is_absent(self, *, waiting: bool = False) -> bool:
         """Whether none of its parameters has a gradient (frozen ones, dropped gradients): its update leaves it be."""
         gradient = self.group.gradient
-        absent = (gradient.waiting.absent if waiting else gradient.arrivals.absent) or set()
+        absent = (gradient.delayed.absent if waiting else gradient.state.absent) or set()
         return bool(absent) and all(cover.number in absent for cover in self.covers())
 
     def chance(self, chance: Chance, state: str) -> Tensor:
@@ -98,8 +98,8 @@ class Piece:
 
     def show(self, scratch: Scratch) -> None:
         """Let `param` hold the values, which the optimizer changes, as it does the moments."""
-        self.group.barrier.cross()
-        values, home = self.master.view(self.start, self.stop), self.master.home
+        self.group.barrier.before_write()
+        values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
         if values is None:
             into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
             helper = None
@@ -110,13 +110,13 @@ class Piece:
 
     def hide(self, scratch: Scratch, chance: Chance, *, keep: bool) -> None:
         """Undo `show`.  keep: the values that `param` holds now become the master's."""
-        if keep and self.master.view(self.start, self.stop) is None:
+        if keep and self.master.in_place_view(self.start, self.stop) is None:
             random = self.chance(chance, "weight") if self.master.is_rounded else None
-            self.master.absorb(self.start, self.stop, self.param.data.reshape(-1), random)
+            self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
         if keep:
-            self.master.publish(self.start, self.stop)
-        if self.master.is_elsewhere:
-            self.param.data = scratch.nothing(self.param.shape, self.param.dtype, self.master.home)
+            self.master.copy_to_weight(self.start, self.stop)
+        if self.master.is_copied_for_update:
+            self.param.data = scratch.nothing(self.param.shape, self.param.dtype, self.master.update_device)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Cover:
     @property
     def is_absent(self) -> bool:
         """Whether the parameter has no gradient in the step that is over."""
-        return self.number in (self.piece.group.gradient.arrivals.absent or ())
+        return self.number in (self.piece.group.gradient.state.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
         """The covered elements of a state that is as long as the piece: a view, flat."""
@@ -146,7 +146,7 @@ Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
 EVERY_UNIT = -1
 
 
-def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[FlatGroup], tile_numel: int) -> list[Tile]:
+def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[ParamGroup], tile_numel: int) -> list[Tile]:
     """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
     differently take turns there) stays together, so that a chunk comes and goes once.
     """
@@ -212,15 +212,15 @@ class Span:
     shape: torch.Size
 
 
-def spans_of(group: FlatGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
+def spans_of(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
     """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
     assert group.master is not None
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     spans: list[Span] = []
     for number in numbers:
         slot = group.members[number].slot
-        _, _, start = group.master.held(slot)
-        stop = start + slot.numel if group.master.placement is R else group.master.owned(slot)[1]
+        _, _, start = group.master.local_range(slot)
+        stop = start + slot.numel if group.master.placement is R else group.master.owned_range(slot)[1]
         if start >= stop:
             continue
         if uncut:

@@ -24,7 +24,7 @@ from ..comm.agreement import agree, propagate_errors
 from ..planner.spec import R
 from ..precision.compact import Chance
 from ..precision.loss_scale import LossScaler
-from ..sharding.group import FlatGroup
+from ..sharding.group import ParamGroup
 from ..sharding.handle import owner_of
 from ..sharding.runtime import Runtime
 from ..sharding.ties import without_twins
@@ -103,7 +103,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(runtime.route.pool.device, allowance=runtime.route.tiers.allowance)
+        self.scratch = Scratch(runtime.comm_ctx.pool.device, allowance=runtime.comm_ctx.tiers.allowance)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
@@ -181,10 +181,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
         needs them.
         """
-        wanted: dict[int, tuple[FlatGroup, list[int]]] = {}
+        wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
         for param in params:
             owner = owner_of(param)
-            if not isinstance(owner, FlatGroup):
+            if not isinstance(owner, ParamGroup):
                 raise UsageError(
                     "the optimizer holds a parameter that the wrapped model does not have.",
                     "Each parameter is updated where its slice is.",
@@ -211,7 +211,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
             )
 
-    def regroup(self, groups: Sequence[FlatGroup]) -> None:
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Update the parameters of these groups too, each by the parameter group it was given in."""
         self.finish()
         new = {id(group) for group in groups if group.trainable}
@@ -267,11 +267,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 make: Any = type(self.inner)
                 self.inner.state.update(make([options]).state)
 
-    def _piece(self, group: FlatGroup, span: Span) -> Piece:
+    def _piece(self, group: ParamGroup, span: Span) -> Piece:
         assert group.master is not None
-        values = None if group.master.is_elsewhere else group.master.view(span.start, span.stop)
+        values = None if group.master.is_copied_for_update else group.master.in_place_view(span.start, span.stop)
         if values is None:
-            values = self.scratch.nothing(span.shape, group.master.dtype, group.master.home)
+            values = self.scratch.nothing(span.shape, group.master.dtype, group.master.update_device)
         return Piece(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
     def cut_apart(self, apart: Callable[[Cover], Any]) -> None:
@@ -330,7 +330,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             verdict = agree_on_norm(runtime, word)
             self._refuse_differences(verdict)
             if verdict.any_late:
-                runtime.reducer.settle()
+                runtime.reducer.reduce_late()
                 verdict = agree_on_norm(runtime, word)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
@@ -339,7 +339,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if verdict.any_edited:
                 for each in [group.gradient.spread(group.members[0].name) for group in groups]:
                     each.wait()
-            if any(group.gradient.arrivals.absent for group in groups):
+            if any(group.gradient.state.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
             scale = self.loss_scale
             self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
@@ -526,7 +526,7 @@ def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     """As before the first step; returns what was there."""
     optimizer.finish()
     for piece in optimizer.pieces():
-        piece.group.barrier.cross()
+        piece.group.barrier.before_write()
     before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
     return before
@@ -544,7 +544,7 @@ def forget_ahead(optimizer: ShardedOptimizer) -> None:
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
     """Names of the parameters that are updated, in the optimizer's order; the same on every rank."""
     owners = [(owner_of(param), param) for param in params]
-    return [owner.name_of(param) for owner, param in owners if isinstance(owner, FlatGroup) and owner.trainable]
+    return [owner.name_of(param) for owner, param in owners if isinstance(owner, ParamGroup) and owner.trainable]
 
 
 def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
@@ -556,7 +556,7 @@ def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
     for unit in runtime.units:
         for group in unit.trained:
             if id(group) in owners and group.plan.master is not None and group.plan.master.placement is not R:
-                group.relay("tensor")
+                group.relayout("tensor")
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:

@@ -72,7 +72,7 @@ class UndoLog:
     def undo(self) -> None:
         """Bring back every piece that was noted."""
         for before in reversed(self._entries):
-            before.piece.group.barrier.cross()
+            before.piece.group.barrier.before_write()
             for stretch, copy in before.places:
                 stretch.extent.part(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
                 stretch.leave()

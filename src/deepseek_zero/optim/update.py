@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..precision.compact import Chance
-from ..sharding.group import FlatGroup, resting
+from ..sharding.group import ParamGroup, offloaded_extents
 from ..tiers.tier import Due
 from .flow import Flow, FlowSettings, Touched
 from .lean import rule_of
@@ -77,7 +77,7 @@ class Updater:
         self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
         self.clock = clock
         self._coming: Flow[Tile] = Flow((), self._touched, settings)
-        self._left: Counter[FlatGroup] = Counter()  # tiles of each group that wait
+        self._left: Counter[ParamGroup] = Counter()  # tiles of each group that wait
         self._decision = Decision(1.0, 0)
         self._is_busy = self._ended_halfway = False
         self.updates = 0  # decided so far
@@ -93,7 +93,7 @@ class Updater:
                 done += 1
         except Exception:
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
-            in_place = any(piece.master.is_changed_in_place for tile in tiles for _, piece in tile)
+            in_place = any(piece.master.is_updated_in_place for tile in tiles for _, piece in tile)
             self._ended_halfway = done > 0 or in_place
             for reflection in [each for tile in tiles for _, piece in tile for each in piece.reflections()]:
                 reflection.mirror.clear()
@@ -107,8 +107,8 @@ class Updater:
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
         self._left = Counter(piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values())
         for group in self._left:
-            group.gradient.is_owed = True
-            for extent in resting(group):
+            group.gradient.is_deferred = True
+            for extent in offloaded_extents(group):
                 extent.due = Due(partial(self._catch_up, group), self.finish)
 
     def ahead(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[Piece], None]) -> None:
@@ -133,7 +133,7 @@ class Updater:
         finally:
             self.clock.enter(before)
 
-    def waits(self, group: FlatGroup) -> bool:
+    def waits(self, group: ParamGroup) -> bool:
         """Whether a step that is over has not come to all of this group."""
         return bool(self._left[group])
 
@@ -150,7 +150,7 @@ class Updater:
         while self._update_next():
             pass
 
-    def _catch_up(self, group: FlatGroup) -> None:
+    def _catch_up(self, group: ParamGroup) -> None:
         """The weight of this group is about to be gathered."""
         if self._ended_halfway:
             self.finish()
@@ -167,10 +167,10 @@ class Updater:
         for group in {piece.group for _, piece in tile}:
             self._left[group] -= 1
             if not self._left[group]:
-                for extent in resting(group):
+                for extent in offloaded_extents(group):
                     extent.due = None
-                group.gradient.is_owed = False
-                group.gradient.drop()
+                group.gradient.is_deferred = False
+                group.gradient.discard()
         return True
 
     def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Touched]:
@@ -202,7 +202,7 @@ class Updater:
             self._is_busy = False
 
     def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
-        dtype, home = piece.param.dtype, piece.master.home
+        dtype, home = piece.param.dtype, piece.master.update_device
         if grad.dtype == dtype and factor == 1.0 and grad.device == home:
             return grad
         into = self.scratch.take("grads", dtype, home)[piece.at : piece.at + piece.numel].view(grad.shape)

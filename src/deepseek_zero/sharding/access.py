@@ -19,15 +19,15 @@ from ..base.errors import UsageError
 from ..comm.collectives import scatter
 from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
-from .group import FlatGroup
-from .handle import owner_of, put_to_rest, wake
+from .group import ParamGroup
+from .handle import owner_of, reshard, unshard
 from .init import InitShard
 
 
-def groups_of(params: Iterable[nn.Parameter]) -> list[FlatGroup]:
+def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
     """The groups these parameters belong to, each once, in the engine's order; unwrapped parameters are passed over."""
-    found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, FlatGroup)}
-    ordered: list[FlatGroup] = []
+    found = {id(owner): owner for owner in map(owner_of, params) if isinstance(owner, ParamGroup)}
+    ordered: list[ParamGroup] = []
     for group in found.values():
         runtime = group.runtime()
         if runtime is None:
@@ -40,15 +40,15 @@ def groups_of(params: Iterable[nn.Parameter]) -> list[FlatGroup]:
     return ordered
 
 
-def whole(buffer: FlatBuffer, group: FlatGroup, what: str) -> Tensor:
+def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     """A copy of a state's elements, all of them, flat.  Collective where the state is sharded."""
     full = FlatBuffer(
         group.layout,
         replace(buffer.spec, placement=R),
-        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.route.pool.device),
+        torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.comm_ctx.pool.device),
     )
     if buffer.spec.placement is S:
-        move(buffer, full, group.route, what).wait()
+        move(buffer, full, group.comm_ctx, what).wait()
     else:
         full.storage.copy_(buffer.storage)
     return full.storage
@@ -70,7 +70,7 @@ class GatheredParameters:
         given: Iterable[Any] = [params] if isinstance(params, Tensor) else params
         self.params: list[nn.Parameter] = [param for param in given if param is not None]  # a layer without a bias
         self.modifier_rank, self.enabled = modifier_rank, enabled
-        self.groups: list[FlatGroup] = []
+        self.groups: list[ParamGroup] = []
         self.building: list[tuple[nn.Parameter, InitShard]] = []
         self._copies: list[Tensor] = []
         self._marks: list[tuple[int, ...]] = []
@@ -78,18 +78,18 @@ class GatheredParameters:
     def __enter__(self) -> GatheredParameters:
         if not self.enabled:
             return self
-        self.groups = [group for group in groups_of(self.params) if not group.is_held]
+        self.groups = [group for group in groups_of(self.params) if not group.is_pinned]
         self.building = _under_construction(self.params)
         with torch.inference_mode(False), torch.no_grad():
             for param, shard in self.building:
-                shard.hold(param, watch=self.modifier_rank is None)
+                shard.pin_unsharded(param, watch=self.modifier_rank is None)
             for group in self.groups:
-                group.is_held = True
-                copy = whole(group.weight, group, group.members[0].name)
+                group.is_pinned = True
+                copy = gather_full(group.weight, group, group.members[0].name)
                 self._copies.append(copy)
                 buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
                 for member in group.members:
-                    wake(member.param, member.kind, buffer.view(member.slot))
+                    unshard(member.param, member.param_class, buffer.view(member.slot))
         if self.modifier_rank is None:
             self._marks = [_mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)]
         return self
@@ -107,15 +107,15 @@ class GatheredParameters:
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):
-            comm = group.route.comm
+            comm = group.comm_ctx.comm
             scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
-            group.store(copy)
+            group.set_full_values(copy)
 
     def _refuse_changes(self) -> None:
         held = zip(self.groups, self._copies, self._marks, strict=True)
         changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
         changed += [shard.name_of(param) for param, shard in self.building if shard.is_changed(param)]
-        comms = [group.route.comm for group in self.groups] + [shard.session.comm for _, shard in self.building]
+        comms = [group.comm_ctx.comm for group in self.groups] + [shard.session.comm for _, shard in self.building]
         if not comms:
             return
         row = torch.tensor([len(changed)])
@@ -130,32 +130,32 @@ class GatheredParameters:
     def _back_to_rest(self, winner: int | None) -> None:
         with torch.no_grad():
             for param, shard in self.building:
-                shard.let_go(param, winner)
+                shard.reshard(param, winner)
         for group in self.groups:
-            group.is_held = False
+            group.is_pinned = False
             for member in group.members:
-                if group.is_sharded and group.full is None:
+                if group.is_sharded and group.unsharded is None:
                     with without_torch_function():
-                        put_to_rest(member.param, member.nothing)
+                        reshard(member.param, member.placeholder)
                 else:
-                    source = group.full if group.full is not None else group.weight
-                    wake(member.param, member.kind, source.view(member.slot))
+                    source = group.unsharded if group.unsharded is not None else group.weight
+                    unshard(member.param, member.param_class, source.view(member.slot))
         self.groups, self.building, self._copies, self._marks = [], [], [], []
 
 
 def _under_construction(params: Iterable[nn.Parameter]) -> list[tuple[nn.Parameter, InitShard]]:
     """Those that zero.Init has cut and no engine has taken, each once, in an order that every rank has."""
     found = {id(param): (param, owner_of(param)) for param in params}
-    shards = [(param, owner) for param, owner in found.values() if isinstance(owner, InitShard) and not owner.is_held]
+    shards = [(param, owner) for param, owner in found.values() if isinstance(owner, InitShard) and not owner.is_pinned]
     return sorted(shards, key=lambda pair: pair[1].number)
 
 
-def _mark(group: FlatGroup, copy: Tensor) -> tuple[int, ...]:
+def _mark(group: ParamGroup, copy: Tensor) -> tuple[int, ...]:
     """What tells a changed copy: in-place operations raise versions, those on `.data` show in the sum of the bits."""
     return int(copy.view(torch.int64).sum()), *(version_of(member.param) for member in group.members)
 
 
-def member_names(group: FlatGroup) -> str:
+def member_names(group: ParamGroup) -> str:
     names = [member.name for member in group.members]
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
@@ -168,12 +168,12 @@ def full_master(param: nn.Parameter) -> Tensor | None:
 def full_grad(param: nn.Parameter) -> Tensor | None:
     """The whole reduced gradient of a parameter in fp32, None before a backward.  Collective."""
 
-    def held(group: FlatGroup) -> FlatBuffer | None:
-        group.gradient.adopt()
+    def held(group: ParamGroup) -> FlatBuffer | None:
+        group.gradient.take_assigned()
         reduced = group.gradient.reduced() if group.gradient.has(group.index[id(param)]) else None
         if reduced is None or group.gradient.buffer is None:
             return None
-        placement = S if reduced.numel() < group.layout.padded_numel or group.route.comm.size == 1 else R
+        placement = S if reduced.numel() < group.layout.padded_numel or group.comm_ctx.comm.size == 1 else R
         return FlatBuffer(group.layout, replace(group.gradient.buffer.spec, placement=placement), reduced)
 
     found = _full(param, held)
@@ -182,11 +182,11 @@ def full_grad(param: nn.Parameter) -> Tensor | None:
 
 def _full(param: nn.Parameter, choose: Any) -> Tensor | None:
     owner = owner_of(param)
-    if not isinstance(owner, FlatGroup):
+    if not isinstance(owner, ParamGroup):
         return None
     with torch.no_grad():
         buffer = choose(owner)
         if buffer is None:
             return None
         slot = owner.members[owner.index[id(param)]].slot
-        return whole(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()
+        return gather_full(buffer, owner, slot.name)[slot.start : slot.stop].view(slot.shape).clone()

@@ -57,7 +57,7 @@ class Pool:
     def give(self, tensor: Tensor) -> None:
         """Take a tensor back.  If somebody still holds a view of it, it is left to them and never written again."""
         if storage_users(tensor) > 1:
-            self._forget(tensor.nbytes)
+            self._uncount(tensor.nbytes)
         else:
             self._idle[tensor.dtype, tensor.numel()].append(tensor)
 
@@ -65,7 +65,7 @@ class Pool:
         """What waits to be lent."""
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
-    def rest(self) -> None:
+    def return_pages(self) -> None:
         """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
         for tensor in filter(has_pages_to_return, self.idle()):
             self.comm.wait_until_read(tensor)
@@ -73,26 +73,26 @@ class Pool:
 
     def clear(self) -> None:
         """Free what is idle."""
-        self._forget(sum(tensor.nbytes for tensor in self.idle()))
+        self._uncount(sum(tensor.nbytes for tensor in self.idle()))
         self._idle.clear()
 
-    def _forget(self, nbytes: int) -> None:
+    def _uncount(self, nbytes: int) -> None:
         self.allocated_bytes -= nbytes
         self.allowance.give(nbytes)
 
 
 @dataclass(eq=False)
-class Barrier:
+class WriteBarrier:
     """What every change of one group's states passes first: weight, master, moments, a gradient that waits.
 
     reader: told of it once, and returns when the change may happen; who reads states behind the training
     (checkpoint/save.py) has by then taken what it has not yet written.  Views that may be written come from
-    `FlatBuffer.writable` and `held`, `Master` and `Moments`, which all call `cross`; nothing else writes.
+    `FlatBuffer.write` and `held`, `MasterWeight` and `Moments`, which all call `cross`; nothing else writes.
     """
 
     reader: Callable[[], None] | None = None
 
-    def cross(self) -> None:
+    def before_write(self) -> None:
         """The group's states are about to change."""
         if self.reader is not None:
             self.reader()
@@ -112,32 +112,32 @@ class FlatBuffer:
     memory: Tensor
     common: SharedWeights | None = None
     extent: Extent | None = None
-    barrier: Barrier = field(default_factory=Barrier)
+    barrier: WriteBarrier = field(default_factory=WriteBarrier)
 
     @property
     def storage(self) -> Tensor:
         """All elements that this rank holds, to be read, or moved to by `move`."""
         return self.memory if self.extent is None else self.extent.part(0, self.memory.numel())
 
-    def part(self, low: int, high: int) -> Tensor:
+    def elements(self, low: int, high: int) -> Tensor:
         """Some of them: a view."""
         return self.memory[low:high] if self.extent is None else self.extent.part(low, high)
 
-    def writable(self, low: int, high: int) -> Tensor:
+    def write(self, low: int, high: int) -> Tensor:
         """As `part`, to be written: whoever still reads the old values has them when this returns."""
-        self.barrier.cross()
-        return self.part(low, high)
+        self.barrier.before_write()
+        return self.elements(low, high)
 
-    def look(self, low: int, high: int) -> Tensor:
+    def read(self, low: int, high: int) -> Tensor:
         """As `part`, to be read only."""
         return self.memory[low:high] if self.extent is None else self.extent.look(low, high)
 
-    def peek(self, low: int, high: int) -> Tensor:
+    def read_now(self, low: int, high: int) -> Tensor:
         """As `look`, but as they are now, whatever update waits."""
         return self.memory[low:high] if self.extent is None else peek(self.extent, low, high)
 
     @property
-    def rests_elsewhere(self) -> bool:
+    def is_offloaded(self) -> bool:
         return self.extent is not None and self.extent.rests_elsewhere
 
     @classmethod
@@ -146,40 +146,40 @@ class FlatBuffer:
         return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
 
     @classmethod
-    def at_rest(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
+    def allocate(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """Memory for a state where its plan wants it."""
         if spec.tier is Tier.DEVICE:
-            return cls.empty(layout, spec, route.pool.device).counted(route, what)
+            return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
         numel = spec.numel(layout.padded_numel, layout.ranks)
-        extent = route.tiers.reserve(spec.tier, numel, spec.dtype, what)
+        extent = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what)
         return cls(layout, spec, extent.memory, extent=extent)
 
     @classmethod
-    def of_weight(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
+    def allocate_weight(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """Memory for a weight: where ranks can share pages, a sharded one rests in them and is whole for everybody.
 
         Collective.
         """
         if spec.placement is not S:
-            return cls.travelling(layout, spec, route, what)
+            return cls.allocate_for_comm(layout, spec, comm_ctx, what)
         if spec.tier is not Tier.DEVICE:
-            return cls.at_rest(layout, spec, route, what)
-        common = route.comm.shared_weights(layout.padded_numel, spec.dtype, what)
+            return cls.allocate(layout, spec, comm_ctx, what)
+        common = comm_ctx.comm.shared_weights(layout.padded_numel, spec.dtype, what)
         if common is None:
-            return cls.at_rest(layout, spec, route, what)
-        return cls(layout, spec, common.own, common).counted(route, what)
+            return cls.allocate(layout, spec, comm_ctx, what)
+        return cls(layout, spec, common.own, common).counted(comm_ctx, what)
 
     @classmethod
-    def travelling(cls, layout: FlatLayout, spec: Spec, route: Route, what: str) -> FlatBuffer:
+    def allocate_for_comm(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """As `empty`, where other ranks get at it best."""
-        memory = route.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
-        return cls(layout, spec, memory).counted(route, what)
+        memory = comm_ctx.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
+        return cls(layout, spec, memory).counted(comm_ctx, what)
 
-    def counted(self, route: Route, what: str) -> FlatBuffer:
+    def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """This buffer, which takes of the training device for as long as it lives."""
-        return route.tiers.allowance.take_for(self, self.memory.nbytes, what)
+        return comm_ctx.tiers.allowance.take_for(self, self.memory.nbytes, what)
 
-    def slice(self, rank: int) -> Tensor:
+    def shard(self, rank: int) -> Tensor:
         """The elements a rank owns: a view."""
         if self.spec.placement is S:
             return self.storage
@@ -190,35 +190,35 @@ class FlatBuffer:
         """A parameter's elements in its own shape: a view.  Only of a buffer that holds every element."""
         return self.storage.as_strided(slot.shape, slot.strides, self.storage.storage_offset() + slot.start)
 
-    def held(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
+    def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat, to be written."""
-        self.barrier.cross()
+        self.barrier.before_write()
         if self.spec.placement is R:
-            return 0, slot.numel, self.part(slot.start, slot.stop)
-        view = self.owned(slot, rank)
+            return 0, slot.numel, self.elements(slot.start, slot.stop)
+        view = self.owned_view(slot, rank)
         start = self.layout.owned(slot, rank)[0] - slot.start
         return start, start + view.numel(), view
 
-    def owned(self, slot: Slot, rank: int) -> Tensor:
+    def owned_view(self, slot: Slot, rank: int) -> Tensor:
         """The part of a parameter that a rank owns, flat: a view."""
-        return self.part(*self.place_of(slot, rank))
+        return self.elements(*self.owned_range(slot, rank))
 
-    def place_of(self, slot: Slot, rank: int) -> tuple[int, int]:
+    def owned_range(self, slot: Slot, rank: int) -> tuple[int, int]:
         """[place, end) of that part in this buffer."""
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
         return start - low, max(start, stop) - low
 
 
-class Turns:
+class OrderedIssueQueue:
     """Collectives that wait for a transfer first: issued in the order they were asked for, which all ranks share."""
 
     def __init__(self) -> None:
-        self._waiting: deque[Turn] = deque()
+        self._waiting: deque[QueuedCollective] = deque()
 
     def add(self, transfer: Ticket, start: Callable[[], Pending]) -> Pending:
         """`start` issues the collective when the transfer is over, at the latest when somebody waits for it."""
-        turn = Turn(transfer, start)
+        turn = QueuedCollective(transfer, start)
         self._waiting.append(turn)
         self.advance()
         return Pending(lambda: self._finish(turn))
@@ -233,14 +233,14 @@ class Turns:
         while self._waiting:
             self._waiting.popleft().issue()
 
-    def _finish(self, turn: Turn) -> None:
+    def _finish(self, turn: QueuedCollective) -> None:
         while turn.pending is None:
             self._waiting.popleft().issue()
         turn.pending.wait()
 
 
 @dataclass(eq=False)
-class Turn:
+class QueuedCollective:
     """One collective in the queue."""
 
     transfer: Ticket
@@ -253,7 +253,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class Route:
+class CommContext:
     """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided
     by.  tiers: other memories that states rest in.  turns: gathers out of them.  ferry: between them and the device.
     """
@@ -263,11 +263,11 @@ class Route:
     bucket_numel: int = 1 << 62
     divisor: float = 1.0
     tiers: Tiers = field(default_factory=Tiers)
-    turns: Turns = field(default_factory=Turns)
-    ferry: Ferry = field(default_factory=Ferry)
+    issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
+    copy_engine: Ferry = field(default_factory=Ferry)
 
 
-def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add: bool = False) -> Pending:
+def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
     """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
 
     Source and target may share storage (a partial gradient reduced in place).  Neither may be touched before `wait()`.
@@ -275,63 +275,65 @@ def move(source: FlatBuffer, target: FlatBuffer, route: Route, what: str, *, add
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
-            return _all_gather(source.storage, target, route, what)
+            return _all_gather(source.storage, target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.storage, route, what, add, target.extent)
+            return _reduce_scatter(source, target.storage, comm_ctx, what, add, target.extent)
         case Movement.ALL_REDUCE:
-            own = target.slice(route.comm.rank)
-            return _reduce_scatter(source, own, route, what, add).then(
-                lambda: _all_gather(own, target, route, what).wait()
+            own = target.shard(comm_ctx.comm.rank)
+            return _reduce_scatter(source, own, comm_ctx, what, add).then(
+                lambda: _all_gather(own, target, comm_ctx, what).wait()
             )
         case Movement.LOCAL_SLICE:
-            target.storage.copy_(source.slice(route.comm.rank))
+            target.storage.copy_(source.shard(comm_ctx.comm.rank))
         case Movement.NOTHING:
             target.storage.copy_(source.storage)
     return DONE
 
 
-def _all_gather(own: Tensor, target: FlatBuffer, route: Route, what: str) -> Pending:
-    into = target.slice(route.comm.rank)
+def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+    into = target.shard(comm_ctx.comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
-    if route.comm.size == 1:
+    if comm_ctx.comm.size == 1:
         return DONE
-    return route.comm.all_gather(target.storage, "gather" if target.spec.placement is R else "reduce", what)
+    return comm_ctx.comm.all_gather(target.storage, "gather" if target.spec.placement is R else "reduce", what)
 
 
 def _reduce_scatter(
-    source: FlatBuffer, own: Tensor, route: Route, what: str, add: bool, extent: Extent | None = None
+    source: FlatBuffer, own: Tensor, comm_ctx: CommContext, what: str, add: bool, extent: Extent | None = None
 ) -> Pending:
     """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant
     buffers).  extent: that `own` is of.
     """
-    comm, layout = route.comm, source.layout
+    comm, layout = comm_ctx.comm, source.layout
     if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
         return DONE
-    step = message_numel(layout, route.bucket_numel)
+    step = message_numel(layout, comm_ctx.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    depth = messages_under_way(layout, route.bucket_numel)
+    depth = messages_under_way(layout, comm_ctx.bucket_numel)
     count = 0 if comm.reads_in_place else depth
-    inboxes = [route.pool.take(step * (comm.size - 1), source.storage.dtype) for _ in range(count)]
+    inboxes = [comm_ctx.pool.take(step * (comm.size - 1), source.storage.dtype) for _ in range(count)]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
-        pieces = [source.slice(rank)[low:high] for rank in range(comm.size)]
+        pieces = [source.shard(rank)[low:high] for rank in range(comm.size)]
         boxes: list[Tensor | None] = [None] * comm.size
         if inboxes and comm.size > 1:
             boxes = [*torch.split(inboxes[number % depth][: (comm.size - 1) * (high - low)], high - low)]
             boxes.insert(comm.rank, None)
 
         kept = own[low:high]
-        landing = Landing(kept, step, extent, route, add=add) if kept.device != route.pool.device else None
+        landing = (
+            HostGradStaging(kept, step, extent, comm_ctx, add=add) if kept.device != comm_ctx.pool.device else None
+        )
 
         def add_up(received: Sequence[Tensor]) -> None:
-            scratch = route.pool.take(SUM_TILE_NUMEL.on(route.pool.device), torch.float32)
+            scratch = comm_ctx.pool.take(SUM_TILE_NUMEL.on(comm_ctx.pool.device), torch.float32)
             into = kept if landing is None else landing.sum()
-            ordered_sum(received, into, scratch, divisor=route.divisor, add=add)
-            route.pool.give(scratch)
+            ordered_sum(received, into, scratch, divisor=comm_ctx.divisor, add=add)
+            comm_ctx.pool.give(scratch)
             if landing is not None:
-                landing.leave()
+                landing.send()
 
         if comm.size == 1:
             add_up(pieces)  # the one summand goes where the sum is kept
@@ -346,22 +348,22 @@ def _reduce_scatter(
             if number < len(cuts):
                 under_way.append(start(number))
         for inbox in inboxes:
-            route.pool.give(inbox)
+            comm_ctx.pool.give(inbox)
 
     return Pending(finish)
 
 
-class Landing:
+class HostGradStaging:
     """Room on the device for the sum of one message that is kept in another memory: made where its summands are."""
 
-    def __init__(self, kept: Tensor, numel: int, extent: Extent | None, route: Route, *, add: bool) -> None:
+    def __init__(self, kept: Tensor, numel: int, extent: Extent | None, comm_ctx: CommContext, *, add: bool) -> None:
         """numel: of the room, the same for all messages.  add: onto what is kept."""
         assert extent is not None
-        self.kept, self.extent, self.route = kept, extent, route
-        self._lent = route.pool.take(numel, kept.dtype)
-        self._arrival: Crossing = OVER
+        self.kept, self.extent, self.comm_ctx = kept, extent, comm_ctx
+        self._lent = comm_ctx.pool.take(numel, kept.dtype)
+        self._copied: Crossing = OVER
         if add:
-            with route.ferry.inward(extent) as self._arrival:
+            with comm_ctx.copy_engine.inward(extent) as self._copied:
                 self._sum.copy_(kept, non_blocking=True)
 
     @property
@@ -370,10 +372,10 @@ class Landing:
 
     def sum(self) -> Tensor:
         """What is to be written, or added to."""
-        self._arrival.order()
+        self._copied.order()
         return self._sum
 
-    def leave(self) -> None:
+    def send(self) -> None:
         """It is written: let it cross, beside what is computed next."""
-        with self.route.ferry.outward(self.extent, lambda: self.route.pool.give(self._lent)):
+        with self.comm_ctx.copy_engine.outward(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
             self.kept.copy_(self._sum, non_blocking=True)

@@ -25,8 +25,8 @@ from ..planner.auto_wrap_policy import (
 from ..planner.spec import PlanSettings, predivide_of
 from ..tiers.ferry import ferry_of
 from ..tiers.tier import Tiers
-from .buffer import Pool, Route
-from .group import FlatGroup, planned_group
+from .buffer import CommContext, Pool
+from .group import ParamGroup, planned_group
 from .handle import owner_of
 from .init import materialise
 from .runtime import Runtime
@@ -37,7 +37,7 @@ def refuse_wrapped(model: nn.Module) -> None:
     """Raise if a parameter belongs to an engine already; local, before any collective."""
     for name, param in model.named_parameters():
         owner = owner_of(param)
-        runtime = owner.runtime() if isinstance(owner, FlatGroup) else None
+        runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
         if runtime is not None and not runtime.is_destroyed:
             raise UsageError(
                 f"parameter '{name}' already belongs to an engine.",
@@ -63,20 +63,20 @@ def wrap_model(
     tiers = tiers or Tiers()
     pool = Pool(device, comm, tiers.allowance)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
-    route = Route(comm, pool, settings.bucket_numel, divisor, tiers, ferry=ferry_of(pool.device))
+    comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=ferry_of(pool.device))
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
-    built: dict[int, list[FlatGroup]] = {}
+    built: dict[int, list[ParamGroup]] = {}
     for number in _as_they_get_values(model, choices, comm, device):
         choice, groups = choices[number], group_params(choices[number], persistent, full_precision)
-        built[number] = [_group(choice, key, names, settings, route) for key, names in groups.items()]
+        built[number] = [_group(choice, key, names, settings, comm_ctx) for key, names in groups.items()]
     units = [
         Unit(choice.name or "root", choice.module, built[number], number, is_tile=choice.is_tile)
         for number, choice in enumerate(choices)
     ]
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
-    return Runtime(model, units, route, settings)
+    return Runtime(model, units, comm_ctx, settings)
 
 
 def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm, device: torch.device) -> Iterator[int]:
@@ -97,9 +97,11 @@ def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm,
                     yield number
 
 
-def _group(choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, route: Route) -> FlatGroup:
+def _group(
+    choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, comm_ctx: CommContext
+) -> ParamGroup:
     params = {name: choice.params[name] for name in names}
-    return planned_group(choice.name or "root", key, params, settings, route)
+    return planned_group(choice.name or "root", key, params, settings, comm_ctx)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:

@@ -20,7 +20,7 @@ from ..base.device import ends_recomputation
 from ..precision.policy import cast_inputs, map_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
-from .regroup import follow
+from .regroup import follow_requires_grad
 from .saved import weight_hooks
 from .structure import Structure
 from .unit import Unit, UnitState
@@ -37,7 +37,7 @@ class Phase(Enum):
     BACKWARD = "backward"  # inside a backward that reached an output of the model
 
 
-class Active:
+class ForwardFrame:
     """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
 
     was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.
@@ -45,7 +45,7 @@ class Active:
     """
 
     def __init__(self, unit: Unit, *, is_border: bool) -> None:
-        self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.AT_REST, is_border
+        self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.SHARDED, is_border
         self.contexts: list[Any] = []
         self.has_returned = False
 
@@ -58,9 +58,9 @@ class Forward:
 
     def __init__(self, runtime: Runtime) -> None:
         self._runtime = weakref.ref(runtime)
-        self.active: list[Active] = []
+        self.active: list[ForwardFrame] = []
         self.count = 0
-        self.any_lifted = False  # so units differ in compute dtype, and what passes between them must be cast
+        self.any_promoted = False  # so units differ in compute dtype, and what passes between them must be cast
         self.structure = Structure(runtime.model, runtime.groups)
         self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
         self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
@@ -71,7 +71,7 @@ class Forward:
         assert runtime is not None  # hooks.py calls in only while it lives
         return runtime
 
-    def enter(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Before a unit's forward: its weights are in use when this returns."""
         begins = (
             unit is self.runtime.root
@@ -83,11 +83,11 @@ class Forward:
             self.runtime.phase = Phase.FORWARD
             self.runtime.comm.meter.clock.enter("forward")
         is_border = self._is_outermost() and self.runtime.loss_factor.has_border
-        self.active.append(Active(unit, is_border=is_border))
+        self.active.append(ForwardFrame(unit, is_border=is_border))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if begins:
             if torch.is_grad_enabled():
-                follow(self.runtime, begins_a_step=begins_a_step)
+                follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
             schedule = self.runtime.gatherer.schedule
             self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         if unit is self.runtime.root and begins_a_step:
@@ -96,11 +96,11 @@ class Forward:
         self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
-        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_lifted:
+        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_promoted:
             dtype = self.compute_dtype_of(unit)
             args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
-        if self.runtime.watcher is not None:
-            self.runtime.watcher.see("input", unit.number, (args, kwargs))
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.record("input", unit.number, (args, kwargs))
         for context in self._contexts(unit):
             context.__enter__()
             self.active[-1].contexts.append(context)
@@ -120,18 +120,18 @@ class Forward:
         """An output whose gradients get the engine's factor on their way in."""
         return map_tensors(output, partial(hooks.output_alias, self.runtime))
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """No forward is under way: an exception has ended them."""
         self.active.clear()
         self._parts.clear()
 
     def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
-        return torch.float32 if unit.is_lifted else self.runtime.settings.policy.compute
+        return torch.float32 if unit.is_promoted else self.runtime.settings.policy.compute
 
     def _contexts(self, unit: Unit) -> Iterator[Any]:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
-            yield torch.autocast(self.runtime.route.pool.device.type, dtype=autocast)
+            yield torch.autocast(self.runtime.comm_ctx.pool.device.type, dtype=autocast)
         goes = unit.is_copied and unit.number not in self.runtime.gatherer.schedule.kept  # between forward and backward
         again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
         if goes and not again and torch.is_grad_enabled():
@@ -141,7 +141,7 @@ class Forward:
         """The innermost forward has come to its end; without this word it has raised when it is left."""
         self.active[-1].has_returned = True
 
-    def leave(self, unit: Unit, given: Any, output: Any) -> Any:
+    def post_forward(self, unit: Unit, given: Any, output: Any) -> Any:
         """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
         nothing has left its result.
         """
@@ -153,10 +153,10 @@ class Forward:
             if error is not None and not ends_recomputation(error):
                 self.runtime.comm.post_error(error)
             return output
-        if self.any_lifted and unit is not self.runtime.root:
+        if self.any_promoted and unit is not self.runtime.root:
             output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
-        if self.runtime.watcher is not None:
-            self.runtime.watcher.see("output", unit.number, output)
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.record("output", unit.number, output)
         training = torch.is_grad_enabled()
         result = output if output is not None else given
         if training:
@@ -175,7 +175,7 @@ class Forward:
         else:
             is_done = unit is not self.runtime.root and unit.number not in keep
         if is_done:
-            unit.release()
+            unit.reshard()
         return output
 
     def _end_forward(self, training: bool) -> None:
@@ -187,7 +187,7 @@ class Forward:
         if training:
             self.count += 1
 
-    def enter_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def pre_forward_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         """Before a part of the root.  One that is called by itself, outside any forward, has the root gathered for it.
         Collective.
         """
@@ -196,19 +196,19 @@ class Forward:
             return None
         is_border = self._is_outermost() and runtime.loss_factor.has_border
         self._parts.append(module)
-        if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.AT_REST:
+        if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
             self._gathered_for = module
             runtime.gatherer.use(runtime.root)
         return self._inside((args, kwargs)) if is_border else None
 
-    def leave_part(self, module: nn.Module, output: Any) -> Any:
+    def post_forward_part(self, module: nn.Module, output: Any) -> Any:
         """After a part of the root: what backward must know of one that was called by itself."""
         if self.active or not self._parts:
             return output
         self._parts.pop()
         if self._gathered_for is module:
             self._gathered_for = None
-            self.runtime.root.release()
+            self.runtime.root.reshard()
         if self._parts or not self._is_outermost():
             return output
         for tensor in tensors_in(output):

@@ -14,7 +14,7 @@ import torch
 from ..comm.collectives import Comm
 from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
 from ..planner.spec import PlanSettings
-from .buffer import Turns
+from .buffer import OrderedIssueQueue
 from .tuning import Tuner
 from .unit import Unit, UnitState
 
@@ -22,8 +22,8 @@ from .unit import Unit, UnitState
 class Gatherer:
     """The gather lane of one wrapped model."""
 
-    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm, turns: Turns) -> None:
-        self.units, self.settings, self.comm, self.turns = list(units), settings, comm, turns
+    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm, turns: OrderedIssueQueue) -> None:
+        self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, turns
         self._around = enclosing([unit.name for unit in units])
         self.schedule: Schedule = plan_schedule(self.sizes, range(len(units)), settings, self._around)
         self.order_is_agreed = False
@@ -50,7 +50,7 @@ class Gatherer:
         if self._rests_in_common:
             self.comm.barrier_begin("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._cursor = walk, 0
-        self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.AT_REST)
+        self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
 
     def use(self, unit: Unit, *, in_turn: bool = True) -> None:
         """Have the unit's weights in use when this returns.  Collective within the gather lane.
@@ -62,8 +62,8 @@ class Gatherer:
         with torch.inference_mode(False), torch.no_grad():
             if self._walk is not None and in_turn:
                 self._issue_up_to(self._walk.position[unit.number])
-            unit.start_gather()  # not in the walk, or released since: on demand
-            unit.finish_gather()
+            unit.unshard()  # not in the walk, or released since: on demand
+            unit.wait_for_unshard()
 
     def use_with_externals(self, unit: Unit, *, in_turn: bool = True) -> None:
         """The unit, and the units whose parameters its forward is known to read."""
@@ -105,22 +105,22 @@ class Gatherer:
             self.comm.barrier_end()
             for unit in self.units:
                 if unit.number not in keep and unit.number not in self._resident_before:
-                    unit.release()
+                    unit.reshard()
 
-    def release_all(self) -> None:
+    def reshard_all(self) -> None:
         """Put every unit to rest; gathers under way are waited for."""
         self._walk = None
         self.comm.barrier_end()
         for unit in self.units:
-            unit.release()
+            unit.reshard()
 
-    def release_frozen_before(self, unit: Unit) -> None:
+    def reshard_frozen_before(self, unit: Unit) -> None:
         """Frozen weights give no sign when backward is done with them; the next unit's turn is the sign."""
         backward = self.schedule.backward
         for other in self._frozen:
             behind = backward.done[other.number] < backward.position[unit.number]
             if behind and (other.is_complete or not other.trained):
-                other.release()
+                other.reshard()
 
     def agree_on_order(self) -> None:
         """The order of the rank that used most units becomes everybody's; the rest comes last.  Collective."""
@@ -147,11 +147,11 @@ class Gatherer:
         if position >= self._cursor:
             with torch.inference_mode(False), torch.no_grad():
                 self._issue_up_to(position)
-                self.turns.issue_all()
+                self.issue_queue.issue_all()
 
     def _issue_up_to(self, position: int) -> None:
         assert self._walk is not None
         for index in range(self._cursor, position + 1):
             for number in self._walk.issue[index]:
-                self.units[number].start_gather()
+                self.units[number].unshard()
         self._cursor = max(self._cursor, position + 1)

@@ -20,7 +20,7 @@ from ..base.device import without_torch_function
 from ..base.errors import AtRestError
 from .handle import (
     CONVERSIONS,
-    AtRest,
+    ShardedParameter,
     changes_nothing,
     function_name,
     is_safe,
@@ -42,7 +42,7 @@ class Part:
     is_whole: bool
 
 
-class GradOwner(Protocol):
+class GradientOwner(Protocol):
     """What a handle needs of the group that owns its parameter (sharding/group.py)."""
 
     def grad_part(self, param: nn.Parameter) -> Part:
@@ -82,10 +82,10 @@ NORMS = frozenset("norm linalg_norm linalg_vector_norm vector_norm".split())
 NUMBER = (bool, int, float)
 
 
-class GradAtRest(Tensor):
+class ShardedGradient(Tensor):
     """A sharded gradient, or what was calculated from one, in its parameter's shape.
 
-    Made by `grad_at_rest`; `full_tensor()` gathers it.
+    Made by `sharded_gradient`; `full_tensor()` gathers it.
     """
 
     @classmethod
@@ -138,11 +138,11 @@ class GradAtRest(Tensor):
         raise _unreadable(self, "pickle")
 
 
-def grad_at_rest(param: nn.Parameter, nothing: Tensor, own: Part | None = None) -> GradAtRest:
+def sharded_gradient(param: nn.Parameter, nothing: Tensor, own: Part | None = None) -> ShardedGradient:
     """A handle.  nothing: one element, expanded to the parameter's shape.  own: its elements; None: whatever the
     parameter's gradient is when somebody asks.
     """
-    grad = nothing.as_subclass(GradAtRest)
+    grad = nothing.as_subclass(ShardedGradient)
     grad.__dict__.update(param=weakref.ref(param), own=own)
     return grad
 
@@ -152,7 +152,7 @@ def own_part_of(grad: Tensor) -> tuple[Any, Part | None]:
     return grad.__dict__["param"](), grad.__dict__["own"]
 
 
-def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradOwner, Part]:
+def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradientOwner, Part]:
     param, own = own_part_of(grad)
     owner: Any = owner_of(param) if param is not None else None
     if owner is None:
@@ -164,8 +164,8 @@ def _known(grad: Tensor, name: str) -> tuple[nn.Parameter, GradOwner, Part]:
     return param, owner, own if own is not None else owner.grad_part(param)
 
 
-def _first(args: Any, kwargs: Mapping[str, Any]) -> GradAtRest:
-    return next(value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, GradAtRest))
+def _first(args: Any, kwargs: Mapping[str, Any]) -> ShardedGradient:
+    return next(value for value in tensors_among((*args, *kwargs.values())) if isinstance(value, ShardedGradient))
 
 
 def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
@@ -183,12 +183,12 @@ def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Ma
             return type(value)(map(here, value))
         if not isinstance(value, Tensor):
             return value
-        if isinstance(value, GradAtRest):
+        if isinstance(value, ShardedGradient):
             theirs, own = own_part_of(value)
             if theirs is not param:
                 raise _mixed(param, theirs, name)
             return own.values if own is not None else owner.grad_part(param).values
-        if isinstance(value, AtRest):
+        if isinstance(value, ShardedParameter):
             if value is not param:
                 raise _mixed(param, value, name)
             return owner.weight_part(param, part)
@@ -206,7 +206,7 @@ def _element_wise(function: Callable[..., Any], name: str, args: Any, kwargs: Ma
         )
         return args[0]
     blank = torch.zeros((), dtype=result.dtype, device=result.device).expand(shape)
-    return grad_at_rest(param, blank, Part(result, part.start, part.is_whole))
+    return sharded_gradient(param, blank, Part(result, part.start, part.is_whole))
 
 
 def _is_number(value: Any) -> bool:
@@ -253,7 +253,7 @@ def _mixed(param: nn.Parameter, other: Tensor, name: str) -> AtRestError:
     )
 
 
-def _unreadable(grad: GradAtRest, name: str) -> AtRestError:
+def _unreadable(grad: ShardedGradient, name: str) -> AtRestError:
     param, _ = own_part_of(grad)
     if name.startswith("_amp_"):
         return AtRestError(

@@ -21,24 +21,24 @@ from ..planner.layout import Slot
 from ..planner.spec import P, R, S, Spec
 from ..tiers.tier import Tier
 from .buffer import FlatBuffer, has_pages_to_return, move
-from .grad_handle import GradAtRest, Part, grad_at_rest, own_part_of
-from .waiting import Waiting
+from .grad_handle import Part, ShardedGradient, own_part_of, sharded_gradient
+from .waiting import DelayedGradient
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 
 if TYPE_CHECKING:
-    from .group import FlatGroup
+    from .group import ParamGroup
 
 
 @dataclass
-class Arrivals:
+class ReductionState:
     """What of the gradient has arrived since the last step."""
 
-    collected: set[int] = field(default_factory=set)  # indices of members that are in `partial`
+    arrived: set[int] = field(default_factory=set)  # indices of members that are in `partial`
     reduced: bool = False  # `buffer` holds a reduced sum
     partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
     reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
-    carry: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
+    carried_sum: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
     absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
     is_edited: bool = False  # by values that may differ between ranks
 
@@ -46,15 +46,15 @@ class Arrivals:
 class Gradient:
     """Collects, reduces and shows the gradient of one trainable group."""
 
-    def __init__(self, group: FlatGroup, reduce_dtype: torch.dtype | None, predivide: float) -> None:
+    def __init__(self, group: ParamGroup, reduce_dtype: torch.dtype | None, predivide: float) -> None:
         self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
         self.buffer: FlatBuffer | None = None
-        self.arrivals = Arrivals()
-        self.is_owed = False  # to an update that has not come to it: a step that is over owns the sum
+        self.state = ReductionState()
+        self.is_deferred = False  # to an update that has not come to it: a step that is over owns the sum
         self.known_squares: float | None = None  # of this rank's slice; None where it may have changed
-        self.waiting = Waiting(self)  # for the step after its own
-        self._at_rest: list[GradAtRest] = []
-        self._shown = False
+        self.delayed = DelayedGradient(self)  # for the step after its own
+        self._sharded_grads: list[ShardedGradient] = []
+        self._is_exposed = False
 
     @property
     def is_whole(self) -> bool:
@@ -73,83 +73,83 @@ class Gradient:
         if grad.is_sparse:
             grad = grad.to_dense()
         into = self._open().view(self.group.members[number].slot)
-        if number in self.arrivals.collected:
+        if number in self.state.arrived:
             into.add_(grad)
         else:
             into.copy_(grad)
-            self.arrivals.collected.add(number)
+            self.state.arrived.add(number)
 
     def _open(self) -> FlatBuffer:
         """The partial gradient under way, made ready for a first summand where there is none."""
-        state, group = self.arrivals, self.group
+        state, group = self.state, self.group
         if state.partial is not None:
             return state.partial
-        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
+        if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
             self.buffer.extent.catch_up()
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
-            buffer = self.room()
+            buffer = self.ensure_buffer()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
-            group.route.comm.wait_until_read(buffer.storage)
+            group.comm_ctx.comm.wait_until_read(buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
-                state.carry = self._own(buffer).clone()
+                state.carried_sum = self._own(buffer).clone()
                 state.reduced = False
             state.partial = buffer
         else:
             dtype = self.reduce_dtype or group.plan.weight.dtype
             spec = Spec(P, dtype, group.plan.grad.tier)
-            storage = group.route.pool.take(group.layout.padded_numel, dtype)
+            storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
             state.partial = FlatBuffer(group.layout, spec, storage)
         return state.partial
 
     def _own(self, buffer: FlatBuffer) -> Tensor:
-        return buffer.storage if self.is_whole else buffer.slice(self.group.route.comm.rank)
+        return buffer.storage if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduce(self, what: str) -> Pending:
         """Start adding the ranks' partial gradients up.  Collective; missing members and the padding count as zeros."""
-        state, group = self.arrivals, self.group
+        state, group = self.state, self.group
         assert group.plan.grad is not None
         self.known_squares = None
         partial = self._open()
         for number, member in enumerate(group.members):
-            if number not in state.collected:
+            if number not in state.arrived:
                 partial.storage[member.slot.start : member.slot.stop].zero_()
         for low, high in group.layout.gaps():
             partial.storage[low:high].zero_()
         if self.predivide != 1.0:
             partial.storage.div_(self.predivide)
-        state.partial, state.collected = None, set()
+        state.partial, state.arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
-        pending = move(partial, self.room(), group.route, what, add=state.reduced)
+        pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=state.reduced)
         state.reduced = True
         return pending.then(lambda: self._finish_shard(partial))
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
         """The sum is here: what it was made of goes back; where it rests elsewhere, its norm is taken on the way."""
-        self.group.route.pool.give(partial.storage)
+        self.group.comm_ctx.pool.give(partial.storage)
         buffer = self.buffer
-        if buffer is not None and buffer.extent is not None and buffer.rests_elsewhere:
+        if buffer is not None and buffer.extent is not None and buffer.is_offloaded:
             self.known_squares = sum_of_squares(buffer.storage, home_of(self))
             buffer.extent.store(0, buffer.memory.numel())
 
-    def room(self) -> FlatBuffer:
+    def ensure_buffer(self) -> FlatBuffer:
         """`buffer`, made on its first use."""
         if self.buffer is None:
             spec = self.group.plan.grad
             assert spec is not None
             is_cut, group = spec.placement is S, self.group
-            travelling = FlatBuffer.travelling
-            self.buffer = self.new_slice(spec) if is_cut else travelling(group.layout, spec, group.route, self._what)
+            travelling = FlatBuffer.allocate_for_comm
+            self.buffer = self.new_slice(spec) if is_cut else travelling(group.layout, spec, group.comm_ctx, self._what)
         return self.buffer
 
     def new_slice(self, spec: Spec) -> FlatBuffer:
         """A place for this rank's slice of the sum."""
-        layout, route = self.group.layout, self.group.route
-        if spec.tier is not Tier.DEVICE or route.pool.device.type != "cpu" or not layout.padded_numel:
-            return FlatBuffer.at_rest(layout, spec, route, self._what)
+        layout, comm_ctx = self.group.layout, self.group.comm_ctx
+        if spec.tier is not Tier.DEVICE or comm_ctx.pool.device.type != "cpu" or not layout.padded_numel:
+            return FlatBuffer.allocate(layout, spec, comm_ctx, self._what)
         memory = private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
-        return FlatBuffer(layout, spec, memory).counted(route, self._what)
+        return FlatBuffer(layout, spec, memory).counted(comm_ctx, self._what)
 
     @property
     def _what(self) -> str:
@@ -157,63 +157,63 @@ class Gradient:
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""
-        state, group = self.arrivals, self.group
-        pool, travel, lent = group.route.pool, partial, None
+        state, group = self.state, self.group
+        pool, travel, lent = group.comm_ctx.pool, partial, None
         if self.reduce_dtype is not None and self.reduce_dtype != partial.spec.dtype:
             lent = pool.take(group.layout.padded_numel, self.reduce_dtype)
             lent.copy_(partial.storage)
             travel = FlatBuffer(group.layout, replace(partial.spec, dtype=self.reduce_dtype), lent)
         own = self._own(partial)
         target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
-        pending = move(travel, target, group.route, what)
+        pending = move(travel, target, group.comm_ctx, what)
         state.reduced = True
 
         def settle() -> None:
             if lent is not None:
                 pool.give(lent)
-            if state.carry is not None:
-                own.add_(state.carry)
-                state.carry = None
+            if state.carried_sum is not None:
+                own.add_(state.carried_sum)
+                state.carried_sum = None
 
         state.reduction = pending.then(settle)
         return state.reduction
 
     def has(self, number: int) -> bool:
         """Whether a member has a reduced gradient."""
-        return self.is_reduced and not (self.arrivals.absent and number in self.arrivals.absent)
+        return self.is_reduced and not (self.state.absent and number in self.state.absent)
 
     @property
     def is_reduced(self) -> bool:
         """Whether there is a reduced gradient."""
-        return self.buffer is not None and self.arrivals.reduced and not self.is_owed
+        return self.buffer is not None and self.state.reduced and not self.is_deferred
 
     def reduced(self) -> Tensor | None:
         """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
-        return self._own(self.buffer) if self.buffer is not None and self.arrivals.reduced else None
+        return self._own(self.buffer) if self.buffer is not None and self.state.reduced else None
 
-    def part(self, low: int, high: int) -> Tensor | None:
+    def read(self, low: int, high: int) -> Tensor | None:
         """Elements [low, high) of `reduced`, to be read: what rests elsewhere is not written a second time."""
-        if self.buffer is None or not self.arrivals.reduced:
+        if self.buffer is None or not self.state.reduced:
             return None
         if self.buffer.spec.placement is S:
-            return self.buffer.look(low, high)
+            return self.buffer.read(low, high)
         return self._own(self.buffer)[low:high]
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next.
 
         On the CPU the pages of a shard are the system's until then.
         """
-        self._shown = False
+        self._is_exposed = False
         with without_torch_function():
             for member in self.group.members:
                 member.param.grad = None
-        if self.is_owed:
+        if self.is_deferred:
             return
-        partial = self.arrivals.partial
+        partial = self.state.partial
         if partial is not None and partial is not self.buffer:
-            self.group.route.pool.give(partial.storage)
-        self.arrivals = Arrivals()
+            self.group.comm_ctx.pool.give(partial.storage)
+        self.state = ReductionState()
         self.known_squares = None
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
         if shard is not None and shard.extent is not None:
@@ -224,18 +224,18 @@ class Gradient:
 
     # -- what `.grad` shows, and what the program makes of it
 
-    def show(self, *, joined: bool = True) -> None:
+    def expose(self, *, joined: bool = True) -> None:
         """Let `.grad` of every member that has a gradient show it.  joined: False where this rank skipped a backward.
 
         A frozen member has none unless one came before it was frozen, as in torch.
         """
-        self._shown, state = True, self.arrivals
-        if not self._at_rest:
-            self._at_rest = [grad_at_rest(member.param, member.nothing) for member in self.group.members]
+        self._is_exposed, state = True, self.state
+        if not self._sharded_grads:
+            self._sharded_grads = [sharded_gradient(member.param, member.placeholder) for member in self.group.members]
         is_first = state.absent is None
         absent = state.absent = set() if state.absent is None else state.absent
         with without_torch_function():
-            for number, (member, grad) in enumerate(zip(self.group.members, self._at_rest, strict=True)):
+            for number, (member, grad) in enumerate(zip(self.group.members, self._sharded_grads, strict=True)):
                 if not member.param.requires_grad:
                     if is_first:
                         absent.add(number)
@@ -243,9 +243,12 @@ class Gradient:
                     absent.discard(number)
                 member.param.grad = None if absent and number in absent else grad
 
-    def adopt(self) -> None:
+    def take_assigned(self) -> None:
         """Take over what the program has assigned to `.grad`.  Local."""
-        members, shown = self.group.members, self._at_rest if self._shown else [None] * len(self.group.members)
+        members, shown = (
+            self.group.members,
+            self._sharded_grads if self._is_exposed else [None] * len(self.group.members),
+        )
         assigned: list[tuple[int, Tensor | None]] = []
         with without_torch_function():
             for number, (member, grad) in enumerate(zip(members, shown, strict=True)):
@@ -254,25 +257,25 @@ class Gradient:
                     assigned.append((number, found))
         for number, value in assigned:
             if value is not None:
-                self.put(number, value)
-            elif self.arrivals.absent is not None and number not in self.arrivals.absent:
+                self.assign(number, value)
+            elif self.state.absent is not None and number not in self.state.absent:
                 self._part_of(number).values.zero_()
                 self._changed(number)
-                self.arrivals.absent.add(number)
+                self.state.absent.add(number)
 
     def hide(self) -> None:
         """Take what `.grad` shows away before a backward, or autograd would add to it."""
-        self.adopt()
-        self._shown = False
+        self.take_assigned()
+        self._is_exposed = False
         with without_torch_function():
             for member in self.group.members:
                 member.param.grad = None
 
-    def put(self, number: int, value: Tensor) -> None:
+    def assign(self, number: int, value: Tensor) -> None:
         """Let a member's gradient be this one: a whole tensor, of which each rank takes its part, or a handle's."""
         part = self._part_of(number)
         name = self.group.members[number].name
-        if isinstance(value, GradAtRest):
+        if isinstance(value, ShardedGradient):
             theirs, own = own_part_of(value)
             if theirs is not self.group.members[number].param:
                 raise UsageError(
@@ -280,13 +283,13 @@ class Gradient:
                     "Ranks hold different elements of the two.",
                     "assign a whole tensor: `other.grad.full_tensor()`, taken on all ranks.",
                 )
-            mine = self.shown_part(number).values if own is None else own.values
+            mine = self.exposed_shard(number).values if own is None else own.values
         else:
             flat = (value.to_dense() if value.is_sparse else value).detach().reshape(-1)
             mine = flat[part.start : part.start + part.values.numel()]
-        self.put_part(number, mine)
+        self.assign_shard(number, mine)
 
-    def put_part(self, number: int, mine: Tensor) -> None:
+    def assign_shard(self, number: int, mine: Tensor) -> None:
         """Let this rank's part of a member's gradient be this one, flat."""
         part, name = self._part_of(number), self.group.members[number].name
         if mine.numel() != part.values.numel():
@@ -298,16 +301,16 @@ class Gradient:
             )
         part.values.copy_(mine)
         self._changed(number)
-        self.arrivals.is_edited = True
-        if self.arrivals.absent is not None:
-            self.arrivals.absent.discard(number)
-        if self._shown:
+        self.state.is_edited = True
+        if self.state.absent is not None:
+            self.state.absent.discard(number)
+        if self._is_exposed:
             with without_torch_function():
-                self.group.members[number].param.grad = self._at_rest[number]
+                self.group.members[number].param.grad = self._sharded_grads[number]
 
-    def shown_part(self, number: int) -> Part:
+    def exposed_shard(self, number: int) -> Part:
         """What a handle is about."""
-        if not self._shown:
+        if not self._is_exposed:
             raise AtRestError(
                 f"the gradient of '{self.group.members[number].name}' is over.",
                 "It was seen before, and a step has used it or the next backward has begun.",
@@ -320,46 +323,46 @@ class Gradient:
 
         Between the micro-batches of a step it is this rank's own sum where that is still to be reduced.
         """
-        slot, state = self.group.members[number].slot, self.arrivals
+        slot, state = self.group.members[number].slot, self.state
         if state.partial is not None and state.partial is self.buffer:
             values = state.partial.storage[slot.start : slot.stop]
-            if number not in state.collected:
+            if number not in state.arrived:
                 values.zero_()
-                state.collected.add(number)
+                state.arrived.add(number)
             return Part(values, 0, is_whole=True)
         self._seed()
         values = self.of(slot)
-        low = 0 if self.is_whole else self.group.layout.owned(slot, self.group.route.comm.rank)[0] - slot.start
+        low = 0 if self.is_whole else self.group.layout.owned(slot, self.group.comm_ctx.comm.rank)[0] - slot.start
         return Part(values, low, self.is_whole)
 
     def _seed(self) -> None:
         """Let there be a reduced gradient, of zeros where no backward has made one."""
-        if self.is_owed and self.buffer is not None and self.buffer.extent is not None:
+        if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
             self.buffer.extent.catch_up()
-        if not self.arrivals.reduced:
-            self._own(self.room()).zero_()
-            self.arrivals.reduced = True
+        if not self.state.reduced:
+            self._own(self.ensure_buffer()).zero_()
+            self.state.reduced = True
             self.known_squares = None
 
     def _changed(self, number: int) -> None:
         """A member's part was written."""
         self.known_squares = None
         if self.buffer is not None and self.buffer.extent is not None and self.buffer.spec.placement is S:
-            place, end = self.buffer.place_of(self.group.members[number].slot, self.group.route.comm.rank)
+            place, end = self.buffer.owned_range(self.group.members[number].slot, self.group.comm_ctx.comm.rank)
             self.buffer.extent.drop(place, end)
 
     def edited(self, number: int, *, alike: bool) -> None:
         """A handle's part was changed in place.  alike: by the same on every rank."""
         self._changed(number)
         if not alike:
-            self.arrivals.is_edited = True
+            self.state.is_edited = True
 
     def spread(self, what: str) -> Pending:
         """Where every rank holds the whole sum: let each slice be its owner's again.  Collective."""
         if not self.is_whole:
             return DONE
         self._seed()
-        return self.group.route.comm.all_gather(self.room().storage, "reduce", what)
+        return self.group.comm_ctx.comm.all_gather(self.ensure_buffer().storage, "reduce", what)
 
     def of(self, slot: Slot) -> Tensor:
         """This rank's part of one member's reduced gradient, flat: a view."""
@@ -367,11 +370,11 @@ class Gradient:
         self.known_squares = None  # whoever asks may change it
         if self.is_whole:
             return self.buffer.storage[slot.start : slot.stop]
-        return self.buffer.owned(slot, self.group.route.comm.rank)
+        return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def norm_of(self, number: int, part: Part, order: float) -> Tensor:
         """The norm of a member's gradient.  Collective, every rank must ask, unless the part is whole."""
-        own, comm = part.values.double().abs(), self.group.route.comm
+        own, comm = part.values.double().abs(), self.group.comm_ctx.comm
         mine, together = _powers(own, order)
         if not part.is_whole:
             rows = comm.all_gather_rows(mine.cpu().reshape(1), f"norm of {self.group.members[number].name}")
@@ -381,7 +384,7 @@ class Gradient:
 
     def squares(self) -> list[float]:
         """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
-        comm = self.group.route.comm
+        comm = self.group.comm_ctx.comm
         sums = [0.0] * comm.size
         if self.known_squares is not None:
             sums[comm.rank] = self.known_squares
@@ -407,7 +410,7 @@ def home_of(gradient: Gradient) -> torch.device:
     """Where an optimizer works on it."""
     master = gradient.group.master
     assert master is not None
-    return master.home
+    return master.update_device
 
 
 def sum_of_squares(values: Tensor, home: torch.device) -> float:

@@ -22,23 +22,23 @@ from ..planner.layout import LAYOUTS, FlatLayout, Slot
 from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
 from ..precision.policy import cast_master
 from ..tiers.tier import Delivery, Extent, Tier
-from .buffer import Barrier, FlatBuffer, Route, move
+from .buffer import CommContext, FlatBuffer, WriteBarrier, move
 from .grad_handle import Part
 from .gradient import Gradient
-from .handle import clear_owner, owner_of, put_to_rest, set_owner, wake
+from .handle import clear_owner, owner_of, reshard, set_owner, unshard
 from .init import take_values
-from .master import Master
+from .master import MasterWeight
 
 
 @dataclass(eq=False)
-class Member:
+class ParamInfo:
     """One parameter of a group.  `kind` is the class it had before wrapping and has in use."""
 
     param: nn.Parameter
     slot: Slot
-    kind: type[nn.Parameter]
+    param_class: type[nn.Parameter]
     built_dtype: torch.dtype
-    nothing: Tensor = field(init=False)  # its data at rest
+    placeholder: Tensor = field(init=False)  # its data at rest
     is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
 
     def __post_init__(self) -> None:
@@ -50,33 +50,33 @@ class Member:
         return self.slot.name
 
 
-class FlatGroup:
+class ParamGroup:
     """Flat buffers of parameters with one plan.  Building one is collective: rank 0's values win."""
 
     def __init__(
         self,
-        members: Sequence[Member],
+        members: Sequence[ParamInfo],
         plan: ShardPlan,
-        route: Route,
+        comm_ctx: CommContext,
         *,
         reduce_dtype: torch.dtype | None = None,
         predivide: float = 1.0,
     ) -> None:
-        self.members, self.plan, self.route = list(members), plan, route
-        self.layout = FlatLayout((), 0, route.comm.size)
+        self.members, self.plan, self.comm_ctx = list(members), plan, comm_ctx
+        self.layout = FlatLayout((), 0, comm_ctx.comm.size)
         self.index = {id(member.param): number for number, member in enumerate(self.members)}
         self.gradient = Gradient(self, reduce_dtype, predivide)
         self.weight: FlatBuffer
-        self.master: Master | None = None
-        self.full: FlatBuffer | None = None
+        self.master: MasterWeight | None = None
+        self.unsharded: FlatBuffer | None = None
         self.key: GroupKey | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
-        self.is_held = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
+        self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
-        self.barrier = Barrier()  # of weight, master, moments and the gradient that waits
+        self.barrier = WriteBarrier()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
-        self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=route.pool.device)
+        self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device)
         self._views: list[Tensor] = []  # of members in common pages, which stay where they are
         self.build("element")
 
@@ -102,132 +102,138 @@ class FlatGroup:
         names = [member.name for member in self.members]
         with without_torch_function():
             shapes = [tuple(member.param.shape) for member in self.members]
-        self.layout = LAYOUTS[granularity](names, shapes, self.route.comm.size)
+        self.layout = LAYOUTS[granularity](names, shapes, self.comm_ctx.comm.size)
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
-        prepare_rest(self.members, self.placeholder)
-        comm = self.route.comm
+        set_placeholders(self.members, self.placeholder)
+        comm = self.comm_ctx.comm
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
-        take_values_of_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {names[0]}")
+        broadcast_from_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
+        self.weight = FlatBuffer.allocate_weight(
+            self.layout, self.plan.weight, self.comm_ctx, f"the weights of {names[0]}"
+        )
         self.weight.barrier = self.barrier
         self._views = []
         whole = self.plan.weight.placement is R
-        cast_master(full.storage if whole else full.slice(comm.rank), self.weight.storage)
-        self.master = master_over(self.weight, self.plan, self.route)
+        cast_master(full.storage if whole else full.shard(comm.rank), self.weight.storage)
+        self.master = build_master(self.weight, self.plan, self.comm_ctx)
         if self.master is not None and not self.plan.master_is_weight:
-            values = full.storage if self.master.placement is R else full.slice(comm.rank)
-            self.master.absorb(0, values.numel(), values)
+            values = full.storage if self.master.placement is R else full.shard(comm.rank)
+            self.master.write_consuming(0, values.numel(), values)
             del values  # the pool lends nothing again that somebody still sees
-        self.route.pool.give(full.storage)
-        for extent in (extents := resting(self)):
+        self.comm_ctx.pool.give(full.storage)
+        for extent in (extents := offloaded_extents(self)):
             extent.store(0, extent.memory.numel()).wait()
         if extents:
             give_back_holes()  # of the values it was built from
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
-                put_to_rest(member.param, member.nothing)
+                reshard(member.param, member.placeholder)
             else:
-                wake(member.param, member.kind, self.weight.view(member.slot))
+                unshard(member.param, member.param_class, self.weight.view(member.slot))
 
-    def relay(self, granularity: str) -> None:
+    def relayout(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
-            wake(member.param, member.kind, full.view(member.slot))
+            unshard(member.param, member.param_class, full.view(member.slot))
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         self.build(granularity)
 
-    def give_back(self) -> None:
+    def restore_params(self) -> None:
         """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
-            wake(member.param, member.kind, full.view(member.slot).clone())
+            unshard(member.param, member.param_class, full.view(member.slot).clone())
             clear_owner(member.param)
 
     def _whole(self, source: FlatBuffer) -> Tensor:
-        storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.route.pool.device)
+        storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.comm_ctx.pool.device)
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), storage)
-        move(source, full, self.route, self.members[0].name).wait()
+        move(source, full, self.comm_ctx, self.members[0].name).wait()
         return storage
 
-    def lift(self, what: str) -> None:
+    def promote_to_fp32(self, what: str) -> None:
         """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.promoted()
-        self.weight = FlatBuffer.of_weight(self.layout, self.plan.weight, self.route, f"the weights of {what}")
+        self.weight = FlatBuffer.allocate_weight(self.layout, self.plan.weight, self.comm_ctx, f"the weights of {what}")
         self.weight.barrier = values.barrier = self.barrier
-        self.master = replace(self.master, buffer=values, weight=part_of(self.weight, self.plan, rank), is_split=False)
-        self.master.publish(0, values.memory.numel())
+        self.master = replace(
+            self.master, buffer=values, weight=weight_shard(self.weight, self.plan, rank), is_split=False
+        )
+        self.master.copy_to_weight(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
-        prepare_rest(self.members, self.placeholder)
+        set_placeholders(self.members, self.placeholder)
         self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
         for member in self.members:
             with without_torch_function():
                 if self.is_sharded:
-                    put_to_rest(member.param, member.nothing)
+                    reshard(member.param, member.placeholder)
                 else:
-                    wake(member.param, member.kind, self.weight.view(member.slot))
+                    unshard(member.param, member.param_class, self.weight.view(member.slot))
         self.refresh(what).wait()
 
     def _packed(self, dtype: torch.dtype) -> Tensor:
         """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by
         side.
         """
-        flat = self.route.pool.take(self.layout.padded_numel, dtype)
+        flat = self.comm_ctx.pool.take(self.layout.padded_numel, dtype)
         for low, high in self.layout.gaps():
             flat[low:high].zero_()
         for member in self.members:
             held_by = owner_of(member.param)
-            if isinstance(held_by, FlatGroup) and held_by is not self:
-                held_by.give_back()
-            values, member.kind = take_values(member.param)
+            if isinstance(held_by, ParamGroup) and held_by is not self:
+                held_by.restore_params()
+            values, member.param_class = take_values(member.param)
             flat[member.slot.start : member.slot.stop].copy_(values)
             del values
             # The original goes as soon as it is copied, so that a unit never stands here twice.
-            member.param.__class__ = member.kind
-            member.param.data = member.nothing
+            member.param.__class__ = member.param_class
+            member.param.data = member.placeholder
         return flat
 
     # -- weights
 
     def gather(self, what: str) -> Pending:
         """Start bringing the whole weight here; `show` makes it visible after the wait."""
-        if not self.is_sharded or self.full is not None or self.is_held:
+        if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
         spec = Spec(R, self.plan.weight.dtype)
         if self.weight.extent is not None:
-            return self._gather_from(self.weight.extent, spec, what)
-        if self.route.comm.size == 1:
-            self.full = FlatBuffer(self.layout, spec, self.weight.storage)
+            return self._gather_offloaded(self.weight.extent, spec, what)
+        if self.comm_ctx.comm.size == 1:
+            self.unsharded = FlatBuffer(self.layout, spec, self.weight.storage)
             return DONE
         if self.weight.common is not None:
-            self.full = FlatBuffer(self.layout, spec, self.weight.common.whole)
-            return self.route.comm.gather_shared(self.weight.common, what)
-        storage = self.route.pool.take(self.layout.padded_numel, spec.dtype)
-        self.full = FlatBuffer(self.layout, spec, storage)
-        return move(self.weight, self.full, self.route, what)
+            self.unsharded = FlatBuffer(self.layout, spec, self.weight.common.whole)
+            return self.comm_ctx.comm.gather_shared(self.weight.common, what)
+        storage = self.comm_ctx.pool.take(self.layout.padded_numel, spec.dtype)
+        self.unsharded = FlatBuffer(self.layout, spec, storage)
+        return move(self.weight, self.unsharded, self.comm_ctx, what)
 
-    def _gather_from(self, extent: Extent, spec: Spec, what: str) -> Pending:
+    def _gather_offloaded(self, extent: Extent, spec: Spec, what: str) -> Pending:
         """Out of another memory: this rank's slice comes here first, and goes when it has been copied.
 
         An update that waits for it is made when somebody waits for it, not before: others travel meanwhile.
         """
         numel = self.weight.memory.numel()
-        full = self.full = FlatBuffer(self.layout, spec, self.route.pool.take(self.layout.padded_numel, spec.dtype))
+        full = self.unsharded = FlatBuffer(
+            self.layout, spec, self.comm_ctx.pool.take(self.layout.padded_numel, spec.dtype)
+        )
 
         def start() -> Pending:
-            here, own = extent.look(0, numel), full.slice(self.route.comm.rank)
-            with self.route.ferry.inward(extent) as crossing:
+            here, own = extent.look(0, numel), full.shard(self.comm_ctx.comm.rank)
+            with self.comm_ctx.copy_engine.inward(extent) as crossing:
                 own.copy_(here, non_blocking=True)
-                pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.route, what)
+                pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.comm_ctx, what)
 
             def leave() -> None:
                 crossing.order()
@@ -238,60 +244,60 @@ class FlatGroup:
             leave()
             return pending
 
-        return self.route.turns.add(Delivery(extent), start)
+        return self.comm_ctx.issue_queue.add(Delivery(extent), start)
 
-    def show(self) -> None:
+    def point_to_unsharded(self) -> None:
         """Point every parameter at the gathered buffer."""
-        if self.full is not None:
-            views = self._views or [self.full.view(member.slot) for member in self.members]
+        if self.unsharded is not None:
+            views = self._views or [self.unsharded.view(member.slot) for member in self.members]
             if self.weight.common is not None:
                 self._views = views
             for member, view in zip(self.members, views, strict=True):
-                wake(member.param, member.kind, view)
+                unshard(member.param, member.param_class, view)
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Put every parameter to rest and give the gathered buffer back."""
-        if self.full is None:
+        if self.unsharded is None:
             return
         with without_torch_function():
             for member in self.members:
-                put_to_rest(member.param, member.nothing)
-        full, self.full = self.full, None
+                reshard(member.param, member.placeholder)
+        full, self.unsharded = self.unsharded, None
         if self.weight.common is not None:
             self.weight.common.release()
         elif gathers_a_copy(self):
-            self.route.pool.give(full.storage)
-        if self.weight.rests_elsewhere:
+            self.comm_ctx.pool.give(full.storage)
+        if self.weight.is_offloaded:
             give_back_holes()  # of its gradients
 
     def refresh(self, what: str) -> Pending:
         """After the master changed and was published: bring the weight to its placement."""
-        plan, rank = self.plan, self.route.comm.rank
+        plan, rank = self.plan, self.comm_ctx.comm.rank
         if plan.master is None:
             return DONE
         if plan.weight.placement is R and plan.master.placement is S:
-            own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.slice(rank))
-            return move(own, self.weight, self.route, what)
+            own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.shard(rank))
+            return move(own, self.weight, self.comm_ctx, what)
         return DONE
 
-    def store(self, full: Tensor) -> None:
+    def set_full_values(self, full: Tensor) -> None:
         """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
         their bits).
         """
-        self.barrier.cross()
-        rank = self.route.comm.rank
+        self.barrier.before_write()
+        rank = self.comm_ctx.comm.rank
         low, high = self.layout.bounds(rank)
-        old = self.weight.slice(rank)
+        old = self.weight.shard(rank)
         mine = full[low:high].to(old.device)
         if self.master is not None and not self.plan.master_is_weight:
             whole = self.master.placement is R
             before = self.weight.storage if whole else old
             after = full if whole else mine
-            self.master.adopt(before != after, after)
+            self.master.take_changed(before != after, after)
         if self.is_sharded:
-            self.weight.writable(0, mine.numel()).copy_(mine)
+            self.weight.write(0, mine.numel()).copy_(mine)
         elif full.data_ptr() != self.weight.storage.data_ptr():
-            self.weight.writable(0, full.numel()).copy_(full)
+            self.weight.write(0, full.numel()).copy_(full)
 
     # -- what handles ask (sharding/handle.py, Owner)
 
@@ -302,26 +308,26 @@ class FlatGroup:
     def name_of(self, param: nn.Parameter) -> str:
         return self.members[self.index[id(param)]].name
 
-    def write(self, param: nn.Parameter, value: Tensor) -> None:
+    def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
         if self.weight.common is not None:  # others may still be reading the old one
-            self.route.comm.barrier(f"writing {self.name_of(param)}")
-        slot, rank = self.members[self.index[id(param)]].slot, self.route.comm.rank
-        flat = value.detach().to(self.route.pool.device).expand(slot.shape).reshape(-1)
-        start, stop, weight = self.weight.held(slot, rank)
+            self.comm_ctx.comm.barrier(f"writing {self.name_of(param)}")
+        slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
+        flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
+        start, stop, weight = self.weight.local_part(slot, rank)
         cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
         if self.master is not None and not self.plan.master_is_weight:
-            start, stop, place = self.master.held(slot)
+            start, stop, place = self.master.local_range(slot)
             self.master.write(place, place + stop - start, flat[start:stop])
 
     # -- what handles of gradients ask (sharding/grad_handle.py, GradOwner)
 
     def grad_part(self, param: nn.Parameter) -> Part:
-        return self.gradient.shown_part(self.index[id(param)])
+        return self.gradient.exposed_shard(self.index[id(param)])
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
         slot = self.members[self.index[id(param)]].slot
-        start, _, view = self.weight.held(slot, self.route.comm.rank)
+        start, _, view = self.weight.local_part(slot, self.comm_ctx.comm.rank)
         return view[part.start - start : part.start - start + part.values.numel()]
 
     def grad_changed(self, param: nn.Parameter, *, alike: bool) -> None:
@@ -332,16 +338,16 @@ class FlatGroup:
 
     def whole_of(self, param: nn.Parameter, part: Part) -> Tensor:
         slot = self.members[self.index[id(param)]].slot
-        full = torch.empty(slot.numel, dtype=part.values.dtype, device=self.route.pool.device)
+        full = torch.empty(slot.numel, dtype=part.values.dtype, device=self.comm_ctx.pool.device)
         full[part.start : part.start + part.values.numel()].copy_(part.values)
         if not part.is_whole:
             complete(full, self, slot, f"gradient of {slot.name}")
         return full.view(slot.shape)
 
 
-def complete(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
+def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
     """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
-    comm = group.route.comm
+    comm = group.comm_ctx.comm
     if comm.size == 1:
         return
     parts: list[Any] = []
@@ -352,65 +358,67 @@ def complete(full: Tensor, group: FlatGroup, slot: Slot, what: str) -> None:
 
 
 def planned_group(
-    unit: str, key: GroupKey, params: Mapping[str, nn.Parameter], settings: PlanSettings, route: Route
-) -> FlatGroup:
+    unit: str, key: GroupKey, params: Mapping[str, nn.Parameter], settings: PlanSettings, comm_ctx: CommContext
+) -> ParamGroup:
     """The group of one row of the plan.  Collective.  unit: its name.  params: whole ones, by full name."""
     settings = settings.for_unit(unit, full_precision=key.full_precision)
-    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=route.comm.size)
+    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=comm_ctx.comm.size)
     members = [
-        Member(param, Slot(name, tuple(param.shape), 0), type(param), key.dtype) for name, param in params.items()
+        ParamInfo(param, Slot(name, tuple(param.shape), 0), type(param), key.dtype) for name, param in params.items()
     ]
-    predivide = predivide_of(settings, route.comm.size)
-    group = FlatGroup(members, plan, route, reduce_dtype=settings.policy.reduce, predivide=predivide)
+    predivide = predivide_of(settings, comm_ctx.comm.size)
+    group = ParamGroup(members, plan, comm_ctx, reduce_dtype=settings.policy.reduce, predivide=predivide)
     group.key = key
     return group
 
 
-def gathers_a_copy(group: FlatGroup) -> bool:
+def gathers_a_copy(group: ParamGroup) -> bool:
     """Whether a gather brings the weight into a buffer that is lent; else it is used where it rests."""
-    return group.weight.common is None and (group.route.comm.size > 1 or group.weight.extent is not None)
+    return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
 
 
-def part_of(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
+def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
     """The part of a weight whose values this rank's master has."""
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
-    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.slice(rank), barrier=weight.barrier)
+    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), barrier=weight.barrier)
 
 
-def master_over(weight: FlatBuffer, plan: ShardPlan, route: Route) -> Master | None:
+def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
     """An empty master beside a weight, or on it; None where nothing is trained."""
     if plan.master is None or plan.moments is None:
         return None
-    layout, rank = weight.layout, route.comm.rank
-    home = route.pool.device if plan.moments.tier is Tier.DEVICE else CPU
-    beneath = part_of(weight, plan, rank)
+    layout, rank = weight.layout, comm_ctx.comm.rank
+    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
+    beneath = weight_shard(weight, plan, rank)
     if plan.master_is_weight:
         buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, barrier=weight.barrier)
-        return Master(buffer, rank, plan.moments.dtype, home=home, ferry=route.ferry)
-    buffer = FlatBuffer.at_rest(layout, plan.master, route, f"the master of {layout.slots[0].name}")
+        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
+    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
     buffer.barrier = weight.barrier
-    exposed = plan.weight.placement is not S or route.comm.size == 1
-    return Master(buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, route.ferry)
+    exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
+    return MasterWeight(
+        buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
+    )
 
 
-def resting(group: FlatGroup) -> list[Extent]:
+def offloaded_extents(group: ParamGroup) -> list[Extent]:
     """What of its weight, master and gradients rests in other memories."""
     buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
     found = [buffer.extent for buffer in buffers if buffer.extent is not None]
-    found += group.gradient.waiting.extents
+    found += group.gradient.delayed.extents
     return found + (group.master.extents() if group.master is not None else [])
 
 
-def prepare_rest(members: Sequence[Member], placeholder: Tensor) -> None:
+def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
     """Make what each member's data is at rest: the placeholder, expanded to its shape."""
     for member in members:
-        member.nothing = placeholder.expand(member.slot.shape)
+        member.placeholder = placeholder.expand(member.slot.shape)
 
 
-def take_values_of_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
+def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
     """Rank 0's values of a whole buffer, to every rank; `only_own`: each rank's slice alone.  Collective."""
-    slices = [full.slice(rank) for rank in range(comm.size)]
+    slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
         comm.all_gather(full.storage, "gather", what).wait()

@@ -1,7 +1,7 @@
 """A parameter at rest: true shape, four bytes, and a clear word to whoever reads it.
 
 The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data`
-change.  In use it is a plain Parameter that views a gathered buffer; at rest its class is `AtRest` over a stride-0
+change.  In use it is a plain Parameter that views a gathered buffer; at rest its class is `ShardedParameter` over a stride-0
 NaN scalar.  What its `.grad` shows is grad_handle.py's.  Called by group.py.
 """
 
@@ -26,7 +26,7 @@ class Owner(Protocol):
         """Gather the parameter if a forward or backward is under way; False outside one."""
         ...
 
-    def write(self, param: nn.Parameter, value: Tensor) -> None:
+    def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """Store this rank's part of a full value (what a loader's copy_ means for a sharded parameter)."""
         ...
 
@@ -74,13 +74,13 @@ class OwnerReference:
     """The one weak back-reference from a parameter to its group; a pickled parameter leaves it behind."""
 
     def __init__(self, owner: Owner | None = None) -> None:
-        self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _nobody
+        self.get: Callable[[], Any] = weakref.ref(owner) if owner is not None else _no_owner
 
     def __reduce__(self) -> Any:
         return OwnerReference, ()
 
 
-def _nobody() -> None:
+def _no_owner() -> None:
     return None
 
 
@@ -119,7 +119,7 @@ def clear_owner(param: Tensor) -> None:
     param.__dict__.pop("_zero_owner", None)
 
 
-class AtRest(nn.Parameter):
+class ShardedParameter(nn.Parameter):
     """The class of a sharded parameter between its uses."""
 
     @classmethod
@@ -135,7 +135,7 @@ class AtRest(nn.Parameter):
         if is_safe(name, args, kwargs):
             with without_torch_function():
                 return function(*args, **kwargs)
-        resting = [value for value in tensors_among((*args, *kwargs.values())) if type(value) is AtRest]
+        resting = [value for value in tensors_among((*args, *kwargs.values())) if type(value) is ShardedParameter]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
             return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
@@ -164,13 +164,13 @@ class AtRest(nn.Parameter):
         raise _at_rest(self, "pickle")
 
 
-def put_to_rest(param: nn.Parameter, nothing: Tensor) -> None:
+def reshard(param: nn.Parameter, nothing: Tensor) -> None:
     """Turn a parameter in use into one at rest.  nothing: one NaN of its dtype, expanded to its shape."""
     param.data = nothing
-    param.__class__ = AtRest
+    param.__class__ = ShardedParameter
 
 
-def wake(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
+def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
     """Turn a parameter into one in use that views `data`; its class becomes what it was before wrapping."""
     param.__class__ = kind
     param.data = data
@@ -180,7 +180,7 @@ def _write(param: nn.Parameter, value: Tensor) -> nn.Parameter:
     owner = owner_of(param)
     if owner is None:
         raise _at_rest(param, "copy_")
-    owner.write(param, value)
+    owner.write_param(param, value)
     return param
 
 

@@ -17,7 +17,7 @@ from ..base.errors import UsageError
 from .handle import Hook
 
 if TYPE_CHECKING:
-    from .group import FlatGroup
+    from .group import ParamGroup
     from .runtime import Runtime
 
 
@@ -38,7 +38,7 @@ def install(runtime: Runtime) -> list[Any]:
     return handles
 
 
-def watch_grads(runtime: Runtime, number: int, group: FlatGroup) -> list[Any]:
+def watch_grads(runtime: Runtime, number: int, group: ParamGroup) -> list[Any]:
     """Tell the runtime of every gradient of a group that is complete; returns torch's handles."""
     handles = []
     for member in group.members:
@@ -118,7 +118,7 @@ def _call(
 
 
 def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return runtime.forward.enter(runtime.units[number], args, kwargs)
+    return runtime.forward.pre_forward(runtime.units[number], args, kwargs)
 
 
 def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
@@ -126,15 +126,15 @@ def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: An
 
 
 def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-    return runtime.forward.leave(runtime.units[number], (args, kwargs), output)
+    return runtime.forward.post_forward(runtime.units[number], (args, kwargs), output)
 
 
 def _before_part(runtime: Runtime, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    return runtime.forward.enter_part(module, args, kwargs)
+    return runtime.forward.pre_forward_part(module, args, kwargs)
 
 
 def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> Any:
-    return runtime.forward.leave_part(module, output)
+    return runtime.forward.post_forward_part(module, output)
 
 
 def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:

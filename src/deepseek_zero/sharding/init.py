@@ -28,7 +28,7 @@ from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, scatter
 from ..comm.start import init_distributed
 from ..precision.policy import cast_master
-from .handle import owner_of, put_to_rest, set_owner, wake
+from .handle import owner_of, reshard, set_owner, unshard
 from .ties import refuse_complex, tie_shared
 
 NUMBERS = itertools.count()
@@ -39,13 +39,13 @@ class InitShard:
     """One parameter of a model under construction: this rank's slice of it, and how to get the whole."""
 
     param: weakref.ref[nn.Parameter]
-    kind: type[nn.Parameter]
+    param_class: type[nn.Parameter]
     shape: torch.Size
     slice: Tensor
     session: Init
     number: int  # in the order of construction, the same on every rank
-    full: Tensor | None = None  # the whole, while an initialisation works on it
-    is_held: bool = False  # whole inside GatheredParameters
+    unsharded: Tensor | None = None  # the whole, while an initialisation works on it
+    is_pinned: bool = False  # whole inside GatheredParameters
     mark: tuple[int, int] = (0, 0)  # what tells whether it was changed there
 
     @property
@@ -63,26 +63,26 @@ class InitShard:
 
     # -- GatheredParameters before there is an engine; both collective
 
-    def hold(self, param: nn.Parameter, watch: bool) -> None:
+    def pin_unsharded(self, param: nn.Parameter, watch: bool) -> None:
         """Make the parameter whole until `let_go`; watch: `is_changed` will be asked."""
-        self.session.settle()
-        if self.full is None:
-            self.full = self.whole()
-            wake(param, self.kind, self.full.view(self.shape))
-        self.is_held, self.mark = True, _mark_of(param) if watch else (0, 0)
+        self.session.reshard_pinned()
+        if self.unsharded is None:
+            self.unsharded = self.whole()
+            unshard(param, self.param_class, self.unsharded.view(self.shape))
+        self.is_pinned, self.mark = True, _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
         """Whether it is no longer what `hold` gave."""
         return _mark_of(param) != self.mark
 
-    def let_go(self, param: nn.Parameter, source: int | None) -> None:
+    def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Cut it again, with the values of the rank `source`; None: as it was."""
         if source is not None:
-            mine = _hand_out_slices(self.session.comm, param.data, source, self.slice.dtype)
+            mine = _scatter_slices(self.session.comm, param.data, source, self.slice.dtype)
             self.slice.copy_(mine)
-        self.full, self.is_held = None, False
+        self.unsharded, self.is_pinned = None, False
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
-        put_to_rest(param, _nothing(self.slice, self.shape))
+        reshard(param, _placeholder(self.slice, self.shape))
 
     # -- what handles ask (handle.py, Owner)
 
@@ -90,14 +90,14 @@ class InitShard:
         """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""
         if not self.session.is_open:
             return False
-        self.session.settle()
+        self.session.reshard_pinned()
         with torch.no_grad():
-            self.full = self.whole()
-            wake(param, self.kind, self.full.view(self.shape))
+            self.unsharded = self.whole()
+            unshard(param, self.param_class, self.unsharded.view(self.shape))
         self.session.awake.append(self)
         return True
 
-    def write(self, param: nn.Parameter, value: Tensor) -> None:
+    def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's slice of a whole value; local."""
         comm = self.session.comm
         flat = value.detach().expand(self.shape).reshape(-1)
@@ -168,7 +168,7 @@ class Init:
             self._handle.remove()
             self._handle = None
             if kind is None:
-                self.settle()
+                self.reshard_pinned()
             self.is_open = False
 
     def _on_registration(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
@@ -177,7 +177,7 @@ class Init:
 
     def shard(self, module: nn.Module) -> None:
         """Cut every parameter of a complete module that is still whole.  Collective."""
-        self.settle()
+        self.reshard_pinned()
         refuse_complex(module)
         tie_shared(module, [param for shard in self.awake if (param := shard.param()) is not None])
         with torch.no_grad():
@@ -185,30 +185,30 @@ class Init:
                 self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        mine = _hand_out_slices(self.comm, param.data, 0, self.dtype or param.dtype)
+        mine = _scatter_slices(self.comm, param.data, 0, self.dtype or param.dtype)
         shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS))
         keep_alive(param, shard)
-        put_to_rest(param, _nothing(mine, param.shape))
+        reshard(param, _placeholder(mine, param.shape))
 
-    def settle(self) -> None:
+    def reshard_pinned(self) -> None:
         """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
         busy = []
         for shard in self.awake:
-            param, full = shard.param(), shard.full
+            param, full = shard.param(), shard.unsharded
             if param is None or full is None:
                 continue
             if (
-                shard.is_held or storage_users(full) > 2
+                shard.is_pinned or storage_users(full) > 2
             ):  # the tensor itself, the parameter; more is a view in the caller's hands
                 busy.append(shard)
                 continue
-            shard.write(param, full.view(shard.shape))
-            shard.full = None
-            put_to_rest(param, _nothing(full, shard.shape))
+            shard.write_param(param, full.view(shard.shape))
+            shard.unsharded = None
+            reshard(param, _placeholder(full, shard.shape))
         self.awake = busy
 
 
-def _hand_out_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
+def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) -> Tensor:
     """This rank's slice of the value that the rank `source` has.  Collective."""
     per_rank = -(-value.numel() // comm.size)
     padded = comm.empty(per_rank * comm.size, dtype).zero_()
@@ -219,7 +219,7 @@ def _hand_out_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype)
     return mine
 
 
-def _nothing(like: Tensor, shape: torch.Size) -> Tensor:
+def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
     """What a parameter at rest holds: one NaN of its dtype, seen at its shape."""
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
@@ -274,7 +274,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
     """Give a parameter on the meta device, or one that was cut before, this rank's slice of a value.  Local."""
     shard = owner_of(param)
     if isinstance(shard, InitShard):
-        shard.session.settle()
+        shard.session.reshard_pinned()
     else:
         shard = _empty_shard(param, session)
     start = shard.session.comm.rank * shard.slice.numel()
@@ -292,7 +292,7 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     torch.utils.swap_tensors(param, real)  # the same object: optimizers built earlier stay valid
     shard = InitShard(weakref.ref(param), kind, shape, values, session, next(NUMBERS))
     keep_alive(param, shard)
-    put_to_rest(param, nothing.expand(shape))
+    reshard(param, nothing.expand(shape))
     return shard
 
 
@@ -315,10 +315,10 @@ def take_values(param: nn.Parameter) -> tuple[Tensor, type[nn.Parameter]]:
     owner = owner_of(param)
     if not isinstance(owner, InitShard):
         return param.data.reshape(-1), type(param)
-    values = owner.full.reshape(-1) if owner.full is not None else owner.whole()
+    values = owner.unsharded.reshape(-1) if owner.unsharded is not None else owner.whole()
     with without_torch_function():
         param.__dict__.pop("_zero_init", None)
-    return values, owner.kind
+    return values, owner.param_class
 
 
 def _whole_params(module: nn.Module) -> Iterator[nn.Parameter]:

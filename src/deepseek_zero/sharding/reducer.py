@@ -46,7 +46,7 @@ class Reducer:
         """A backward starts."""
         self._cursor = 0
         for unit in self.units:
-            unit.collected.clear()
+            unit.arrived.clear()
             unit.reduced_in_backward = False
 
     def advance(self) -> list[Unit]:
@@ -57,7 +57,7 @@ class Reducer:
             self._cursor += 1
         return done
 
-    def pass_by(self, unit: Unit) -> None:
+    def skip_past(self, unit: Unit) -> None:
         """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is not waited for.
 
         A rank that skips a parameter would otherwise keep the others waiting for a reduction that it starts only at the
@@ -79,7 +79,7 @@ class Reducer:
     def refuse_unused(self) -> None:
         """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
         members = [member for unit in self.units for group in unit.trained for member in group.members]
-        got = {number for unit in self.units for number in unit.collected}
+        got = {number for unit in self.units for number in unit.arrived}
         unused = [each.name for each in members if id(each.param) not in got and each.param.requires_grad]
         if unused:
             raise UsageError(
@@ -88,17 +88,17 @@ class Reducer:
                 "use them in forward, freeze them (requires_grad_(False)), or set ignore_unused_parameters to true.",
             )
 
-    def learn(self) -> None:
+    def update_expected(self) -> None:
         """Expect next time what arrived this time; a unit that got nothing keeps its expectation."""
         for unit in self.units:
-            if unit.collected:
-                unit.expected = set(unit.collected)
+            if unit.arrived:
+                unit.expected = set(unit.arrived)
 
     def wait(self) -> None:
         """Wait for the reduction in flight."""
-        self._tell(self._land())
+        self._notify(self._wait_in_flight())
 
-    def settle(self) -> None:
+    def reduce_late(self) -> None:
         """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
         mask = torch.zeros(len(self.units), dtype=torch.uint8)
         mask[list(self.late)] = 1
@@ -110,23 +110,23 @@ class Reducer:
         self.late.clear()
 
     def _launch(self, unit: Unit) -> Unit:
-        landed = self._land()
-        unit.start_reduce()
+        landed = self._wait_in_flight()
+        unit.reduce_grads()
         unit.reduced_in_backward = True
         self._in_flight = unit
-        self._tell(landed)  # when the next one is on its way, since other ranks wait for that
+        self._notify(landed)  # when the next one is on its way, since other ranks wait for that
         if not self.overlap:
             self.wait()
         return unit
 
-    def _land(self) -> Unit | None:
+    def _wait_in_flight(self) -> Unit | None:
         """Wait for the reduction in flight; whose it was."""
         landed = self._in_flight
         if landed is not None:
-            landed.finish_reduce()
+            landed.wait_for_reduce()
             self._in_flight = None
         return landed
 
-    def _tell(self, landed: Unit | None) -> None:
+    def _notify(self, landed: Unit | None) -> None:
         if landed is not None and (tell := self.when_reduced()) is not None:
             tell(landed)

@@ -17,7 +17,7 @@ import torch
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree, propagate_errors
-from .group import FlatGroup, Member, planned_group
+from .group import ParamGroup, ParamInfo, planned_group
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -29,11 +29,11 @@ class Updates(Protocol):
     def refuse_regrouping(self) -> None:
         """Raise where it could not follow; nothing has changed yet."""
 
-    def regroup(self, groups: Sequence[FlatGroup]) -> None:
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """These groups are new."""
 
 
-def changed_among(groups: Sequence[FlatGroup]) -> list[Member]:
+def changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
     """Members whose `requires_grad` is not what it was when all ranks looked last."""
     with without_torch_function():
         return [
@@ -41,7 +41,7 @@ def changed_among(groups: Sequence[FlatGroup]) -> list[Member]:
         ]
 
 
-def follow(runtime: Runtime, *, begins_a_step: bool) -> None:
+def follow_requires_grad(runtime: Runtime, *, begins_a_step: bool) -> None:
     """Let groups be what `requires_grad` says.  Collective where it changed; between two steps, every unit at rest."""
     changed = changed_among(runtime.groups)
     if not changed:
@@ -61,7 +61,7 @@ def follow(runtime: Runtime, *, begins_a_step: bool) -> None:
         _apply(runtime, changed)
 
 
-def _refuse_late(runtime: Runtime, changed: Sequence[Member]) -> None:
+def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
     """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
     ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
     thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
@@ -75,7 +75,7 @@ def _refuse_late(runtime: Runtime, changed: Sequence[Member]) -> None:
         )
 
 
-def _apply(runtime: Runtime, changed: Sequence[Member]) -> None:
+def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
     thawed = {id(member) for member in changed if member.is_frozen}
     parts = {
         group: [member for member in group.members if id(member) in thawed]
@@ -83,7 +83,7 @@ def _apply(runtime: Runtime, changed: Sequence[Member]) -> None:
         if not group.trainable
     }
     parts = {group: members for group, members in parts.items() if members}
-    if held := [group for group in parts if group.is_held]:
+    if held := [group for group in parts if group.is_pinned]:
         raise UsageError(
             f"'{held[0].members[0].name}' was unfrozen and a forward begun inside GatheredParameters.",
             "Its memory is about to be laid out anew.",
@@ -94,21 +94,21 @@ def _apply(runtime: Runtime, changed: Sequence[Member]) -> None:
         optimizer.refuse_regrouping()
     for member in changed:
         member.is_frozen = not member.is_frozen
-    new: list[FlatGroup] = []
+    new: list[ParamGroup] = []
     for unit in runtime.units:
         groups = [each for group in unit.groups for each in (_divide(runtime, unit.name, group, parts.get(group)))]
         fresh = [group for group in groups if group not in unit.groups]
         for group in groups:
             group.is_idle = group.trainable and all(member.is_frozen for member in group.members)
-        unit.hold(groups)
+        unit.set_groups(groups)
         for group in fresh:
             group.runtime = weakref.ref(runtime)
             if group.trainable:
-                if unit.is_lifted:
-                    group.lift(unit.name)
+                if unit.is_promoted:
+                    group.promote_to_fp32(unit.name)
                 runtime.watch(unit, group)
         new += fresh
-    runtime.route.pool.clear()
+    runtime.comm_ctx.pool.clear()
     runtime.gatherer.replan(runtime.gatherer.settings)
     runtime.reducer.set_order(runtime.gatherer.schedule.backward)
     runtime.forward.structure.follow(runtime.groups)
@@ -116,17 +116,17 @@ def _apply(runtime: Runtime, changed: Sequence[Member]) -> None:
         optimizer.regroup(new)
 
 
-def _divide(runtime: Runtime, unit: str, group: FlatGroup, thawed: list[Member] | None) -> list[FlatGroup]:
+def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
     """A frozen group as one that is trained and one of what is still frozen.  Collective."""
     if not thawed:
         return [group]
     assert group.key is not None
-    group.barrier.cross()
-    group.give_back()
+    group.barrier.before_write()
+    group.restore_params()
     found = []
     for trainable in (True, False):
         params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
         if params:
             key = replace(group.key, trainable=trainable)
-            found.append(planned_group(unit, key, params, runtime.settings, runtime.route))
+            found.append(planned_group(unit, key, params, runtime.settings, runtime.comm_ctx))
     return found

@@ -18,32 +18,32 @@ from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import UsageError
 from ..planner.spec import PlanSettings
 from . import hooks, tuning
-from .buffer import Route
+from .buffer import CommContext
 from .forward import Forward, Phase
 from .gatherer import Gatherer
-from .group import FlatGroup
+from .group import ParamGroup
 from .loss_factor import LossFactor
 from .reducer import Reducer
-from .regroup import Updates, follow
+from .regroup import Updates, follow_requires_grad
 from .state_dict import shard_state_dicts
 from .unit import Unit
-from .watch import Watcher
+from .watch import NonFiniteDetector
 
 
 class Runtime:
     """One wrapped model at work."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], route: Route, settings: PlanSettings) -> None:
+    def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, settings: PlanSettings) -> None:
         self.model, self.units, self.settings = model, units, settings
-        self.comm, self.route = route.comm, route
+        self.comm, self.comm_ctx = comm_ctx.comm, comm_ctx
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.loss_factor = LossFactor(self)
-        self.watcher: Watcher | None = None  # after a skipped step, under precision "auto"
+        self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
-        self.gatherer = Gatherer(units, settings, self.comm, route.turns)
+        self.gatherer = Gatherer(units, settings, self.comm, comm_ctx.issue_queue)
         self.reducer = Reducer(units, self.comm, settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
         self.forward = Forward(self)
@@ -59,12 +59,12 @@ class Runtime:
         return self.units[0]
 
     @property
-    def groups(self) -> list[FlatGroup]:
+    def groups(self) -> list[ParamGroup]:
         """Every group, unit by unit; the same order on every rank."""
         return [group for unit in self.units for group in unit.groups]
 
     @property
-    def trained_groups(self) -> list[FlatGroup]:
+    def trained_groups(self) -> list[ParamGroup]:
         return [group for group in self.groups if group.trainable]
 
     @property
@@ -80,16 +80,16 @@ class Runtime:
 
     def follow_requires_grad(self) -> None:
         """Let groups be what `requires_grad` says now, and not at the next forward.  Collective where it changed."""
-        follow(self, begins_a_step=self.backwards == 0 and self.forward.count == 0)
+        follow_requires_grad(self, begins_a_step=self.backwards == 0 and self.forward.count == 0)
 
-    def watch(self, unit: Unit, group: FlatGroup) -> None:
+    def watch(self, unit: Unit, group: ParamGroup) -> None:
         """Hear of the gradients of a group that is trained from now on."""
         self._handles += hooks.watch_grads(self, unit.number, group)
 
-    def unit_of(self, group: FlatGroup) -> Unit:
+    def unit_of(self, group: ParamGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)
 
-    def fetch(self, group: FlatGroup) -> bool:
+    def fetch(self, group: ParamGroup) -> bool:
         """Gather a group's unit because something reads a parameter at rest; False outside forward and backward."""
         if self.phase is Phase.IDLE and not self.forward.active and backward_id() == -1:
             return False
@@ -110,13 +110,13 @@ class Runtime:
         """A gradient reached a unit's output: its weights are about to be needed."""
         if self.phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
             self._open_backward()
-        if self.watcher is not None:
-            self.watcher.see("grad", unit.number, grad)
-        self.gatherer.release_frozen_before(unit)
+        if self.nonfinite is not None:
+            self.nonfinite.record("grad", unit.number, grad)
+        self.gatherer.reshard_frozen_before(unit)
         if self._reduces_now and unit is not self.root and self.forward.count <= 1:
             self.gatherer.issue_before(unit)
             with torch.no_grad():
-                self.reducer.pass_by(unit)
+                self.reducer.skip_past(unit)
         self.gatherer.use_with_externals(unit)
 
     def _open_backward(self) -> None:
@@ -146,13 +146,13 @@ class Runtime:
         self.comm.progress()
         self.has_gradients = True
         unit.group_of[id(param)].gradient.collect(param)
-        unit.collected.add(id(param))
+        unit.arrived.add(id(param))
         if unit.reduced_in_backward:
             self.reducer.late.add(unit.number)
         elif self._reduces_now and unit.is_complete:
             for done in self.reducer.advance():
                 if done is not self.root and not done.has_frozen_shards:
-                    done.release()
+                    done.reshard()
 
     @property
     def _reduces_now(self) -> bool:
@@ -168,17 +168,17 @@ class Runtime:
                 self.reducer.refuse_unused()
             if self._reduces_now:
                 self.reducer.finish()
-                self.route.ferry.land()
+                self.comm_ctx.copy_engine.land()
             self.gatherer.end(frozenset())
-            self.gatherer.release_all()
-            self.reducer.learn()
+            self.gatherer.reshard_all()
+            self.reducer.update_expected()
             self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
             self.backwards += 1
             for group in self.trained_groups:
-                group.gradient.show(joined=joined)
+                group.gradient.expose(joined=joined)
         self.comm.meter.clock.enter(BETWEEN)
 
-    def catch_up(self) -> None:
+    def join_skipped_passes(self) -> None:
         """Take part in a forward and a backward that this rank skipped: gathers are walked, gradients are zeros."""
         with torch.no_grad():
             if self.forward.count == 0:
@@ -198,14 +198,14 @@ class Runtime:
         """
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
-            self.catch_up()
+            self.join_skipped_passes()
         for group in self.trained_groups:
-            group.gradient.adopt()
+            group.gradient.take_assigned()
 
     @property
     def is_idle(self) -> bool:
         """Whether this rank has no gradient: no backward has brought one, and the program has made none."""
-        return not self.has_gradients and not any(group.gradient.arrivals.is_edited for group in self.trained_groups)
+        return not self.has_gradients and not any(group.gradient.state.is_edited for group in self.trained_groups)
 
     def after_step(self, *, drop: bool = True) -> None:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
@@ -216,20 +216,20 @@ class Runtime:
             self.gatherer.agree_on_order()
             self.reducer.set_order(self.gatherer.schedule.backward)
         if self.comm.meter.end_step():
-            self.route.tiers.start_counting()
-        if (changed := self.gatherer.tuner.look()) is not None:
+            self.comm_ctx.tiers.start_counting()
+        if (changed := self.gatherer.tuner.after_step()) is not None:
             tuning.apply(self, changed)
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
         self.reducer.wait()
-        self.route.ferry.land()
+        self.comm_ctx.copy_engine.land()
         self.reducer.late.clear()
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
-            group.gradient.drop()
+            group.gradient.discard()
         if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
-            self.route.pool.rest()
+            self.comm_ctx.pool.return_pages()
 
     # -- trouble
 
@@ -244,10 +244,10 @@ class Runtime:
         if self.phase is Phase.IDLE:
             return
         interrupted, self.phase = self.phase, Phase.IDLE
-        self.forward.forget()
+        self.forward.clear()
         with torch.no_grad():
             self.gatherer.end(frozenset())
-            self.gatherer.release_all()
+            self.gatherer.reshard_all()
             if interrupted is Phase.BACKWARD:
                 self.drop_grads()
                 self.backwards = 0

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from ..base.device import Pack, Unpack, outer_saved_tensor_hooks, version_of
 from ..base.errors import UsageError
-from .group import FlatGroup
+from .group import ParamGroup
 from .unit import Unit
 
-Fetch = Callable[[FlatGroup], object]
+Fetch = Callable[[ParamGroup], object]
 
 
 @dataclass(frozen=True)
 class SavedWeight:
     """A view of a gathered buffer, by place.  fetch(group) gathers the group's unit if backward finds it at rest."""
 
-    group: FlatGroup
+    group: ParamGroup
     fetch: Fetch
     size: torch.Size
     stride: tuple[int, ...]
@@ -67,7 +67,9 @@ class WeightHooks:
     ) -> None:
         self.unit, self.fetch, self.outer, self.others = unit.name, fetch, outer, others
         self.places = {
-            group.full.storage.untyped_storage().data_ptr(): group for group in unit.sharded if group.full is not None
+            group.unsharded.storage.untyped_storage().data_ptr(): group
+            for group in unit.sharded
+            if group.unsharded is not None
         }
 
     def pack(self, tensor: Tensor) -> Saved:
@@ -86,10 +88,10 @@ class WeightHooks:
         if isinstance(saved, SavedByOthers):
             return saved.restore(saved.packed)
         if isinstance(saved, SavedWeight):
-            if saved.group.full is None:
+            if saved.group.unsharded is None:
                 saved.fetch(saved.group)
-            assert saved.group.full is not None
-            return saved.group.full.storage.as_strided(saved.size, saved.stride, saved.offset)
+            assert saved.group.unsharded is not None
+            return saved.group.unsharded.storage.as_strided(saved.size, saved.stride, saved.offset)
         if version_of(saved.tensor) != saved.version:
             raise UsageError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
-from .handle import Hook, put_to_rest, wake
+from .handle import Hook, reshard, unshard
 from .unit import Unit, UnitState
 
 
@@ -54,10 +54,10 @@ class _Saver:
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.outermost in (None, module):
-            self.woken = self.unit.state is UnitState.AT_REST
+            self.woken = self.unit.state is UnitState.SHARDED
             with torch.inference_mode(False), torch.no_grad():
-                self.unit.start_gather()
-                self.unit.finish_gather()
+                self.unit.unshard()
+                self.unit.wait_for_unshard()
             self.outermost = module
 
     def after(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -72,7 +72,7 @@ class _Saver:
                 state[prefix + name] = copies.setdefault(key, value.detach().to("cpu", copy=True)).view(value.shape)
         if self.woken:
             with torch.no_grad():
-                self.unit.release()
+                self.unit.reshard()
 
 
 class _Loader:
@@ -95,7 +95,7 @@ class _Loader:
                 if not group.is_sharded:
                     for member in group.members:
                         with without_torch_function():
-                            put_to_rest(member.param, member.nothing)
+                            reshard(member.param, member.placeholder)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
         if self.outermost is not module:
@@ -104,4 +104,4 @@ class _Loader:
         for group in self.unit.groups:
             if not group.is_sharded:
                 for member in group.members:
-                    wake(member.param, member.kind, group.weight.view(member.slot))
+                    unshard(member.param, member.param_class, group.weight.view(member.slot))

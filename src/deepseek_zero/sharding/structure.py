@@ -12,17 +12,17 @@ from torch import nn
 
 from ..base.device import held_by
 from ..base.errors import UsageError
-from .group import FlatGroup
+from .group import ParamGroup
 
 
 class Structure:
     """The modules of one wrapped model, and what each held when somebody looked closely."""
 
-    def __init__(self, model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
         self.model, self.groups = model, list(groups)
         self._seen: list[tuple[nn.Module, list[int]]] = []
 
-    def follow(self, groups: Sequence[FlatGroup]) -> None:
+    def follow(self, groups: Sequence[ParamGroup]) -> None:
         """The parameters are in other groups now."""
         self.groups = list(groups)
 
@@ -42,7 +42,7 @@ def _holds(module: nn.Module) -> list[int]:
     return [id(held) for held in held_by(module)]
 
 
-def _refuse_strangers(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
+def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
     known = {id(member.param) for group in groups for member in group.members}
     if any(id(param) not in known for param in model.parameters()):
         new = next(name for name, param in model.named_parameters() if id(param) not in known)
@@ -53,9 +53,9 @@ def _refuse_strangers(model: nn.Module, groups: Sequence[FlatGroup]) -> None:
         )
 
 
-def _refuse_moved(groups: Sequence[FlatGroup]) -> None:
+def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
-        if group.is_sharded or group.is_held:
+        if group.is_sharded or group.is_pinned:
             continue  # at rest a parameter guards itself (handle.py)
         start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
         for member in group.members:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from .handle import AtRest
+from .handle import ShardedParameter
 
 TIED_TO = "_zero_tied_to"
 
@@ -113,7 +113,12 @@ def _places_of_known(params: Iterable[nn.Parameter]) -> Iterator[Place]:
 
 
 def _place(name: str, tensor: Tensor) -> Iterator[Place]:
-    if isinstance(tensor, AtRest) or tensor.is_meta or tensor.layout is not torch.strided or not tensor.numel():
+    if (
+        isinstance(tensor, ShardedParameter)
+        or tensor.is_meta
+        or tensor.layout is not torch.strided
+        or not tensor.numel()
+    ):
         return
     if start := tensor.data_ptr():
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -38,7 +38,7 @@ class Knob:
     before: tuple[int, float] | None = None  # the value and the wait before the last change
     is_done: bool = False
 
-    def turn(self, share: float) -> bool:
+    def adjust(self, share: float) -> bool:
         """Go on from the share of a step that the slowest rank waited; True if the value changed."""
         if self.before is not None and share > GAIN * self.before[1]:
             self.value, self.is_done = self.before[0], True
@@ -66,7 +66,7 @@ class Tuner:
         names = settings.tunes if travels else ()
         self.knobs = [Knob(name, getattr(settings, name), *limits[name]) for name in names]
 
-    def look(self) -> PlanSettings | None:
+    def after_step(self) -> PlanSettings | None:
         """After a step: the settings to go on with, where they change.  Collective every PERIOD steps until done."""
         self.steps += 1
         knob = next((knob for knob in self.knobs if not knob.is_done), None)
@@ -80,7 +80,7 @@ class Tuner:
             torch.tensor([waited / passed if passed > 0 else 0.0], dtype=torch.float64), "waits"
         )
         share, old = float(shares.max()), knob.value
-        if not knob.turn(share):
+        if not knob.adjust(share):
             return None
         log_once(f"{KEYS[knob.name]} {old:,} -> {knob.value:,} elements: {share:.1%} of a step waits for a {lane}")
         changed: dict[str, Any] = {knob.name: knob.value}
@@ -92,6 +92,6 @@ def apply(runtime: Runtime, settings: PlanSettings) -> None:
     """Go on with other sizes, between two steps; every rank does so after the same step."""
     runtime.settings = settings
     runtime.gatherer.replan(settings)
-    runtime.route.pool.clear()  # buffers of the old sizes
+    runtime.comm_ctx.pool.clear()  # buffers of the old sizes
     for group in runtime.groups:
-        group.route = replace(group.route, bucket_numel=settings.bucket_numel)
+        group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)

@@ -11,21 +11,21 @@ from enum import Enum
 from torch import nn
 
 from ..comm.collectives import Pending
-from .group import FlatGroup, Member, gathers_a_copy
+from .group import ParamGroup, ParamInfo, gathers_a_copy
 
 
 class UnitState(Enum):
     """One line per state."""
 
-    AT_REST = "at rest"  # each rank holds its slices; parameters are AtRest
-    GATHERING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
-    IN_USE = "in use"  # parameters view the gathered buffer
+    SHARDED = "at rest"  # each rank holds its slices; parameters are AtRest
+    UNSHARDING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
+    UNSHARDED = "in use"  # parameters view the gathered buffer
 
 
 MOVES = {
-    (UnitState.AT_REST, UnitState.GATHERING),
-    (UnitState.GATHERING, UnitState.IN_USE),
-    (UnitState.IN_USE, UnitState.AT_REST),
+    (UnitState.SHARDED, UnitState.UNSHARDING),
+    (UnitState.UNSHARDING, UnitState.UNSHARDED),
+    (UnitState.UNSHARDED, UnitState.SHARDED),
 }
 
 
@@ -35,19 +35,19 @@ class Unit:
     """
 
     def __init__(
-        self, name: str, module: nn.Module, groups: Sequence[FlatGroup], number: int, *, is_tile: bool = False
+        self, name: str, module: nn.Module, groups: Sequence[ParamGroup], number: int, *, is_tile: bool = False
     ) -> None:
         self.name, self.module, self.number = name, module, number
-        self._state = UnitState.AT_REST
+        self._state = UnitState.SHARDED
         self._gathers: list[Pending] = []
         self._reduces: list[Pending] = []
-        self.collected: set[int] = set()  # id(param) of gradients that arrived in the backward under way
-        self.hold(groups)
+        self.arrived: set[int] = set()  # id(param) of gradients that arrived in the backward under way
+        self.set_groups(groups)
         self.reduced_in_backward = False
-        self.is_lifted = False  # precision "auto" found that 16 bits do not do here
+        self.is_promoted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
 
-    def hold(self, groups: Sequence[FlatGroup]) -> None:
+    def set_groups(self, groups: Sequence[ParamGroup]) -> None:
         """Consist of these groups from now on."""
         self.groups = list(groups)
         self.sharded = [group for group in self.groups if group.is_sharded]
@@ -92,53 +92,53 @@ class Unit:
             for group in self.groups
         ]
 
-    def members(self) -> list[Member]:
+    def members(self) -> list[ParamInfo]:
         return [member for group in self.groups for member in group.members]
 
-    def lift(self) -> None:
+    def promote_to_fp32(self) -> None:
         """Compute in fp32 from now on.  Collective; the unit must be at rest."""
-        self.is_lifted = True
+        self.is_promoted = True
         for group in self.trained:
-            group.lift(self.name)
+            group.promote_to_fp32(self.name)
 
     # -- weights
 
-    def start_gather(self) -> None:
+    def unshard(self) -> None:
         """Start the all-gathers; nothing if they are under way or done.  Collective within the gather lane."""
-        if self._state is UnitState.AT_REST and self.sharded:
-            self._enter(UnitState.GATHERING)
+        if self._state is UnitState.SHARDED and self.sharded:
+            self._enter(UnitState.UNSHARDING)
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
-    def finish_gather(self) -> None:
+    def wait_for_unshard(self) -> None:
         """Wait for the all-gathers and show the weights."""
-        if self._state is UnitState.GATHERING:
+        if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
                 pending.wait()
             self._gathers = []
-            self._enter(UnitState.IN_USE)
+            self._enter(UnitState.UNSHARDED)
             for group in self.sharded:
-                group.show()
+                group.point_to_unsharded()
 
-    def release(self) -> None:
+    def reshard(self) -> None:
         """Back to rest; a gather under way is waited for first, since the transport still writes into its buffer."""
-        self.finish_gather()
-        if self._state is UnitState.IN_USE:
-            self._enter(UnitState.AT_REST)
+        self.wait_for_unshard()
+        if self._state is UnitState.UNSHARDED:
+            self._enter(UnitState.SHARDED)
             for group in self.sharded:
-                group.release()
+                group.reshard()
 
     # -- gradients
 
     @property
     def is_complete(self) -> bool:
         """Whether every gradient that is expected in this backward has arrived."""
-        return bool(self.trained) and len(self.expected) <= len(self.collected) and self.expected <= self.collected
+        return bool(self.trained) and len(self.expected) <= len(self.arrived) and self.expected <= self.arrived
 
-    def start_reduce(self) -> None:
+    def reduce_grads(self) -> None:
         """Start adding up the ranks' gradients.  Collective within the reduce lane."""
         self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
 
-    def finish_reduce(self) -> None:
+    def wait_for_reduce(self) -> None:
         for pending in self._reduces:
             pending.wait()
         self._reduces = []

@@ -21,55 +21,55 @@ if TYPE_CHECKING:
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
 
-class Waiting:
+class DelayedGradient:
     """The gradient of one group that waits.  buffer: this rank's slice of it, there from the first use on."""
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self.buffer: FlatBuffer | None = None
-        self.is_held = False  # `buffer` has one
-        self.absent: set[int] | None = None  # as of the gradients under way (`Arrivals`)
+        self.is_full = False  # `buffer` has one
+        self.absent: set[int] | None = None  # as of the gradients under way (`ReductionState`)
 
     @property
     def extents(self) -> list[Extent]:
         """What of it rests in another memory."""
         return [self.buffer.extent] if self.buffer is not None and self.buffer.extent is not None else []
 
-    def turn(self, *, keep: bool) -> None:
+    def swap(self, *, keep: bool) -> None:
         """What waited becomes the reduced gradient; what that was waits now (`keep`) or is over."""
-        gradient, comes = self.gradient, self.is_held
+        gradient, comes = self.gradient, self.is_full
         if not (keep or comes):
             return
-        gradient.group.barrier.cross()
-        theirs, mine = gradient.room(), self._room()
+        gradient.group.barrier.before_write()
+        theirs, mine = gradient.ensure_buffer(), self._ensure_buffer()
         if theirs.spec.placement is S:
             gradient.buffer, self.buffer = mine, theirs
         else:
-            _change_places(theirs.slice(gradient.group.route.comm.rank), mine.storage)
-        gradient.arrivals.reduced = comes
-        gradient.arrivals.absent, self.absent = self.absent, gradient.arrivals.absent
+            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.storage)
+        gradient.state.reduced = comes
+        gradient.state.absent, self.absent = self.absent, gradient.state.absent
         gradient.known_squares = None
-        self.is_held = keep
+        self.is_full = keep
         if not keep:
-            self.forget()
+            self.discard()
 
-    def part(self, low: int, high: int) -> Tensor | None:
+    def read(self, low: int, high: int) -> Tensor | None:
         """Elements [low, high) of it, to be read; None where none waits."""
-        return self.buffer.look(low, high) if self.is_held and self.buffer is not None else None
+        return self.buffer.read(low, high) if self.is_full and self.buffer is not None else None
 
-    def of(self, slot: Slot) -> Tensor:
+    def owned(self, slot: Slot) -> Tensor:
         """This rank's part of one member's, flat: a view, which a checkpoint fills."""
-        self.gradient.group.barrier.cross()
-        return self._room().owned(slot, self.gradient.group.route.comm.rank)
+        self.gradient.group.barrier.before_write()
+        return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """What waits never comes to an update."""
-        self.gradient.group.barrier.cross()
-        self.is_held, self.absent = False, None
+        self.gradient.group.barrier.before_write()
+        self.is_full, self.absent = False, None
         for extent in self.extents:
             extent.forget(0, extent.memory.numel())
 
-    def _room(self) -> FlatBuffer:
+    def _ensure_buffer(self) -> FlatBuffer:
         if self.buffer is None:
             spec = self.gradient.group.plan.delayed_grad
             assert spec is not None

@@ -14,13 +14,13 @@ from torch import Tensor
 from .outputs import map_tensors
 
 
-class Watcher:
+class NonFiniteDetector:
     """Whether each unit's inputs, outputs and incoming gradients were finite in the step under way."""
 
     def __init__(self) -> None:
         self._sick: dict[tuple[str, int], Tensor] = {}
 
-    def see(self, what: str, unit: int, value: Any) -> None:
+    def record(self, what: str, unit: int, value: Any) -> None:
         """Note one value ("input", "output", "grad") of a unit; does not wait for the device."""
 
         def look(tensor: Tensor) -> Tensor:
@@ -32,7 +32,7 @@ class Watcher:
 
         map_tensors(value, look)
 
-    def is_sick(self, what: str, unit: int) -> bool:
+    def has_nonfinite(self, what: str, unit: int) -> bool:
         found = self._sick.get((what, unit))
         return found is not None and bool(found)
 
@@ -42,16 +42,16 @@ class Watcher:
         """
         root, *blocks = order
         for unit in blocks:
-            if self.is_sick("input", unit):
+            if self.has_nonfinite("input", unit):
                 return root
-            if self.is_sick("output", unit):
+            if self.has_nonfinite("output", unit):
                 return unit
-        return root if self.is_sick("output", root) else None
+        return root if self.has_nonfinite("output", root) else None
 
     def origin_in_backward(self, order: Sequence[int], sick_gradients: set[int]) -> int | None:
         """The first unit, in backward order, whose parameters got non-finite gradients from a finite incoming one."""
         root, *blocks = order
         for unit in blocks:
-            if unit in sick_gradients and not self.is_sick("grad", unit):
+            if unit in sick_gradients and not self.has_nonfinite("grad", unit):
                 return unit
         return root if root in sick_gradients else None

@@ -10,17 +10,17 @@ from deepseek_zero.planner.layout import even_layout
 from deepseek_zero.planner.spec import Placement, R, S, Spec
 from deepseek_zero.precision.policy import cast_master
 from deepseek_zero.sharding.buffer import FlatBuffer
-from deepseek_zero.sharding.master import Master
+from deepseek_zero.sharding.master import MasterWeight
 
 LAYOUT = even_layout(["a", "b", "c"], [(700,), (900,), (300, 2)], 2)  # b lies on both ranks
 RANK = 1
 
 
-def master_of(kind: str, placement: Placement, values: Tensor) -> Master:
+def master_of(kind: str, placement: Placement, values: Tensor) -> MasterWeight:
     dtype = torch.int16 if kind == "split" else torch.float32
     buffer = FlatBuffer.empty(LAYOUT, Spec(placement, dtype), torch.device("cpu"))
     weight = FlatBuffer.empty(LAYOUT, Spec(placement, torch.bfloat16), torch.device("cpu")) if kind == "split" else None
-    master = Master(buffer, RANK, torch.float32, weight, is_split=kind == "split")
+    master = MasterWeight(buffer, RANK, torch.float32, weight, is_split=kind == "split")
     master.write(0, values.numel(), values)
     return master
 
@@ -40,7 +40,7 @@ def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(kind: str, 
     assert torch.equal(master.read(0, values.numel()), values)
     assert torch.equal(master.values().storage, values)
     assert master.values().spec == Spec(placement, torch.float32)
-    assert (master.view(3, 5) is None) == master.is_split == (kind == "split")
+    assert (master.in_place_view(3, 5) is None) == master.is_split == (kind == "split")
     master.write(100, 103, torch.tensor([1.0, 2.0, 1e-42]))
     assert master.read(99, 104).tolist() == [values[99], 1.0, 2.0, torch.tensor(1e-42), values[103]]
 
@@ -60,7 +60,7 @@ def test_a_new_weight_is_adopted_where_it_differs(kind: str) -> None:
     cast_master(values, old)
     new = old.clone()
     new[7] = 3.0
-    master.adopt(old != new, new)
+    master.take_changed(old != new, new)
     if master.weight is not None:
         master.weight.storage.copy_(new)
     found = master.read(0, values.numel())
@@ -73,11 +73,11 @@ def test_places_count_from_the_beginning_of_this_ranks_part() -> None:
     low = LAYOUT.bounds(RANK)[0]
     whole, part = (master_of("split", placement, values_of(placement)) for placement in (R, S))
     for slot in LAYOUT.slots:
-        assert whole.held(slot) == (0, slot.numel, slot.start)
-        start, stop, place = part.held(slot)
-        assert part.owned(slot) == (place, place + stop - start)
+        assert whole.local_range(slot) == (0, slot.numel, slot.start)
+        start, stop, place = part.local_range(slot)
+        assert part.owned_range(slot) == (place, place + stop - start)
         if start < stop:
             assert slot.start + start == low + place
-            assert whole.owned(slot) == (low + place, low + place + stop - start)
+            assert whole.owned_range(slot) == (low + place, low + place + stop - start)
         else:
             assert slot.stop <= low

@@ -20,7 +20,7 @@ def turned(knob: Knob, *shares: float) -> list[int]:
     values = []
     for share in shares:
         if not knob.is_done:
-            knob.turn(share)
+            knob.adjust(share)
         values.append(knob.value)
     return values
 
@@ -60,7 +60,7 @@ def steps(tuner: Tuner, world: Any, number: int) -> list[PlanSettings]:
     changes = []
     for _ in range(number):
         world.step()
-        if (changed := tuner.look()) is not None:
+        if (changed := tuner.after_step()) is not None:
             changes.append(changed)
     return changes
 
