@@ -14,7 +14,7 @@ from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
 HOME = deepseek_zero.__path__[0]
-ROOMS = ("sharding", "optim", "engine")  # comm's loops wait for other ranks, so they are not the same twice
+MAX_IN_FLIGHT = ("sharding", "optim", "engine")  # comm's loops wait for other ranks, so they are not the same twice
 
 
 def lines_of_a_step(blocks: int) -> int:
@@ -26,7 +26,7 @@ def lines_of_a_step(blocks: int) -> int:
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
         room = frame.f_code.co_filename.removeprefix(f"{HOME}/").partition("/")[0]
-        if room not in ROOMS:
+        if room not in MAX_IN_FLIGHT:
             return None
         lines[room] += event == "line"
         return trace

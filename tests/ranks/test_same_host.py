@@ -246,7 +246,7 @@ def test_a_death_is_news_at_once() -> None:
 
 def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
     segment = Segment.create(3 * 4096 + 10)
-    shared, look = segment.map(0, segment.nbytes, torch.uint8), segment.look()
+    shared, look = segment.map(0, segment.nbytes, torch.uint8), segment.view()
     part = segment.map(5000, 100, torch.uint8)
     segment.close()
     part.fill_(3)
@@ -256,7 +256,7 @@ def test_a_segment_shows_writes_of_others_and_keeps_its_own() -> None:
     look.tensor[1] = 9
     assert look.was_written()
     assert shared[1] == 0
-    look.forget_writes()
+    look.clear_written()
     assert look.tensor[1] == 0
     assert not look.was_written()
 

@@ -132,7 +132,7 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
         numel = extent.memory.numel()
         extent.store(0, 0)
         for chunk in extent.chunks:
-            chunk.settle()
+            chunk.wait()
         gradients = all(chunk.sum is None for chunk in extent.chunks)
         assert gradients or extent.here_bytes == 0, (extent.chunks[0].what, numel)
 

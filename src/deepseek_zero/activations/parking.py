@@ -16,10 +16,10 @@ from itertools import islice
 from torch import Tensor
 
 from ..base.device import backward_id, queue_backward_callback
-from ..base.memory import PAGE, give_back_holes
+from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
-from ..tiers.tier import Memory, Ticket
+from ..tiers.tier import Memory, Work
 from .form import Form
 from .passage import ALIGNMENT, Passage, Stay, rounded
 from .slab import Place, Slab
@@ -43,7 +43,7 @@ class Parking:
         self.used_bytes = self.peak_bytes = 0
         self._stays: dict[int, Stay] = {}  # in the order they came
         self._dropped: deque[int] = deque()  # filled by finalizers, which may run anywhere and so do nothing else
-        self._leaving: deque[Ticket] = deque()
+        self._leaving: deque[Work] = deque()
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # the last one that will end with a sweep
@@ -107,7 +107,7 @@ class Parking:
         self._holes_bytes += stay.nbytes
         if self._holes_bytes >= HOLES_BYTES:
             self._holes_bytes = 0
-            give_back_holes()
+            trim_heap()
 
     # -- room
 
@@ -137,7 +137,7 @@ class Parking:
         return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
 
     def _reserve(self, nbytes: int) -> Slab:
-        self.memory.admit(nbytes, ranks_of_this_host())
+        self.memory.check_room(nbytes, ranks_of_this_host())
         self.slabs.append(Slab(self.memory, nbytes, self._chunk_bytes))
         return self.slabs[-1]
 

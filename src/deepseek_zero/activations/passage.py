@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tiers.ferry import Ferry, ferry_of
-from ..tiers.tier import Crossing, Extent
+from ..tiers.ferry import CopyEngine, copy_engine_for
+from ..tiers.tier import CopyEvent, Extent
 from .form import Form
 from .slab import Place
 
@@ -51,20 +51,20 @@ class Passage:
     """Between one slab and whatever device its tensors are of."""
 
     def __init__(self) -> None:
-        self._ferries: dict[torch.device, Ferry] = {}
-        self._coming: dict[int, tuple[Crossing, list[Tensor]]] = {}
+        self._ferries: dict[torch.device, CopyEngine] = {}
+        self._coming: dict[int, tuple[CopyEvent, list[Tensor]]] = {}
 
     def send(self, tensors: Sequence[Tensor], stay: Stay) -> None:
         """Copy them into their place; they are kept until that is over."""
         bytes_, sources = stay.place.part(), list(tensors)
-        with self._ferry(stay).outward(stay.extent, sources.clear):
+        with self._ferry(stay).d2h(stay.extent, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
     def bring(self, number: int, stay: Stay) -> list[Tensor]:
         """New tensors with their bytes, for the device to use."""
         crossing, found = self._coming.pop(number) if number in self._coming else self._start(stay)
-        crossing.order()
+        crossing.wait_stream()
         return found
 
     def bring_early(self, number: int, stay: Stay) -> None:
@@ -79,21 +79,21 @@ class Passage:
     def land(self) -> None:
         """Nothing more is sent for a while: what was is not kept any longer."""
         for ferry in self._ferries.values():
-            ferry.land()
+            ferry.synchronize()
 
-    def _start(self, stay: Stay) -> tuple[Crossing, list[Tensor]]:
+    def _start(self, stay: Stay) -> tuple[CopyEvent, list[Tensor]]:
         bytes_, found = stay.place.look(), [form.empty() for form in stay.forms]
-        with self._ferry(stay).inward(stay.extent) as crossing:
+        with self._ferry(stay).h2d(stay.extent) as crossing:
             for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
                 form.read(tensor, part)
         return crossing, found
 
-    def _ferry(self, stay: Stay) -> Ferry:
+    def _ferry(self, stay: Stay) -> CopyEngine:
         """To the device of the tensors; where they wait in its own memory nothing crosses."""
         home = stay.extent.memory.device
         device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
-            self._ferries[device] = Ferry() if device == home else ferry_of(device)
+            self._ferries[device] = CopyEngine() if device == home else copy_engine_for(device)
         return self._ferries[device]
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tiers.tier import Memory, Ticket
+from ..tiers.tier import Memory, Work
 
 
 class Slab:
@@ -34,7 +34,7 @@ class Slab:
     def give_back(self, place: Place) -> None:
         """Nobody will read what is there."""
         self._taken.remove((place.low, place.high))
-        self.extent.forget(place.low, place.high)
+        self.extent.discard(place.low, place.high)
 
 
 @dataclass(frozen=True)
@@ -47,20 +47,20 @@ class Place:
 
     def part(self) -> Tensor:
         """The bytes, to be written."""
-        return self.slab.extent.part(self.low, self.high)
+        return self.slab.extent.write(self.low, self.high)
 
     def look(self) -> Tensor:
         """The bytes, to be read; waits for them."""
-        return self.slab.extent.look(self.low, self.high)
+        return self.slab.extent.read(self.low, self.high)
 
-    def fetch(self) -> Ticket:
+    def fetch(self) -> Work:
         return self.slab.extent.fetch(self.low, self.high)
 
-    def store(self) -> Ticket:
+    def store(self) -> Work:
         return self.slab.extent.store(self.low, self.high)
 
     def drop(self) -> None:
-        self.slab.extent.drop(self.low, self.high)
+        self.slab.extent.evict(self.low, self.high)
 
     def give_back(self) -> None:
         self.slab.give_back(self)

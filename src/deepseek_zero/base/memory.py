@@ -131,7 +131,7 @@ def lock_pages(tensor: Tensor) -> None:
         )
 
 
-def give_back(tensor: Tensor) -> None:
+def return_pages(tensor: Tensor) -> None:
     """Forget the contents of CPU memory: until it is written again, its whole pages are the system's.
 
     Shared pages are gone for everybody who maps them.  Only Linux is asked; elsewhere nothing happens.
@@ -182,7 +182,7 @@ def _mincore() -> ctypes.CDLL:
     return libc
 
 
-def give_back_holes() -> None:
+def trim_heap() -> None:
     """Return what is free inside the C library's heap to the system; KEPT_BYTES on top of it stay.
 
     Under a small allocation that lives, a freed tensor leaves a hole, and glibc (2.36) never puts a tensor of the same
@@ -228,9 +228,9 @@ class Segment:
         pages, skipped = self._pages(start, numel * dtype.itemsize, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         return torch.frombuffer(pages, dtype=dtype, count=numel, offset=skipped)
 
-    def look(self, dtype: torch.dtype = torch.uint8) -> Look:
+    def view(self, dtype: torch.dtype = torch.uint8) -> SegmentView:
         """All of it to read; what is written there stays in this process."""
-        return Look(self._pages(0, self.nbytes, mmap.MAP_PRIVATE)[0], dtype)
+        return SegmentView(self._pages(0, self.nbytes, mmap.MAP_PRIVATE)[0], dtype)
 
     def _pages(self, start: int, nbytes: int, flags: int) -> tuple[mmap.mmap, int]:
         skipped = start % PAGE
@@ -261,7 +261,7 @@ def _page_map(process: int) -> int:
     return os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
 
 
-class Look:
+class SegmentView:
     """A segment to be read (copy on write): an in-place edit never reaches another process, and can be found out."""
 
     def __init__(self, pages: mmap.mmap, dtype: torch.dtype) -> None:
@@ -286,6 +286,6 @@ class Look:
             self._clean = bytes(self._entries)
         return copied
 
-    def forget_writes(self) -> None:
+    def clear_written(self) -> None:
         """Show the segment again where something was written over it."""
         self._pages.madvise(mmap.MADV_DONTNEED)

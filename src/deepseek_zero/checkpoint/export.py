@@ -97,7 +97,7 @@ def _evict(group: ParamGroup) -> None:
     extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
     for extent in extents:
         if extent is not None:
-            extent.drop(0, extent.memory.numel())
+            extent.evict(0, extent.memory.numel())
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:

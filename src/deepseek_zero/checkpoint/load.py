@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..base.memory import give_back_holes
+from ..base.memory import trim_heap
 from ..optim.piece import Cover, Piece
 from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
 from ..precision.policy import cast_master
@@ -362,7 +362,7 @@ def restore_optimizer(
         optimizer.load_inner({"state": state, "param_groups": restored})
         if group.plan.moments_external:
             found = state = {}
-            give_back_holes()
+            trim_heap()
 
 
 def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:

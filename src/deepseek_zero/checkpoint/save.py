@@ -347,7 +347,7 @@ class BackgroundWrite:
     @property
     def is_resident(self) -> bool:
         """Whether a thread may read all of it."""
-        return not any(stretch.extent.rests_elsewhere for batch in self._groups for stretch in batch.extents)
+        return not any(stretch.extent.is_offloaded for batch in self._groups for stretch in batch.extents)
 
     @property
     def is_over(self) -> bool:

@@ -23,7 +23,7 @@ from ..planner.memory import UnitFacts, moments_for, step_of_units, total_bytes,
 from ..planner.pool_estimate import buffer_bytes, pool_buffers
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
-from ..tiers.device import NO_LIMIT, Allowance
+from ..tiers.device import NO_LIMIT, DeviceBudget
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory, free_host_bytes
 from ..tiers.tier import Memory, Tier, Tiers
@@ -157,7 +157,7 @@ def tiers_of(config: Config, settings: PlanSettings, comm: Comm, device: torch.d
         memories[Tier.NVME] = run_on_all_ranks(comm, "opening nvme_path", lambda: Disk(path, threads))
     for memory in memories.values():
         memory.traffic.clock = comm.meter.clock
-    return Tiers(memories, chunk_numel, Allowance(settings.device_bytes))
+    return Tiers(memories, chunk_numel, DeviceBudget(settings.device_bytes))
 
 
 def recompute_settings_of(config: Config) -> RecomputeSettings:
@@ -184,7 +184,7 @@ def admit(tiers: Tiers, model: nn.Module, settings: PlanSettings, comm: Comm, op
 
     def ask() -> None:
         for tier, memory in tiers.memories.items():
-            memory.admit(needed[tier], ranks_of_this_host())
+            memory.check_room(needed[tier], ranks_of_this_host())
 
     run_on_all_ranks(comm, "asking for room", ask)
 

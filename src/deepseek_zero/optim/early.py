@@ -22,7 +22,7 @@ from ..sharding.forward import Phase
 from ..sharding.group import ParamGroup, offloaded_extents
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from ..tiers.tier import Due, Extent
+from ..tiers.tier import DeferredUpdate, Extent
 from .delay import Delay
 from .piece import Tile
 from .undo import UndoLog
@@ -109,7 +109,7 @@ class Early:
         self._done[unit.number] = groups
         self.tally.updated += 1
         for extent in _extents(groups):
-            extent.due = Due(self.undo, self.undo)
+            extent.deferred = DeferredUpdate(self.undo, self.undo)
 
     def chosen(self) -> frozenset[int]:
         """The units whose bytes before the update fit the budget together, the first ones first.
@@ -161,7 +161,7 @@ class Early:
 
     def _unwatch(self) -> None:
         for extent in _extents(group for groups in self._done.values() for group in groups):
-            extent.due = None
+            extent.deferred = None
 
     def _close(self) -> None:
         self._unwatch()

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from ..tiers.ferry import Mirror
-from ..tiers.tier import Extent, Ticket
+from ..tiers.ferry import StagedTile
+from ..tiers.tier import Extent, Work
 
 T = TypeVar("T")
 
@@ -27,13 +27,13 @@ class Stretch:
     high: int
     changes: bool = True
 
-    def fetch(self) -> Ticket:
+    def fetch(self) -> Work:
         return self.extent.fetch(self.low, self.high)
 
-    def leave(self) -> Ticket | None:
+    def leave(self) -> Work | None:
         if self.changes:
             return self.extent.store(self.low, self.high)
-        self.extent.drop(self.low, self.high)
+        self.extent.evict(self.low, self.high)
         return None
 
 
@@ -41,14 +41,14 @@ class Stretch:
 class Reflection:
     """Elements [low, high) of a weight that the training device has and the host updates."""
 
-    mirror: Mirror
+    mirror: StagedTile
     low: int
     high: int
 
-    def fetch(self) -> Ticket:
+    def fetch(self) -> Work:
         return self.mirror.fetch(self.low, self.high)
 
-    def leave(self) -> Ticket:
+    def leave(self) -> Work:
         return self.mirror.store(self.low, self.high)
 
 
@@ -74,8 +74,8 @@ class Flow(Generic[T]):
     def __init__(self, tiles: Sequence[T], touched: Callable[[T], Iterable[Touched]], settings: FlowSettings) -> None:
         self._touched, self._settings = touched, settings
         self._upcoming = iter(tiles)
-        self._coming: deque[tuple[T, list[Ticket]]] = deque()
-        self._going: deque[list[Ticket | None]] = deque()
+        self._coming: deque[tuple[T, list[Work]]] = deque()
+        self._going: deque[list[Work | None]] = deque()
 
     def take(self) -> T | None:
         """The next tile; None after the last."""

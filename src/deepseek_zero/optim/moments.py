@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..precision.compact import BLOCK, Chance, Kept, kept_as
-from ..tiers.tier import Extent, Tier, peek
+from ..tiers.tier import Extent, Tier, read_now
 from .flow import Stretch
 from .piece import Piece
 from .scratch import Scratch
@@ -38,7 +38,7 @@ class Moment:
     @property
     def is_hidden(self) -> bool:
         """Whether the optimizer sees nothing of it between steps."""
-        return self.kept is not None or self.extent.rests_elsewhere
+        return self.kept is not None or self.extent.is_offloaded
 
 
 class Moments:
@@ -86,9 +86,9 @@ class Moments:
             if not self._scratch.is_nothing(state.get(name)):
                 continue
             if moment.kept is None:
-                values = moment.extent.part(piece.start, piece.stop)
+                values = moment.extent.write(piece.start, piece.stop)
             else:  # a copy: looking at it changes nothing that would have to be stored
-                values = moment.extent.look(piece.start, piece.stop)
+                values = moment.extent.read(piece.start, piece.stop)
                 shared = self._shared(piece, name, moment.dtype) if working else None
                 values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
             state[name] = values.view(piece.param.shape)
@@ -99,7 +99,7 @@ class Moments:
         if not self._scratch.is_nothing(value):
             return value
         moment = self._found[id(piece.group), name]
-        values = peek(moment.extent, piece.start, piece.stop)
+        values = read_now(moment.extent, piece.start, piece.stop)
         if moment.kept is None:
             return values
         return moment.kept.decode(values, moment.powers.get(id(piece)), None)
@@ -120,11 +120,11 @@ class Moments:
             moment = self._moment(piece, name, value.dtype)
             own = moment.extent.memory[piece.start : piece.stop]
             if moment.kept is not None:
-                own, powers = moment.extent.part(piece.start, piece.stop), self._powers(moment, piece)
+                own, powers = moment.extent.write(piece.start, piece.stop), self._powers(moment, piece)
                 if keep:
                     moment.kept.encode(value.reshape(-1), own, powers, piece.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
-                moment.extent.part(piece.start, piece.stop).copy_(value.reshape(-1))
+                moment.extent.write(piece.start, piece.stop).copy_(value.reshape(-1))
             hidden = (
                 self._scratch.nothing(value.shape, value.dtype, piece.master.update_device)
                 if moment.is_hidden
@@ -190,7 +190,7 @@ class Moments:
             numel = piece.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
                 extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.update_device))
-                self._scratch.allowance.take_for(extent, extent.memory.nbytes, what)
+                self._scratch.allowance.reserve_for(extent, extent.memory.nbytes, what)
             else:
                 extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
             self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
@@ -204,4 +204,4 @@ class Moments:
             rest = piece.group.plan.moments_external
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
-            self._scratch.allowance.take_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")
+            self._scratch.allowance.reserve_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")

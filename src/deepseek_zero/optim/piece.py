@@ -173,7 +173,7 @@ def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
 
 
 @dataclass(frozen=True)
-class Work:
+class UpdatePlan:
     """The tiles of an optimizer.  now: what a step updates before it is over.  later: what may be updated at other
     times, by number of the unit (all under EVERY_UNIT where nobody asks).  runs: the bundles that tiles were made of.
     """
@@ -189,7 +189,9 @@ class Work:
         return max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
 
 
-def work_of(bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int] | None, *, may_wait: bool) -> Work:
+def plan_updates(
+    bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int] | None, *, may_wait: bool
+) -> UpdatePlan:
     """numbers: of each group's unit, by id of the group; None: tiles may reach from one unit into the next."""
     now, later = list[Tile](), dict[int, list[Tile]]()
     for bundle in bundles:
@@ -199,7 +201,7 @@ def work_of(bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int]
         else:
             now.append(bundle)
     tiles = {unit: tiles_of(mine, tile_numel) for unit, mine in later.items()}
-    return Work([now, *later.values()], tiles_of(now, tile_numel), tiles)
+    return UpdatePlan([now, *later.values()], tiles_of(now, tile_numel), tiles)
 
 
 @dataclass(frozen=True)

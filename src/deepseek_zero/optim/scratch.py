@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..tiers.device import Allowance
+from ..tiers.device import DeviceBudget
 
 
 @dataclass
@@ -23,7 +23,7 @@ class Scratch:
 
     device: torch.device
     numel: int = 0
-    allowance: Allowance = field(default_factory=Allowance)
+    allowance: DeviceBudget = field(default_factory=DeviceBudget)
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
@@ -61,4 +61,4 @@ class Scratch:
 
     def _ask(self, home: torch.device, nbytes: int, what: str) -> None:
         if home == self.device:
-            self.allowance.take(nbytes, what)
+            self.allowance.reserve(nbytes, what)

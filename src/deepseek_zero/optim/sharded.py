@@ -36,7 +36,7 @@ from .lean import unmarked
 from .lift import Lifter
 from .moments import Moments
 from .nonfinite import NonFinite
-from .piece import Cover, Piece, Span, Tile, Work, bundles_of, cuts_of, spans_of, work_of
+from .piece import Cover, Piece, Span, Tile, UpdatePlan, bundles_of, cuts_of, plan_updates, spans_of
 from .registry import granularity_of
 from .scratch import Scratch
 from .update import Decision, Updater, hypers_of
@@ -103,7 +103,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for number in range(len(groups))
         ]
         recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(runtime.comm_ctx.pool.device, allowance=runtime.comm_ctx.tiers.allowance)
+        self.scratch = Scratch(runtime.comm_ctx.pool.device, allowance=runtime.comm_ctx.tiers.budget)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
@@ -488,12 +488,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> Work:
+def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> UpdatePlan:
     """Unit by unit where some are updated in backward."""
     may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
     by_unit = settings.speculates or settings.delay_after is not None
     numbers = {id(group): unit.number for unit in runtime.units for group in unit.groups}
-    return work_of(bundles, settings.tile_numel, numbers if by_unit else None, may_wait=may_wait)
+    return plan_updates(bundles, settings.tile_numel, numbers if by_unit else None, may_wait=may_wait)
 
 
 def _early_of(optimizer: ShardedOptimizer) -> Early | None:
@@ -517,7 +517,7 @@ def _early_of(optimizer: ShardedOptimizer) -> Early | None:
     return early
 
 
-def early_units(runtime: Runtime, work: Work) -> dict[int, list[Tile]]:
+def early_units(runtime: Runtime, work: UpdatePlan) -> dict[int, list[Tile]]:
     """What may be updated in backward, by number of the unit: all but the root, whose gradient is the last there is."""
     return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 

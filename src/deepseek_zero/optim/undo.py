@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.device import CPU
-from ..base.memory import give_back
+from ..base.memory import return_pages
 from ..sharding.buffer import has_pages_to_return
 from .flow import Stretch
 from .moments import Moments
@@ -60,7 +60,7 @@ class UndoLog:
         before = Before(piece)
         self._entries.append(before)
         for stretch in self._written(piece):
-            before.places.append((stretch, self._copy(stretch.extent.look(stretch.low, stretch.high))))
+            before.places.append((stretch, self._copy(stretch.extent.read(stretch.low, stretch.high))))
         for _, powers in self._moments.held(piece):
             if powers is not None:
                 before.powers.append((powers, self._copy(powers)))
@@ -74,7 +74,7 @@ class UndoLog:
         for before in reversed(self._entries):
             before.piece.group.barrier.before_write()
             for stretch, copy in before.places:
-                stretch.extent.part(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
+                stretch.extent.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
                 stretch.leave()
             for powers, copy in before.powers:
                 powers.view(torch.uint8).copy_(copy)
@@ -85,7 +85,7 @@ class UndoLog:
         """Nothing will be undone any more; on the CPU the buffer's pages are the system's until it is used again."""
         self._entries, self._used = [], 0
         if self._memory is not None and has_pages_to_return(self._memory):
-            give_back(self._memory)
+            return_pages(self._memory)
 
     def _restore_state(self, before: Before) -> None:
         state = self._inner.state

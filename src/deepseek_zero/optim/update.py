@@ -23,7 +23,7 @@ from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..precision.compact import Chance
 from ..sharding.group import ParamGroup, offloaded_extents
-from ..tiers.tier import Due
+from ..tiers.tier import DeferredUpdate
 from .flow import Flow, FlowSettings, Touched
 from .lean import rule_of
 from .moments import Moments
@@ -109,7 +109,7 @@ class Updater:
         for group in self._left:
             group.gradient.is_deferred = True
             for extent in offloaded_extents(group):
-                extent.due = Due(partial(self._catch_up, group), self.finish)
+                extent.deferred = DeferredUpdate(partial(self._catch_up, group), self.finish)
 
     def ahead(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[Piece], None]) -> None:
         """Update these before their step is over; `note` is shown each piece first."""
@@ -168,7 +168,7 @@ class Updater:
             self._left[group] -= 1
             if not self._left[group]:
                 for extent in offloaded_extents(group):
-                    extent.due = None
+                    extent.deferred = None
                 group.gradient.is_deferred = False
                 group.gradient.discard()
         return True

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from ..base.device import storage_users
-from ..base.memory import give_back
+from ..base.memory import return_pages
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.shared_memory import SharedWeights
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
 from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
-from ..tiers.device import Allowance
-from ..tiers.ferry import Ferry
-from ..tiers.tier import OVER, Crossing, Extent, Ticket, Tier, Tiers, peek
+from ..tiers.device import DeviceBudget
+from ..tiers.ferry import CopyEngine
+from ..tiers.tier import COMPLETED, CopyEvent, Extent, Tier, Tiers, Work, read_now
 
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
-    """Whether `give_back` is worth its while: a large buffer on the CPU."""
+    """Whether `return_pages` is worth its while: a large buffer on the CPU."""
     return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
 
 
@@ -38,7 +38,7 @@ class Pool:
 
     device: torch.device
     comm: Comm
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
     _idle: dict[tuple[torch.dtype, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     allocated_bytes: int = 0
 
@@ -49,7 +49,7 @@ class Pool:
             tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
             self.comm.wait_until_read(tensor)
             return tensor
-        self.allowance.take(numel * dtype.itemsize, "a buffer of a unit or a message")
+        self.budget.reserve(numel * dtype.itemsize, "a buffer of a unit or a message")
         tensor = self.comm.empty(numel, dtype)
         self.allocated_bytes += tensor.nbytes
         return tensor
@@ -69,7 +69,7 @@ class Pool:
         """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
         for tensor in filter(has_pages_to_return, self.idle()):
             self.comm.wait_until_read(tensor)
-            give_back(tensor)
+            return_pages(tensor)
 
     def clear(self) -> None:
         """Free what is idle."""
@@ -78,7 +78,7 @@ class Pool:
 
     def _uncount(self, nbytes: int) -> None:
         self.allocated_bytes -= nbytes
-        self.allowance.give(nbytes)
+        self.budget.release(nbytes)
 
 
 @dataclass(eq=False)
@@ -117,11 +117,11 @@ class FlatBuffer:
     @property
     def storage(self) -> Tensor:
         """All elements that this rank holds, to be read, or moved to by `move`."""
-        return self.memory if self.extent is None else self.extent.part(0, self.memory.numel())
+        return self.memory if self.extent is None else self.extent.write(0, self.memory.numel())
 
     def elements(self, low: int, high: int) -> Tensor:
         """Some of them: a view."""
-        return self.memory[low:high] if self.extent is None else self.extent.part(low, high)
+        return self.memory[low:high] if self.extent is None else self.extent.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
         """As `part`, to be written: whoever still reads the old values has them when this returns."""
@@ -130,15 +130,15 @@ class FlatBuffer:
 
     def read(self, low: int, high: int) -> Tensor:
         """As `part`, to be read only."""
-        return self.memory[low:high] if self.extent is None else self.extent.look(low, high)
+        return self.memory[low:high] if self.extent is None else self.extent.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
         """As `look`, but as they are now, whatever update waits."""
-        return self.memory[low:high] if self.extent is None else peek(self.extent, low, high)
+        return self.memory[low:high] if self.extent is None else read_now(self.extent, low, high)
 
     @property
     def is_offloaded(self) -> bool:
-        return self.extent is not None and self.extent.rests_elsewhere
+        return self.extent is not None and self.extent.is_offloaded
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
@@ -177,7 +177,7 @@ class FlatBuffer:
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """This buffer, which takes of the training device for as long as it lives."""
-        return comm_ctx.tiers.allowance.take_for(self, self.memory.nbytes, what)
+        return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def shard(self, rank: int) -> Tensor:
         """The elements a rank owns: a view."""
@@ -216,7 +216,7 @@ class OrderedIssueQueue:
     def __init__(self) -> None:
         self._waiting: deque[QueuedCollective] = deque()
 
-    def add(self, transfer: Ticket, start: Callable[[], Pending]) -> Pending:
+    def add(self, transfer: Work, start: Callable[[], Pending]) -> Pending:
         """`start` issues the collective when the transfer is over, at the latest when somebody waits for it."""
         turn = QueuedCollective(transfer, start)
         self._waiting.append(turn)
@@ -243,7 +243,7 @@ class OrderedIssueQueue:
 class QueuedCollective:
     """One collective in the queue."""
 
-    transfer: Ticket
+    transfer: Work
     start: Callable[[], Pending]
     pending: Pending | None = None
 
@@ -264,7 +264,7 @@ class CommContext:
     divisor: float = 1.0
     tiers: Tiers = field(default_factory=Tiers)
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
-    copy_engine: Ferry = field(default_factory=Ferry)
+    copy_engine: CopyEngine = field(default_factory=CopyEngine)
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
@@ -361,9 +361,9 @@ class HostGradStaging:
         assert extent is not None
         self.kept, self.extent, self.comm_ctx = kept, extent, comm_ctx
         self._lent = comm_ctx.pool.take(numel, kept.dtype)
-        self._copied: Crossing = OVER
+        self._copied: CopyEvent = COMPLETED
         if add:
-            with comm_ctx.copy_engine.inward(extent) as self._copied:
+            with comm_ctx.copy_engine.h2d(extent) as self._copied:
                 self._sum.copy_(kept, non_blocking=True)
 
     @property
@@ -372,10 +372,10 @@ class HostGradStaging:
 
     def sum(self) -> Tensor:
         """What is to be written, or added to."""
-        self._copied.order()
+        self._copied.wait_stream()
         return self._sum
 
     def send(self) -> None:
         """It is written: let it cross, beside what is computed next."""
-        with self.comm_ctx.copy_engine.outward(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
+        with self.comm_ctx.copy_engine.d2h(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
             self.kept.copy_(self._sum, non_blocking=True)

@@ -23,7 +23,7 @@ from ..planner.auto_wrap_policy import (
     persistent_names,
 )
 from ..planner.spec import PlanSettings, predivide_of
-from ..tiers.ferry import ferry_of
+from ..tiers.ferry import copy_engine_for
 from ..tiers.tier import Tiers
 from .buffer import CommContext, Pool
 from .group import ParamGroup, planned_group
@@ -61,9 +61,9 @@ def wrap_model(
     choices = choose_units(model, settings)
     compare_ranks(model, choices, settings, comm)
     tiers = tiers or Tiers()
-    pool = Pool(device, comm, tiers.allowance)
+    pool = Pool(device, comm, tiers.budget)
     divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
-    comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=ferry_of(pool.device))
+    comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
     persistent = persistent_names(choices, settings)
     full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
     built: dict[int, list[ParamGroup]] = {}

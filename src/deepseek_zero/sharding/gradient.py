@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..base.device import PerDevice, without_torch_function
 from ..base.errors import AtRestError, UsageError
-from ..base.memory import give_back, private_pages
+from ..base.memory import private_pages, return_pages
 from ..comm.collectives import DONE, Pending
 from ..planner.layout import Slot
 from ..planner.spec import P, R, S, Spec
@@ -85,7 +85,7 @@ class Gradient:
         if state.partial is not None:
             return state.partial
         if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
-            self.buffer.extent.catch_up()
+            self.buffer.extent.flush()
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
@@ -217,10 +217,10 @@ class Gradient:
         self.known_squares = None
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
         if shard is not None and shard.extent is not None:
-            shard.extent.settle()  # an update made ahead of its step goes with the gradient
-            shard.extent.forget(0, shard.memory.numel())
+            shard.extent.flush_all()  # an update made ahead of its step goes with the gradient
+            shard.extent.discard(0, shard.memory.numel())
         elif shard is not None and has_pages_to_return(shard.memory):
-            give_back(shard.memory)
+            return_pages(shard.memory)
 
     # -- what `.grad` shows, and what the program makes of it
 
@@ -338,7 +338,7 @@ class Gradient:
     def _seed(self) -> None:
         """Let there be a reduced gradient, of zeros where no backward has made one."""
         if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
-            self.buffer.extent.catch_up()
+            self.buffer.extent.flush()
         if not self.state.reduced:
             self._own(self.ensure_buffer()).zero_()
             self.state.reduced = True
@@ -349,7 +349,7 @@ class Gradient:
         self.known_squares = None
         if self.buffer is not None and self.buffer.extent is not None and self.buffer.spec.placement is S:
             place, end = self.buffer.owned_range(self.group.members[number].slot, self.group.comm_ctx.comm.rank)
-            self.buffer.extent.drop(place, end)
+            self.buffer.extent.evict(place, end)
 
     def edited(self, number: int, *, alike: bool) -> None:
         """A handle's part was changed in place.  alike: by the same on every rank."""

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import CPU, without_torch_function
-from ..base.memory import give_back_holes
+from ..base.memory import trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
 from ..planner.auto_wrap_policy import GroupKey
 from ..planner.layout import LAYOUTS, FlatLayout, Slot
 from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
 from ..precision.policy import cast_master
-from ..tiers.tier import Delivery, Extent, Tier
+from ..tiers.tier import Extent, FetchAfterUpdate, Tier
 from .buffer import CommContext, FlatBuffer, WriteBarrier, move
 from .grad_handle import Part
 from .gradient import Gradient
@@ -127,7 +127,7 @@ class ParamGroup:
         for extent in (extents := offloaded_extents(self)):
             extent.store(0, extent.memory.numel()).wait()
         if extents:
-            give_back_holes()  # of the values it was built from
+            trim_heap()  # of the values it was built from
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
@@ -230,21 +230,21 @@ class ParamGroup:
         )
 
         def start() -> Pending:
-            here, own = extent.look(0, numel), full.shard(self.comm_ctx.comm.rank)
-            with self.comm_ctx.copy_engine.inward(extent) as crossing:
+            here, own = extent.read(0, numel), full.shard(self.comm_ctx.comm.rank)
+            with self.comm_ctx.copy_engine.h2d(extent) as crossing:
                 own.copy_(here, non_blocking=True)
                 pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.comm_ctx, what)
 
             def leave() -> None:
-                crossing.order()
-                extent.drop(0, numel)
+                crossing.wait_stream()
+                extent.evict(0, numel)
 
             if not crossing.is_done():
                 return pending.then(leave)
             leave()
             return pending
 
-        return self.comm_ctx.issue_queue.add(Delivery(extent), start)
+        return self.comm_ctx.issue_queue.add(FetchAfterUpdate(extent), start)
 
     def point_to_unsharded(self) -> None:
         """Point every parameter at the gathered buffer."""
@@ -268,7 +268,7 @@ class ParamGroup:
         elif gathers_a_copy(self):
             self.comm_ctx.pool.give(full.storage)
         if self.weight.is_offloaded:
-            give_back_holes()  # of its gradients
+            trim_heap()  # of its gradients
 
     def refresh(self, what: str) -> Pending:
         """After the master changed and was published: bring the weight to its placement."""

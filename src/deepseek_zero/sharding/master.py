@@ -18,7 +18,7 @@ from ..planner.spec import Placement, R
 from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
-from ..tiers.ferry import Ferry, Mirror
+from ..tiers.ferry import CopyEngine, StagedTile
 from ..tiers.tier import Extent
 from .buffer import FlatBuffer
 
@@ -40,12 +40,14 @@ class MasterWeight:
     is_split: bool = False
     is_exposed: bool = True
     update_device: torch.device = CPU  # where it is updated
-    copy_engine: Ferry = field(default_factory=Ferry)
-    staged: Mirror | None = field(init=False, default=None)  # of what the host updates and the device has
+    copy_engine: CopyEngine = field(default_factory=CopyEngine)
+    staged: StagedTile | None = field(init=False, default=None)  # of what the host updates and the device has
 
     def __post_init__(self) -> None:
         if self.update_device == CPU:
-            self.staged = self.copy_engine.mirror(self._on_device.memory, is_read=self.weight is None or self.is_split)
+            self.staged = self.copy_engine.staged_tile(
+                self._on_device.memory, is_read=self.weight is None or self.is_split
+            )
 
     @property
     def _on_device(self) -> FlatBuffer:
@@ -152,7 +154,7 @@ class MasterWeight:
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
         """These elements: where they came to if an update had them come, else where they rest."""
-        came = self.staged.held(place, end) if self.staged is not None and buffer is self._on_device else None
+        came = self.staged.view(place, end) if self.staged is not None and buffer is self._on_device else None
         return buffer.elements(place, end) if came is None else came
 
     def extents(self) -> list[Extent]:

@@ -168,7 +168,7 @@ class Runtime:
                 self.reducer.refuse_unused()
             if self._reduces_now:
                 self.reducer.finish()
-                self.comm_ctx.copy_engine.land()
+                self.comm_ctx.copy_engine.synchronize()
             self.gatherer.end(frozenset())
             self.gatherer.reshard_all()
             self.reducer.update_expected()
@@ -223,7 +223,7 @@ class Runtime:
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
         self.reducer.wait()
-        self.comm_ctx.copy_engine.land()
+        self.comm_ctx.copy_engine.synchronize()
         self.reducer.late.clear()
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:

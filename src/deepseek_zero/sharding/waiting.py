@@ -67,7 +67,7 @@ class DelayedGradient:
         self.gradient.group.barrier.before_write()
         self.is_full, self.absent = False, None
         for extent in self.extents:
-            extent.forget(0, extent.memory.numel())
+            extent.discard(0, extent.memory.numel())
 
     def _ensure_buffer(self) -> FlatBuffer:
         if self.buffer is None:

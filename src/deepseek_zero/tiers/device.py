@@ -16,13 +16,13 @@ T = TypeVar("T")
 NO_LIMIT = 2**63 - 1
 
 
-class Allowance:
+class DeviceBudget:
     """So many bytes, and how many are taken."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
         self.limit_bytes, self.taken_bytes, self.most_bytes = limit_bytes, 0, 0
 
-    def take(self, nbytes: int, what: str) -> None:
+    def reserve(self, nbytes: int, what: str) -> None:
         """Count bytes that are about to be allocated; `OutOfMemoryError` where that is more than allowed."""
         if self.taken_bytes + nbytes > self.limit_bytes:
             raise OutOfMemoryError(
@@ -35,12 +35,12 @@ class Allowance:
         self.taken_bytes += nbytes
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
 
-    def give(self, nbytes: int) -> None:
+    def release(self, nbytes: int) -> None:
         """They are free again."""
         self.taken_bytes -= nbytes
 
-    def take_for(self, owner: T, nbytes: int, what: str) -> T:
+    def reserve_for(self, owner: T, nbytes: int, what: str) -> T:
         """`take` for as long as an object lives."""
-        self.take(nbytes, what)
-        weakref.finalize(owner, self.give, nbytes).atexit = False
+        self.reserve(nbytes, what)
+        weakref.finalize(owner, self.release, nbytes).atexit = False
         return owner

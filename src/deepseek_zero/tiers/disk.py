@@ -28,9 +28,9 @@ from torch import Tensor
 
 from ..base.capabilities import Capability
 from ..base.errors import StorageError
-from ..base.memory import PAGE, give_back, private_pages
+from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import OVER, Extent, Ticket
+from .tier import COMPLETED, Extent, Work
 from .traffic import Traffic, TransferEvent
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
@@ -89,7 +89,7 @@ class Disk:
             return [Capability(name, "past the page cache, room not set aside", why)]
         return [Capability(name, "past the page cache")]
 
-    def admit(self, nbytes: int, sharers: int) -> None:
+    def check_room(self, nbytes: int, sharers: int) -> None:
         """Raise `StorageError` if `sharers` ranks cannot have so many bytes each."""
         free = self.free_bytes(self.directory)
         if nbytes * sharers > free:
@@ -166,31 +166,31 @@ class Chunk:
         self._is_kept = False  # wanted whenever it leaves
 
     @property
-    def is_settled(self) -> bool:
+    def is_idle(self) -> bool:
         return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
         """Bring it here; True if that takes time."""
         if self.state is State.LEAVING and not self._hold():
-            self.settle()
+            self.wait()
         if self.state is State.AWAY:
             self._start(State.ARRIVING)
         return self.state is State.ARRIVING
 
-    def change(self) -> None:
+    def mark_dirty(self) -> None:
         """It is about to be written."""
         if self.state is State.LEAVING:
-            self.settle()  # what is on its way must not change
+            self.wait()  # what is on its way must not change
         self.is_changed = True
 
-    def keep(self) -> None:
+    def pin(self) -> None:
         """What is stored stays, until it is dropped."""
         self._is_kept = True
 
     def store(self) -> bool:
         """Send it to the file; True if that takes time."""
         if self.state is State.ARRIVING:
-            self.settle()
+            self.wait()
         if self.state is State.HERE:
             self.is_changed, self._is_wanted = False, self._is_kept
             self._start(State.LEAVING)
@@ -198,29 +198,29 @@ class Chunk:
             self._let_leave()
         return self.state is State.LEAVING
 
-    def drop(self) -> None:
+    def evict(self) -> None:
         """It is not needed for a while."""
         self._is_kept = False
         if self.state is State.ARRIVING:
-            self.settle()
+            self.wait()
         if self.state is State.LEAVING:
             self._let_leave()
         elif self.is_changed:
             self.store()
         elif self.state is State.HERE:
-            self._give_back()
+            self._return_pages()
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Its values are over."""
         self._is_kept = False
         if self.state in (State.ARRIVING, State.LEAVING):
-            self.settle()
+            self.wait()
         self.sum, self.is_changed = None, False
         if self.state is State.AWAY:
             self._enter(State.HERE)
-        give_back(self.piece)
+        return_pages(self.piece)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for a transfer under way; StorageError where it failed."""
         if self._job is None:
             return
@@ -241,7 +241,7 @@ class Chunk:
         """A thread moves it."""
         self._enter(state)
         is_read = state is State.ARRIVING
-        event = self.disk.traffic.ask(self.what, self.piece.nbytes, is_read=is_read)
+        event = self.disk.traffic.request(self.what, self.piece.nbytes, is_read=is_read)
         self._job = self.disk.submit(partial(self._read if is_read else self._write, event)), event
 
     def _hold(self) -> bool:
@@ -256,11 +256,11 @@ class Chunk:
             is_late = self._is_wanted and self._is_let_go
             self._is_wanted &= is_late
         if is_late:
-            self.settle()
-            self._give_back()
+            self.wait()
+            self._return_pages()
 
-    def _give_back(self) -> None:
-        give_back(self.piece)
+    def _return_pages(self) -> None:
+        return_pages(self.piece)
         if self.sum is not None:
             self._enter(State.AWAY)
 
@@ -284,7 +284,7 @@ class Chunk:
             self._is_let_go = True
             is_wanted = self._is_wanted
         if not is_wanted:
-            give_back(self.piece)
+            return_pages(self.piece)
         return is_wanted
 
 
@@ -299,7 +299,7 @@ class DiskExtent(Extent):
         self.chunks = [Chunk(disk, memory[at - place.start :][: place.step], at, what) for at in place]
 
     @property
-    def rests_elsewhere(self) -> bool:
+    def is_offloaded(self) -> bool:
         return True
 
     @property
@@ -307,36 +307,36 @@ class DiskExtent(Extent):
         """Bytes that have, or may have, pages now."""
         return sum(chunk.piece.nbytes for chunk in self.chunks if chunk.state is not State.AWAY)
 
-    def fetch(self, low: int, high: int) -> Ticket:
+    def fetch(self, low: int, high: int) -> Work:
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.fetch()])
 
-    def keep(self) -> None:
+    def pin(self) -> None:
         for chunk in self.chunks:
-            chunk.keep()
+            chunk.pin()
 
-    def look(self, low: int, high: int) -> Tensor:
-        self.settle()
+    def read(self, low: int, high: int) -> Tensor:
+        self.flush_all()
         self.fetch(low, high).wait()
         return self.memory[low:high]
 
-    def part(self, low: int, high: int) -> Tensor:
-        self.settle()
+    def write(self, low: int, high: int) -> Tensor:
+        self.flush_all()
         for chunk in self._of(low, high):
-            chunk.change()
-        return self.look(low, high)
+            chunk.mark_dirty()
+        return self.read(low, high)
 
-    def store(self, low: int, high: int) -> Ticket:
-        self.land()
+    def store(self, low: int, high: int) -> Work:
+        self.wait_for_copy()
         return Transfer.of([chunk for chunk in self._of(low, high) if chunk.store()])
 
-    def drop(self, low: int, high: int) -> None:
-        self.land()
+    def evict(self, low: int, high: int) -> None:
+        self.wait_for_copy()
         for chunk in self._of(low, high):
-            chunk.drop()
+            chunk.evict()
 
-    def forget(self, low: int, high: int) -> None:
+    def discard(self, low: int, high: int) -> None:
         for chunk in self._of(low, high):
-            chunk.forget()
+            chunk.discard()
 
     def _of(self, low: int, high: int) -> Sequence[Chunk]:
         size = self._chunk_numel
@@ -350,15 +350,15 @@ class Transfer:
     chunks: Sequence[Chunk]
 
     @staticmethod
-    def of(chunks: Sequence[Chunk]) -> Ticket:
-        return Transfer(chunks) if chunks else OVER
+    def of(chunks: Sequence[Chunk]) -> Work:
+        return Transfer(chunks) if chunks else COMPLETED
 
     def wait(self) -> None:
         for chunk in self.chunks:
-            chunk.settle()
+            chunk.wait()
 
     def is_done(self) -> bool:
-        return all(chunk.is_settled for chunk in self.chunks)
+        return all(chunk.is_idle for chunk in self.chunks)
 
 
 def sum_of(piece: Tensor) -> int:

@@ -33,7 +33,7 @@ class HostMemory:
             return [Capability(name, "page-locked" if self.pinned else "in place")]
         return [Capability(name, "pageable", '"pin_memory": true lets copies to and from the GPU run beside it')]
 
-    def admit(self, nbytes: int, sharers: int) -> None:
+    def check_room(self, nbytes: int, sharers: int) -> None:
         """Raise `OutOfMemoryError` if `sharers` ranks cannot have so many bytes each."""
         free = free_host_bytes()
         if nbytes * sharers > free:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.capabilities import Capability
-from .device import Allowance
+from .device import DeviceBudget
 from .traffic import Traffic, TransferEvent
 
 
@@ -28,7 +28,7 @@ class Tier(Enum):
     NVME = "nvme"
 
 
-class Ticket(Protocol):
+class Work(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
@@ -38,14 +38,14 @@ class Ticket(Protocol):
         """Whether `wait` would return at once."""
 
 
-class Crossing(Ticket, Protocol):
+class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
-    def order(self) -> None:
+    def wait_stream(self) -> None:
         """Let what the device is asked for from now on come after it; the host does not wait."""
 
 
-class Over:
+class CompletedWork:
     """A transfer that was none."""
 
     def wait(self) -> None:
@@ -54,79 +54,79 @@ class Over:
     def is_done(self) -> bool:
         return True
 
-    def order(self) -> None:
+    def wait_stream(self) -> None:
         """Nothing that could come too early."""
 
 
-OVER = Over()
+COMPLETED = CompletedWork()
 
 
 @dataclass(frozen=True)
-class Due:
+class DeferredUpdate:
     """What must be done before anybody sees an extent's elements: about it alone, or about all that wait."""
 
-    this: Callable[[], None]
-    everything: Callable[[], None]
+    flush_one: Callable[[], None]
+    flush_all: Callable[[], None]
 
 
 class Extent:
     """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
 
-    due: Due | None = None
-    crossing: Crossing = OVER  # under way between its elements and the training device
+    deferred: DeferredUpdate | None = None
+    copy_event: CopyEvent = COMPLETED  # under way between its elements and the training device
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
 
-    def catch_up(self) -> None:
+    def flush(self) -> None:
         """Let these elements, and nothing more than needs to, be what they ought to be by now."""
-        if self.due is not None:
-            self.due.this()
+        if self.deferred is not None:
+            self.deferred.flush_one()
 
-    def settle(self) -> None:
+    def flush_all(self) -> None:
         """As `catch_up`, for whoever will look at other states too, and keep views of them; and let nothing cross."""
-        if self.due is not None:
-            self.due.everything()
-        self.land()
+        if self.deferred is not None:
+            self.deferred.flush_all()
+        self.wait_for_copy()
 
-    def land(self) -> None:
+    def wait_for_copy(self) -> None:
         """Let what is copied to or from the training device be over."""
-        crossing, self.crossing = self.crossing, OVER
+        crossing, self.copy_event = self.copy_event, COMPLETED
         crossing.wait()
 
-    def fetch(self, low: int, high: int) -> Ticket:
+    def fetch(self, low: int, high: int) -> Work:
         """Start bringing these elements to their address; nothing where they are there."""
-        return OVER
+        return COMPLETED
 
-    def keep(self) -> None:
+    def pin(self) -> None:
         """Let what is stored stay at its address too, until it is dropped: somebody will fetch all of it soon."""
 
-    def look(self, low: int, high: int) -> Tensor:
+    def read(self, low: int, high: int) -> Tensor:
         """These elements, to be read until `store` or `drop`: a view."""
-        self.settle()
+        self.flush_all()
         return self.memory[low:high]
 
-    def part(self, low: int, high: int) -> Tensor:
+    def write(self, low: int, high: int) -> Tensor:
         """As `look`, and they may be written."""
-        return self.look(low, high)
+        return self.read(low, high)
 
-    def store(self, low: int, high: int) -> Ticket:
+    def store(self, low: int, high: int) -> Work:
         """They were changed and are not needed for a while."""
-        return OVER
+        return COMPLETED
 
-    def drop(self, low: int, high: int) -> None:
+    def evict(self, low: int, high: int) -> None:
         """They are not needed for a while; stored first where somebody asked for them to write."""
 
-    def forget(self, low: int, high: int) -> None:
+    def discard(self, low: int, high: int) -> None:
         """Their values are over; the next ones are written before they are read."""
 
     @property
-    def rests_elsewhere(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether a view shows nothing between `store` and `fetch`."""
         return False
 
 
-class Delivery:
+class FetchAfterUpdate:
     """All elements of an extent, on their way to their address as soon as what is due is done.
 
     Somebody has to ask for what is due: `wait` does, so whoever does not wait leaves it to the others.
@@ -134,12 +134,12 @@ class Delivery:
 
     def __init__(self, extent: Extent) -> None:
         self.extent = extent
-        self._transfer: Ticket | None = None
+        self._transfer: Work | None = None
         if self._fetch() is None:
-            extent.keep()
+            extent.pin()
 
     def wait(self) -> None:
-        self.extent.catch_up()
+        self.extent.flush()
         if (transfer := self._fetch()) is not None:
             transfer.wait()
 
@@ -147,17 +147,17 @@ class Delivery:
         transfer = self._fetch()
         return transfer is not None and transfer.is_done()
 
-    def _fetch(self) -> Ticket | None:
+    def _fetch(self) -> Work | None:
         """The transfer, started as soon as nothing is due; None before that."""
-        if self._transfer is None and self.extent.due is None:
+        if self._transfer is None and self.extent.deferred is None:
             self._transfer = self.extent.fetch(0, self.extent.memory.numel())
         return self._transfer
 
 
-def peek(extent: Extent, low: int, high: int) -> Tensor:
+def read_now(extent: Extent, low: int, high: int) -> Tensor:
     """These elements as they are, whatever is due, to be read only; from another thread where they rest in place."""
-    extent.crossing.wait()
-    if not extent.rests_elsewhere:
+    extent.copy_event.wait()
+    if not extent.is_offloaded:
         return extent.memory[low:high]
     extent.fetch(low, high).wait()
     return extent.memory[low:high]
@@ -172,7 +172,7 @@ class Memory(Protocol):
     def capabilities(self) -> list[Capability]:
         """How bytes come and go here, and what a faster way would need."""
 
-    def admit(self, nbytes: int, sharers: int) -> None:
+    def check_room(self, nbytes: int, sharers: int) -> None:
         """Raise if so many bytes cannot be had by each of `sharers` ranks of this host; reserves nothing."""
 
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
@@ -191,7 +191,7 @@ class Tiers:
 
     memories: Mapping[Tier, Memory] = field(default_factory=dict)
     chunk_numel: int = 1 << 20
-    allowance: Allowance = field(default_factory=Allowance)
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
 
     def start_counting(self) -> None:
         """What was moved until now is not asked for."""

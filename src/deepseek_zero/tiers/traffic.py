@@ -60,7 +60,7 @@ class Traffic:
             self._stretch = (0, 0.0)  # bytes and seconds counted when it began
             self._since = time.perf_counter()
 
-    def ask(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
+    def request(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
         """A transfer is asked for."""
         event = TransferEvent(what, nbytes, is_read, time.perf_counter())
         if self.events is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Segment, give_back, is_cached, private_pages
+from deepseek_zero.base.memory import HUGE_PAGE, PAGE, Segment, is_cached, private_pages, return_pages
 
 FAULTS = """
 import resource, sys, torch
@@ -48,7 +48,7 @@ def test_pages_that_are_given_back_are_the_systems_until_they_are_written_again(
     for value in (1.0, 2.0):
         pages.fill_(value)
         assert resident_bytes() - empty > 60 << 20
-        give_back(pages)
+        return_pages(pages)
         assert resident_bytes() - empty < 8 << 20
         assert pages[123] == 0
 
@@ -56,12 +56,12 @@ def test_pages_that_are_given_back_are_the_systems_until_they_are_written_again(
 def test_shared_pages_that_are_given_back_are_gone_for_all_who_map_them() -> None:
     segment = Segment.create(64 << 20)
     ours = segment.map(0, 16 << 20, torch.float32)
-    theirs = segment.look(torch.float32).tensor
+    theirs = segment.view(torch.float32).tensor
     empty = resident_bytes()
     for value in (1.0, 2.0):
         ours.fill_(value)
         assert theirs[-1] == value
-        give_back(ours)
+        return_pages(ours)
         assert theirs[-1] == 0
         assert resident_bytes() - empty < 8 << 20
     segment.close()
@@ -69,7 +69,7 @@ def test_shared_pages_that_are_given_back_are_gone_for_all_who_map_them() -> Non
 
 def test_what_shares_a_page_with_others_is_not_given_back() -> None:
     memory = private_pages(4096, torch.float32).fill_(1.0)
-    give_back(memory[100:4000])
+    return_pages(memory[100:4000])
     assert (memory[:100] == 1).all()
     assert (memory[4000:] == 1).all()
     assert memory[2000] == 0

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from deepseek_zero.optim.flow import Flow, FlowSettings, Stretch
-from deepseek_zero.tiers.tier import Extent, Ticket
+from deepseek_zero.tiers.tier import Extent, Work
 
 
 class Transfer:
@@ -29,15 +29,15 @@ class Recorded(Extent):
         super().__init__(torch.zeros(100))
         self.log = log
 
-    def fetch(self, low: int, high: int) -> Ticket:
+    def fetch(self, low: int, high: int) -> Work:
         self.log.append(f"fetch {low}")
         return Transfer(self.log, f"here {low}")
 
-    def store(self, low: int, high: int) -> Ticket:
+    def store(self, low: int, high: int) -> Work:
         self.log.append(f"store {low}")
         return Transfer(self.log, f"gone {low}")
 
-    def drop(self, low: int, high: int) -> None:
+    def evict(self, low: int, high: int) -> None:
         self.log.append(f"drop {low}")
 
 

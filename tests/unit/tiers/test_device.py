@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.tiers.device import Allowance
+from deepseek_zero.tiers.device import DeviceBudget
 
 
 class Owner:
@@ -15,24 +15,24 @@ class Owner:
 
 
 def test_what_is_taken_is_counted_and_the_most_remembered() -> None:
-    allowance = Allowance()
-    allowance.take(300, "a")
-    allowance.take(200, "b")
-    allowance.give(300)
+    allowance = DeviceBudget()
+    allowance.reserve(300, "a")
+    allowance.reserve(200, "b")
+    allowance.release(300)
     assert (allowance.taken_bytes, allowance.most_bytes) == (200, 500)
 
 
 def test_the_byte_that_is_too_much_is_refused_and_nothing_is_counted() -> None:
-    allowance = Allowance(1000)
-    allowance.take(1000, "everything")
+    allowance = DeviceBudget(1000)
+    allowance.reserve(1000, "everything")
     with pytest.raises(OutOfMemoryError, match=r"one byte more needs 1 B .* 1000 B of the 1000 B .*memory_budget"):
-        allowance.take(1, "one byte more")
+        allowance.reserve(1, "one byte more")
     assert allowance.taken_bytes == 1000
 
 
 def test_bytes_of_an_object_are_free_when_it_is_gone() -> None:
-    allowance, owner = Allowance(1000), Owner()
-    assert allowance.take_for(owner, 1000, "an object") is owner
+    allowance, owner = DeviceBudget(1000), Owner()
+    assert allowance.reserve_for(owner, 1000, "an object") is owner
     del owner
     gc.collect()
     assert allowance.taken_bytes == 0

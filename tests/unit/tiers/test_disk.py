@@ -30,7 +30,7 @@ def disk(tmp_path: Path) -> Disk:
 def filled(disk: Disk, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> tuple[Extent, torch.Tensor]:
     """An extent and the values that were put into it."""
     extent, values = disk.reserve(numel, dtype, CHUNK, "values"), torch.randn(numel).to(dtype)
-    extent.part(0, numel).copy_(values)
+    extent.write(0, numel).copy_(values)
     return extent, values
 
 
@@ -43,30 +43,30 @@ def states(extent: Extent) -> set[State]:
 def test_what_was_stored_comes_back_bit_for_bit(disk: Disk, dtype: torch.dtype) -> None:
     extent = disk.reserve(NUMEL, dtype, CHUNK, "values")
     values = torch.arange(NUMEL).to(dtype)
-    extent.part(0, NUMEL).copy_(values)
+    extent.write(0, NUMEL).copy_(values)
     extent.store(0, NUMEL).wait()
     assert states(extent) == {State.AWAY}
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_a_chunk_changes_alone(disk: Disk) -> None:
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
-    extent.part(CHUNK, 2 * CHUNK).add_(1)
+    extent.write(CHUNK, 2 * CHUNK).add_(1)
     extent.store(CHUNK, 2 * CHUNK).wait()
     values[CHUNK : 2 * CHUNK] += 1
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_what_is_away_takes_no_memory(disk: Disk) -> None:
     numel = 16 << 20
     before = resident_bytes()
     extent = disk.reserve(numel, torch.float32, 1 << 20, "values")
-    extent.part(0, numel).fill_(1)
+    extent.write(0, numel).fill_(1)
     assert resident_bytes() - before > 60 << 20
     extent.store(0, numel).wait()
     assert resident_bytes() - before < 4 << 20
-    assert float(extent.part(numel - 4, numel).sum()) == 4  # one chunk alone
+    assert float(extent.write(numel - 4, numel).sum()) == 4  # one chunk alone
     assert resident_bytes() - before < 12 << 20
 
 
@@ -74,28 +74,28 @@ def test_what_was_only_read_is_dropped_without_a_write(disk: Disk) -> None:
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
     disk.traffic.reset()
-    extent.look(0, NUMEL)
-    extent.drop(0, NUMEL)
+    extent.read(0, NUMEL)
+    extent.evict(0, NUMEL)
     assert states(extent) == {State.AWAY} and disk.traffic.written_bytes == 0
-    assert torch.equal(extent.look(0, NUMEL), values)
+    assert torch.equal(extent.read(0, NUMEL), values)
 
 
 def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> None:
     extent, values = filled(disk)
-    extent.keep()
+    extent.pin()
     extent.store(0, NUMEL).wait()
     assert states(extent) == {State.HERE} and disk.traffic.written_bytes > 0
-    assert extent.fetch(0, NUMEL).is_done() and torch.equal(extent.look(0, NUMEL), values)
+    assert extent.fetch(0, NUMEL).is_done() and torch.equal(extent.read(0, NUMEL), values)
     assert disk.traffic.read_bytes == 0
-    extent.part(0, CHUNK).add_(1)
+    extent.write(0, CHUNK).add_(1)
     moved = extent.store(0, NUMEL)
-    extent.drop(0, NUMEL)  # while it leaves
+    extent.evict(0, NUMEL)  # while it leaves
     moved.wait()
-    extent.settle()
-    extent.drop(0, NUMEL)
+    extent.flush_all()
+    extent.evict(0, NUMEL)
     assert states(extent) == {State.AWAY}
     values[:CHUNK] += 1
-    assert torch.equal(extent.look(0, NUMEL), values)
+    assert torch.equal(extent.read(0, NUMEL), values)
     extent.store(0, NUMEL).wait()
     assert states(extent) == {State.AWAY}  # nobody wants it any more
 
@@ -103,20 +103,20 @@ def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> No
 def test_a_change_outlives_a_drop(disk: Disk) -> None:
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
-    extent.part(NUMEL - 1, NUMEL).fill_(7)
-    extent.drop(0, NUMEL)
+    extent.write(NUMEL - 1, NUMEL).fill_(7)
+    extent.evict(0, NUMEL)
     values[-1] = 7
-    assert torch.equal(extent.look(0, NUMEL), values)
+    assert torch.equal(extent.read(0, NUMEL), values)
 
 
 def test_what_is_forgotten_is_not_read_again(disk: Disk) -> None:
     extent, _ = filled(disk)
     extent.store(0, NUMEL).wait()
-    extent.forget(0, NUMEL)
-    extent.part(0, NUMEL).fill_(2)
+    extent.discard(0, NUMEL)
+    extent.write(0, NUMEL).fill_(2)
     assert disk.traffic.read_bytes == 0
     extent.store(0, NUMEL).wait()
-    assert float(extent.part(0, NUMEL).sum()) == 2 * NUMEL
+    assert float(extent.write(0, NUMEL).sum()) == 2 * NUMEL
 
 
 def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
@@ -124,7 +124,7 @@ def test_a_fetch_waits_for_the_store_before_it(disk: Disk) -> None:
     for _ in range(20):
         extent.store(0, NUMEL)
         extent.fetch(0, NUMEL).wait()
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
@@ -134,15 +134,15 @@ def test_a_slow_disk_is_not_waited_for_where_the_bytes_are_still_here(
     may_write, write = threading.Event(), disk.write
     monkeypatch.setattr(disk, "write", lambda *a: (may_write.wait(10), write(*a)))
     leaving = extent.store(0, NUMEL)
-    assert torch.equal(extent.look(0, NUMEL), values) and not leaving.is_done()
-    extent.drop(0, CHUNK)  # not wanted any more: its writer gives it back
+    assert torch.equal(extent.read(0, NUMEL), values) and not leaving.is_done()
+    extent.evict(0, CHUNK)  # not wanted any more: its writer gives it back
     may_write.set()
     leaving.wait()
     assert isinstance(extent, DiskExtent)
     assert [chunk.state for chunk in extent.chunks] == [State.AWAY, *[State.HERE] * 5]
     assert disk.traffic.read_bytes == 0
-    extent.drop(0, NUMEL)
-    assert states(extent) == {State.AWAY} and torch.equal(extent.look(0, NUMEL), values)
+    extent.evict(0, NUMEL)
+    assert states(extent) == {State.AWAY} and torch.equal(extent.read(0, NUMEL), values)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -154,21 +154,21 @@ def test_whatever_is_asked_in_whatever_order_the_values_are_right(disk: Disk, se
         high = chance.randint(low, min(NUMEL, low + 2 * CHUNK))
         match chance.choice(("write", "look", "fetch", "store", "drop", "wait")):
             case "write":
-                extent.part(low, high).fill_(number)
+                extent.write(low, high).fill_(number)
                 values[low:high] = number
             case "look":
-                assert torch.equal(extent.look(low, high), values[low:high])
+                assert torch.equal(extent.read(low, high), values[low:high])
             case "fetch":
                 extent.fetch(low, high)
             case "store":
                 extent.store(low, high)
             case "drop":
-                extent.drop(low, high)
+                extent.evict(low, high)
             case "wait":
                 extent.fetch(low, high).wait()
     extent.store(0, NUMEL).wait()
     assert states(extent) == {State.AWAY}
-    assert torch.equal(extent.look(0, NUMEL), values)
+    assert torch.equal(extent.read(0, NUMEL), values)
 
 
 def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> None:
@@ -182,7 +182,7 @@ def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> No
 def test_bytes_are_counted(disk: Disk) -> None:
     extent, _ = filled(disk, 2 * CHUNK)
     extent.store(0, 2 * CHUNK).wait()
-    extent.part(0, CHUNK)
+    extent.write(0, CHUNK)
     moved = disk.traffic
     assert (moved.written_bytes, moved.read_bytes) == (8 * CHUNK, 4 * CHUNK)
     assert moved.seconds > 0 and moved.waited_seconds > 0
@@ -193,7 +193,7 @@ def test_bytes_are_counted(disk: Disk) -> None:
 def test_an_empty_state_needs_nothing(disk: Disk) -> None:
     extent = disk.reserve(0, torch.float32, CHUNK, "nothing")
     extent.store(0, 0).wait()
-    assert extent.part(0, 0).numel() == 0
+    assert extent.write(0, 0).numel() == 0
 
 
 # -- privacy
@@ -213,7 +213,7 @@ def test_a_file_system_without_unnamed_files_gets_one_that_loses_its_name(
     assert list(tmp_path.iterdir()) == []
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_two_jobs_may_share_a_directory(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_two_jobs_may_share_a_directory(tmp_path: Path) -> None:
     for extent, _ in pairs:
         extent.store(0, NUMEL)
     for extent, values in pairs:
-        assert torch.equal(extent.part(0, NUMEL), values)
+        assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_closing_waits_and_gives_the_file_up(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_file_in_the_place_of_a_directory_is_named(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_said_before_anything_is_written(disk: Disk) -> None:
     with pytest.raises(StorageError, match=r"need 2\.00 PiB on .*1\.00 PiB for each of 2 ranks\), .* are free"):
-        disk.admit(1 << 50, 2)
+        disk.check_room(1 << 50, 2)
 
 
 def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
@@ -267,7 +267,7 @@ def altered(change: Callable[[int, int], None], tmp_path: Path) -> StorageError:
     change(other, NUMEL * 4)
     os.close(other)
     with pytest.raises(StorageError) as caught:
-        extent.part(0, NUMEL)
+        extent.write(0, NUMEL)
     return caught.value
 
 
@@ -318,7 +318,7 @@ def test_a_write_that_fails_loses_nothing(disk: Disk, monkeypatch: pytest.Monkey
             extent.store(0, NUMEL).wait()
         for _ in range(10):  # chunk after chunk tells
             try:
-                part = extent.part(0, NUMEL)
+                part = extent.write(0, NUMEL)
             except StorageError:
                 continue
             assert torch.equal(part, values)
@@ -326,7 +326,7 @@ def test_a_write_that_fails_loses_nothing(disk: Disk, monkeypatch: pytest.Monkey
         else:
             pytest.fail("the values never came back")
     extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 def test_short_writes_and_reads_are_continued(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_short_writes_and_reads_are_continued(disk: Disk, monkeypatch: pytest.Mo
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: real_read(fd, [views[0][:4096]], at))
     extent, values = filled(disk)
     extent.store(0, NUMEL).wait()
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)
 
 
 @pytest.mark.parametrize("threads", [1, 8])
@@ -345,4 +345,4 @@ def test_any_number_of_threads(tmp_path: Path, threads: int) -> None:
     for _ in range(5):
         extent.store(0, NUMEL)
         extent.fetch(0, NUMEL).wait()
-    assert torch.equal(extent.part(0, NUMEL), values)
+    assert torch.equal(extent.write(0, NUMEL), values)

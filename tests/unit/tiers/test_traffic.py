@@ -27,7 +27,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def moved(traffic: Traffic, clock: Clock, nbytes: int, seconds: float, *, is_read: bool = True) -> TransferEvent:
-    event = traffic.ask("values", nbytes, is_read=is_read)
+    event = traffic.request("values", nbytes, is_read=is_read)
     with traffic.transfer(event):
         clock.passes(seconds)
     return event
@@ -35,9 +35,9 @@ def moved(traffic: Traffic, clock: Clock, nbytes: int, seconds: float, *, is_rea
 
 def test_two_transfers_at_once_take_their_time_once(clock: Clock) -> None:
     traffic = Traffic()
-    with traffic.transfer(traffic.ask("a", 10, is_read=True)):
+    with traffic.transfer(traffic.request("a", 10, is_read=True)):
         clock.passes(1)
-        with traffic.transfer(traffic.ask("b", 20, is_read=False)):
+        with traffic.transfer(traffic.request("b", 20, is_read=False)):
             clock.passes(2)
         assert traffic.seconds == 3, "counted while the link is never idle"
     clock.passes(5)
@@ -77,7 +77,7 @@ def test_the_log_has_what_was_asked_for_while_somebody_recorded(clock: Clock) ->
     traffic = Traffic()
     moved(traffic, clock, 10, 1)
     traffic.events = []
-    asked = traffic.ask("a", 20, is_read=False)
+    asked = traffic.request("a", 20, is_read=False)
     assert asked.under_way == asked.waited == (0.0, 0.0), "not yet"
     clock.passes(1)
     with traffic.transfer(asked):

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...base.memory import Look, Segment
+from ...base.memory import Segment, SegmentView
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, Use, Wait
@@ -63,7 +63,7 @@ class SharedWeights:
     """Weights at rest: every rank writes its own slice and sees all of them.  own: (slice,), shared with everybody."""
 
     own: Tensor
-    mapping: Look
+    mapping: SegmentView
 
     @property
     def whole(self) -> Tensor:
@@ -73,7 +73,7 @@ class SharedWeights:
     def release(self) -> None:
         """Its use is over: what was written over the whole, on this rank alone, is gone."""
         if self.mapping.was_written():
-            self.mapping.forget_writes()
+            self.mapping.clear_written()
 
 
 class SharedMemory:
@@ -141,7 +141,7 @@ class SharedMemory:
         def wait() -> SharedWeights:
             self._until(lambda: cid.tag in self._received_pages, lambda: {first})
             segment = self._received_pages.pop(cid.tag)
-            look = segment.look(dtype)
+            look = segment.view(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
             return SharedWeights(own, look)
@@ -274,7 +274,7 @@ class SharedMemory:
                         self._staged.pop(message.tag, None)
                 case Kind.SEGMENT:
                     segment = _taken(message)
-                    self._imported[rank, message.segment] = ImportedSegment(segment.look().tensor)
+                    self._imported[rank, message.segment] = ImportedSegment(segment.view().tensor)
                     segment.close()
                 case Kind.SHARED:
                     self._received_pages[message.tag] = _taken(message)
