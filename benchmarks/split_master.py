@@ -42,7 +42,7 @@ def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
     )
     engine.backward(engine(torch.randn(1, side)).float().square().mean())
     work, updater = engine.optimizer.work, engine.optimizer.updater
-    return lambda: updater.run(work.now, Decision(1.0, 1))
+    return lambda: updater.step_now(work.now, Decision(1.0, 1))
 
 
 def main() -> None:

@@ -108,7 +108,7 @@ def test_a_late_update_has_the_bits_of_a_loop_that_is_late(
     engine.optimizer.flush()
     reference.carry_out(reference.owed)
     assert_follows(engine, reference)
-    tally = engine.optimizer.early.tally
+    tally = engine.optimizer.speculative.stats
     ahead = stage == 3 and weights and undo > 0
     assert (tally.updated > 0) == ahead
     assert tally.undone == 0
@@ -152,7 +152,7 @@ def test_a_step_that_overflows_carries_out_what_is_owed_and_owes_nothing(tier: s
         expected = reference.late_step(everyone(step, run, 2), norm, 0.01, skips=step == 3)
         assert torch.equal(loss.detach(), expected[dist.get_rank()][0])
         assert engine.was_step_applied() is (step != 3)
-        assert (engine.optimizer.delay.owed is None) == (step in (0, 3))
+        assert (engine.optimizer.delayed.deferred is None) == (step in (0, 3))
         assert_follows(engine, reference)
 
 

@@ -263,7 +263,7 @@ def test_a_gradient_that_comes_after_its_units_update_undoes_it() -> None:
             engine.step()
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.early.tally.undone > 0
+    assert engine.optimizer.speculative.stats.undone > 0
 
 
 @pytest.mark.ranks(2)

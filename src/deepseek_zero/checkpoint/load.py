@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.memory import trim_heap
-from ..optim.piece import Cover, Piece
-from ..optim.sharded import ShardedOptimizer, forget_ahead, forget_states
+from ..optim.piece import ParamOverlap, Piece
+from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..precision.policy import cast_master
 from ..sharding.group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
@@ -128,9 +128,9 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
         runtime.drop_grads()
         runtime.backwards = 0
         if optimizer is not None:
-            forget_ahead(optimizer)
-            if optimizer.lifter is not None:
-                optimizer.lifter.restore(lifted)
+            discard_deferred(optimizer)
+            if optimizer.fallback is not None:
+                optimizer.fallback.restore(lifted)
         run_and_gather(runtime.comm, f"loading {tag}: slices", fill)
         for unit in runtime.units:
             for group in unit.trained:
@@ -199,7 +199,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
         raise CheckpointError(
             f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
         )
-    if manifest.plain["trainer"].get("owed") is not None and optimizer.delay is None:
+    if manifest.plain["trainer"].get("owed") is not None and optimizer.delayed is None:
         raise CheckpointError(
             "the checkpoint owes an update that was delayed.",
             "It was saved with delayed_update_after, which this run does not have.",
@@ -273,7 +273,7 @@ def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[Stat
 
 def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
     for _, piece in _shards_by_group(optimizer):
-        covers = list(piece.covers())
+        covers = list(piece.overlaps())
         for key in _moment_keys(reader, covers):
             for cover in covers:
                 yield MOMENT, cover.slot.name, key, cover.start, cover.stop
@@ -292,7 +292,7 @@ def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, Piece]]:
     return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
 
 
-def _moment_keys(reader: CheckpointReader, covers: list[Cover]) -> list[str]:
+def _moment_keys(reader: CheckpointReader, covers: list[ParamOverlap]) -> list[str]:
     return list(dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)))
 
 
@@ -356,7 +356,7 @@ def restore_optimizer(
         count += len(numbers)
         kept = {key: value for key, value in mine.items() if key in IMPLEMENTATION_OPTIONS}
         restored.append({**mine, **saved, **kept, "params": numbers})
-    before = forget_states(optimizer)
+    before = reset_states(optimizer)
     for group, found in states if states is not None else read_states(reader, manifest, optimizer, before):
         state = {number: values for number, values in found.items() if values}
         optimizer.load_inner({"state": state, "param_groups": restored})
@@ -370,7 +370,7 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
     frozen for a time, or their gradients dropped.  Local.  keys: the kinds of a parameter's moments.
     """
 
-    def saved(cover: Cover) -> tuple[dict[str, Any], frozenset[str]]:
+    def saved(cover: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
         return manifest.scalars.get(cover.slot.name, {}), frozenset(keys(cover.slot.name))
 
     optimizer.cut_apart(saved)
@@ -390,7 +390,7 @@ def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimi
 
 
 def _shard_state(reader: CheckpointReader, manifest: Manifest, piece: Piece, before: dict[str, Any]) -> dict[str, Any]:
-    covers = list(piece.covers())
+    covers = list(piece.overlaps())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, covers):
         state[key] = _moment(reader, piece, covers, key, before.get(key))
@@ -399,7 +399,7 @@ def _shard_state(reader: CheckpointReader, manifest: Manifest, piece: Piece, bef
     return state | _numbers(manifest, [cover.slot.name for cover in covers])
 
 
-def _moment(reader: CheckpointReader, piece: Piece, covers: list[Cover], key: str, before: Any) -> Tensor:
+def _moment(reader: CheckpointReader, piece: Piece, covers: list[ParamOverlap], key: str, before: Any) -> Tensor:
     """One state of a piece, put together from what its parameters have; zeros between them."""
     value: Tensor | None = None
     for cover in covers:

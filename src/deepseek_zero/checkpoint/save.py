@@ -28,7 +28,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
-from ..optim.flow import Flow, FlowSettings
+from ..optim.flow import PrefetchSettings, TilePrefetcher
 from ..sharding.group import ParamGroup
 from . import files
 from .catalogue import is_checkpoint, remove_replaced, replaced_path
@@ -384,11 +384,11 @@ class BackgroundWrite:
         )
         self.head_crc = writer.header_crc
         try:
-            flow = Flow(self._groups, lambda batch: batch.extents, FlowSettings())
-            while (batch := flow.take()) is not None:
+            flow = TilePrefetcher(self._groups, lambda batch: batch.extents, PrefetchSettings())
+            while (batch := flow.next()) is not None:
                 for origin in batch.items:
                     self._write_item(writer, self._items[id(origin)])
-                flow.give(batch)
+                flow.release(batch)
             writer.finish()
         finally:
             writer.close()

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from ..base.device import is_persistent_buffer
 from ..base.errors import CheckpointError
-from ..optim.flow import Stretch
-from ..optim.piece import Cover, Piece
+from ..optim.flow import ExtentRange
+from ..optim.piece import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer
 from ..planner.spec import R
 from ..sharding.group import ParamGroup
@@ -73,7 +73,7 @@ class WriteGroup:
     """Sources that are read together, and what of other memories must be here meanwhile."""
 
     items: list[WriteItem]
-    extents: list[Stretch] = field(default_factory=list)
+    extents: list[ExtentRange] = field(default_factory=list)
 
 
 def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
@@ -81,7 +81,7 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
     the model is in one rank's batches.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
-    pieces: dict[int, list[Piece]] = {}
+    pieces: dict[int, list[MasterShard]] = {}
     for piece in optimizer.pieces() if optimizer is not None else ():
         pieces.setdefault(id(piece.group), []).append(piece)
     recent = MomentCache()
@@ -116,7 +116,7 @@ def _weight_items(group: ParamGroup) -> WriteGroup:
     if places:
         extents = master.extents() if master is not None else [group.weight.extent]
         low, high = places[0][0], places[-1][1]
-        batch.extents = [Stretch(extent, low, high, changes=False) for extent in extents if extent is not None]
+        batch.extents = [ExtentRange(extent, low, high, changes=False) for extent in extents if extent is not None]
     return batch
 
 
@@ -137,7 +137,7 @@ def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
             chunk = SavedChunk(DELAYED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
             read = partial(_read_from, waiting.buffer.read_now, start - low)
             batch.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
-            batch.extents = [Stretch(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
+            batch.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
     return batch
 
 
@@ -171,23 +171,23 @@ class MomentCache:
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
 
-    def of(self, optimizer: ShardedOptimizer, piece: Piece, key: str) -> Tensor:
+    def of(self, optimizer: ShardedOptimizer, piece: MasterShard, key: str) -> Tensor:
         last = self._last
         if last is None or last[0] != (id(piece), key):
             last = self._last = (id(piece), key), optimizer.moments.read(piece, key).reshape(-1)
         return last[1]
 
 
-def _moment_items(optimizer: ShardedOptimizer, piece: Piece, recent: MomentCache) -> WriteGroup:
+def _moment_items(optimizer: ShardedOptimizer, piece: MasterShard, recent: MomentCache) -> WriteGroup:
     """This rank's part of every optimizer state of a piece that has elements."""
     batch, rank = (
-        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.stretches(piece)]),
+        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(piece)]),
         piece.rank,
     )
     for key, value in optimizer.inner.state.get(piece.param, {}).items():
         if not isinstance(value, Tensor) or is_scalar_state(value, piece.param):
             continue
-        for cover in piece.covers():
+        for cover in piece.overlaps():
             if value.shape == piece.param.shape:
                 batch.items += _owned_moment_items(optimizer, cover, key, value.dtype, recent)
             else:
@@ -201,7 +201,7 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
 
 
 def _owned_moment_items(
-    optimizer: ShardedOptimizer, cover: Cover, key: str, dtype: torch.dtype, recent: MomentCache
+    optimizer: ShardedOptimizer, cover: ParamOverlap, key: str, dtype: torch.dtype, recent: MomentCache
 ) -> Iterator[WriteItem]:
     """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
     piece, rank = cover.piece, cover.piece.rank
@@ -218,7 +218,7 @@ def _owned_moment_items(
         )
 
 
-def _whole_state_items(cover: Cover, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
+def _whole_state_items(cover: ParamOverlap, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
     if cover.stop - cover.start != cover.slot.numel:
         raise CheckpointError(
             f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",

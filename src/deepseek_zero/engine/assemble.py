@@ -24,7 +24,7 @@ from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
-from ..optim.flow import FlowSettings
+from ..optim.flow import PrefetchSettings
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..planner.spec import PlanSettings
@@ -208,13 +208,13 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
         speculates=offload.super_offload,
         undo_bytes=offload.undo_bytes,
         delay_after=offload.delayed_update_after,
-        flow=FlowSettings(
+        flow=PrefetchSettings(
             ahead=offload.buffer_count if offload.pipeline_read else 0,
             behind=offload.buffer_count if offload.pipeline_write else 0,
         ),
         granularity=granularity,
         check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
-        lift=config.precision == "auto",
+        precision_fallback=config.precision == "auto",
     )
 
 

@@ -253,7 +253,7 @@ class Engine(StandsForModule):
             settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
         )
         moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
-        early = self.optimizer.early if self.optimizer is not None else None
+        early = self.optimizer.speculative if self.optimizer is not None else None
         return where_steps_went(comm.meter, advice) + moved + (early.explain() if early is not None else [])
 
     @contextmanager

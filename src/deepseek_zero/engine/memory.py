@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import CPU
-from ..optim.piece import Piece
+from ..optim.piece import MasterShard
 from ..optim.sharded import ShardedOptimizer
 from ..planner.memory import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
 from ..planner.pool_estimate import buffer_bytes, pool_buffers
@@ -63,19 +63,19 @@ def step_facts(optimizer: ShardedOptimizer, home: torch.device | None = None) ->
 
 def _undoes(optimizer: ShardedOptimizer) -> list[list[tuple[ShardPlan, dict[str, Any], int]]]:
     """The pieces of each unit that may be updated ahead of its step."""
-    units = optimizer.early.units.values() if optimizer.early is not None else ()
+    units = optimizer.speculative.units.values() if optimizer.speculative is not None else ()
     groups = optimizer.param_groups
     return [[(piece.group.plan, groups[at], piece.numel) for tile in tiles for at, piece in tile] for tiles in units]
 
 
-def _grad_crosses(piece: Piece) -> bool:
+def _grad_crosses(piece: MasterShard) -> bool:
     """Whether a gradient is not where the optimizer works on it."""
     grad = piece.group.plan.grad
     near = piece.group.comm_ctx.pool.device if grad is not None and grad.tier is Tier.DEVICE else CPU
     return near != piece.master.update_device
 
 
-def _resting(optimizer: ShardedOptimizer, here: Sequence[Piece]) -> list[tuple[GroupFacts, dict[str, Any]]]:
+def _resting(optimizer: ShardedOptimizer, here: Sequence[MasterShard]) -> list[tuple[GroupFacts, dict[str, Any]]]:
     """Each group whose moments rest elsewhere, with the hyper-parameters that say how many there are."""
     groups = {id(piece.group) for piece in here}
     return [
@@ -169,7 +169,7 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
 def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
     """What the optimizer holds of them; what stands for hidden ones is scratch."""
     held = moments_of(cast("Any", optimizer.inner.state))
-    shown = [tensor for tensor in held if not optimizer.scratch.is_nothing(tensor)]
+    shown = [tensor for tensor in held if not optimizer.scratch.is_placeholder(tensor)]
     return [*shown, *optimizer.moments.on_device()]
 
 

@@ -159,7 +159,7 @@ class Observer:
         if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
             self._read_loss()
         self._tell(engine)
-        if optimizer.lifter is not None and optimizer.lifter.changed:
+        if optimizer.fallback is not None and optimizer.fallback.changed:
             self.planned(engine.plan())
 
     def _tell(self, engine: Engine) -> None:

@@ -134,7 +134,7 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     trainer = {name: getattr(engine, name) for name in COUNTERS}
     trainer["global_samples"] -= begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
-    delay = engine.optimizer.delay if engine.optimizer is not None else None
+    delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
@@ -252,8 +252,8 @@ def _restore_counters(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
-        if engine.optimizer.delay is not None:
-            engine.optimizer.delay.load_state_dict(_without_implementation_options(saved.get("owed")))
+        if engine.optimizer.delayed is not None:
+            engine.optimizer.delayed.load_state_dict(_without_implementation_options(saved.get("owed")))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:

@@ -17,7 +17,7 @@ from ..planner.spec import R
 from ..precision.policy import cast_master
 from ..sharding.group import ParamGroup, complete
 from ..sharding.handle import owner_of
-from .piece import Cover
+from .piece import ParamOverlap
 from .sharded import ShardedOptimizer
 
 
@@ -89,14 +89,14 @@ def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
         used += view.numel()
 
 
-def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter) -> Iterator[Cover]:
+def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter) -> Iterator[ParamOverlap]:
     name = owner.name_of(param)
     for piece in optimizer.pieces():
         if piece.group is owner and name in piece.names:
-            yield from (cover for cover in piece.covers() if cover.slot.name == name)
+            yield from (cover for cover in piece.overlaps() if cover.slot.name == name)
 
 
-def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[Cover, Tensor]]:
+def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, Tensor]]:
     owner, optimizer = owner_of(param), optimizer_of(param)
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return

@@ -18,38 +18,38 @@ from ..sharding.group import ParamGroup
 from .update import Decision
 
 
-class Delay:
+class DelayedUpdate:
     """What one optimizer owes.  after: updates that come in time, at the start of a run."""
 
     def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
         self.groups, self.after = groups, after
-        self.owed: Decision | None = None
+        self.deferred: Decision | None = None
 
     def is_on(self, updates: int) -> bool:
         """Whether a step after so many updates leaves its own to the next."""
-        return self.owed is not None or updates >= self.after
+        return self.deferred is not None or updates >= self.after
 
-    def turn(self, made: Decision | None) -> Decision | None:
+    def swap(self, made: Decision | None) -> Decision | None:
         """Let a step owe its own update (None: it has none), and return what was owed."""
         for group in self.groups:
             group.gradient.delayed.swap(keep=made is not None)
-        due, self.owed = self.owed, made
+        due, self.deferred = self.deferred, made
         return due
 
-    def forget(self) -> None:
+    def discard(self) -> None:
         """Owe nothing."""
-        self.owed = None
+        self.deferred = None
         for group in self.groups:
             group.gradient.delayed.discard()
 
     def state_dict(self) -> dict[str, Any] | None:
         """What is owed, as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
-        if self.owed is None:
+        if self.deferred is None:
             return None
-        return {"factor": self.owed.factor, "number": self.owed.number, "hypers": self.owed.hypers}
+        return {"factor": self.deferred.factor, "number": self.deferred.number, "hypers": self.deferred.hypers}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """What `state_dict` returned; the gradient has been filled in."""
-        self.owed = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
+        self.deferred = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
         for group in self.groups:
-            group.gradient.delayed.is_full = self.owed is not None
+            group.gradient.delayed.is_full = self.deferred is not None

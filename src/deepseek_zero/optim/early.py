@@ -23,7 +23,7 @@ from ..sharding.group import ParamGroup, offloaded_extents
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
 from ..tiers.tier import DeferredUpdate, Extent
-from .delay import Delay
+from .delay import DelayedUpdate
 from .piece import Tile
 from .undo import UndoLog
 from .update import Decision, Updater, hypers_of
@@ -34,7 +34,7 @@ BY_PIECE = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAd
 
 
 @dataclass
-class Tally:
+class SpeculationStats:
     """updated: units, in backward.  undone: of these."""
 
     updated: int = 0
@@ -42,28 +42,28 @@ class Tally:
 
 
 @dataclass(frozen=True)
-class Foresight:
+class SpeculationPolicy:
     """What holds for an update in the backward under way.  speculates: if the step is neither clipped nor skipped."""
 
     updater: Updater
-    delay: Delay | None
+    delay: DelayedUpdate | None
     scaler: LossScaler | None
     speculates: bool
 
-    def look(self) -> Decision | None:
+    def decide(self) -> Decision | None:
         """None if nothing is to be done in this backward."""
         updater, delay = self.updater, self.delay
         if not updater.has_run:  # the states that the log must have room for are not there yet
             return None
         if delay is not None and delay.is_on(updater.updates):
-            return replace(delay.owed, is_waiting=True) if delay.owed is not None else None
+            return replace(delay.deferred, is_waiting=True) if delay.deferred is not None else None
         if not self.speculates:
             return None
         scale = self.scaler.scale if self.scaler is not None else 1.0
         return Decision(1.0 / scale, updater.updates + 1, hypers_of(updater.inner))
 
 
-class Early:
+class SpeculativeStep:
     """What one optimizer has updated ahead of its step.
 
     units: the tiles of each unit that may be, by number, the first units first.  budget: bytes of the log.
@@ -75,39 +75,39 @@ class Early:
         updater: Updater,
         units: Mapping[int, Sequence[Tile]],
         budget: int,
-        foresight: Foresight,
+        foresight: SpeculationPolicy,
     ) -> None:
-        self.runtime, self.updater, self.foresight = runtime, updater, foresight
+        self.runtime, self.updater, self.policy = runtime, updater, foresight
         self.units, self.budget = units, budget
         self.log = UndoLog(updater.inner, updater.moments, updater.scratch)
-        self.tally = Tally()
+        self.stats = SpeculationStats()
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
         self._is_off = False  # somebody looked: not again before the next step
 
-    def unit_is_over(self, unit: Unit) -> None:
+    def after_reduce(self, unit: Unit) -> None:
         """Every rank has given its gradients of this unit, and the sum is here."""
         if unit.number not in self.units or self._is_off or unit.number in self._done:
             return
         if self.runtime.phase is not Phase.BACKWARD or not self.runtime.is_boundary:
             return
         if self._decision is None:
-            self._decision = self.foresight.look()
+            self._decision = self.policy.decide()
         if self._decision is None or unit.number not in self.chosen():
             return
         tiles = self.units[unit.number]
         groups = list({piece.group: None for tile in tiles for _, piece in tile})
         if any(group.has_frozen for group in groups):
             return  # which of its parameters have a gradient is known when backward is over
-        if any(self.updater.waits(group) for group in groups):
+        if any(self.updater.has_deferred(group) for group in groups):
             return
         sums = [square for group in groups for square in group.gradient.squares()]  # which the step need not look for
         if not self._decision.is_waiting and not all(map(math.isfinite, sums)):
             return
-        self.updater.ahead(tiles, self._decision, self.log.note)
+        self.updater.step_speculative(tiles, self._decision, self.log.note)
         self._done[unit.number] = groups
-        self.tally.updated += 1
+        self.stats.updated += 1
         for extent in _extents(groups):
             extent.deferred = DeferredUpdate(self.undo, self.undo)
 
@@ -129,7 +129,7 @@ class Early:
             self._chosen = frozenset(found)
         return self._chosen
 
-    def keep(self, decided: Decision | None) -> frozenset[int]:
+    def conclude(self, decided: Decision | None) -> frozenset[int]:
         """At the step: the units whose update is what it has decided; the others' is undone.  None: nothing is
         updated.
         """
@@ -145,9 +145,9 @@ class Early:
         if not self._done:
             return
         self._is_off = True
-        self.tally.undone += len(self._done)
-        self._unwatch()
-        with self.updater.halfway():
+        self.stats.undone += len(self._done)
+        self._clear_deferred()
+        with self.updater.guard_mixture():
             self.log.undo()
         self._close()
 
@@ -156,15 +156,15 @@ class Early:
         if not self.units:
             return ["updates in backward: none, since no unit but the root has all its states in another memory"]
         fit = len(self._chosen) if self._chosen is not None else "some"
-        tally = f"{self.tally.updated} updates, {self.tally.undone} of them undone"
+        tally = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
         return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {tally}"]
 
-    def _unwatch(self) -> None:
+    def _clear_deferred(self) -> None:
         for extent in _extents(group for groups in self._done.values() for group in groups):
             extent.deferred = None
 
     def _close(self) -> None:
-        self._unwatch()
+        self._clear_deferred()
         self._done = {}
         self.log.clear()
 
@@ -180,7 +180,7 @@ def works_by_piece(optimizer: Optimizer) -> bool:
     return is_known and cls.__name__ in BY_PIECE
 
 
-def refusal(optimizer: Optimizer) -> UsageError:
+def unsupported_optimizer(optimizer: Optimizer) -> UsageError:
     return UsageError(
         f"super_offload cannot be used with {type(optimizer).__name__}.",
         "Its step may change more than one piece's state, which could then not be undone by itself.",

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ExtentRange:
     """Elements [low, high) of one state.  changes: the update writes them."""
 
     extent: Extent
@@ -30,7 +30,7 @@ class Stretch:
     def fetch(self) -> Work:
         return self.extent.fetch(self.low, self.high)
 
-    def leave(self) -> Work | None:
+    def release(self) -> Work | None:
         if self.changes:
             return self.extent.store(self.low, self.high)
         self.extent.evict(self.low, self.high)
@@ -38,7 +38,7 @@ class Stretch:
 
 
 @dataclass(frozen=True)
-class Reflection:
+class StagedRange:
     """Elements [low, high) of a weight that the training device has and the host updates."""
 
     mirror: StagedTile
@@ -48,15 +48,15 @@ class Reflection:
     def fetch(self) -> Work:
         return self.mirror.fetch(self.low, self.high)
 
-    def leave(self) -> Work:
+    def release(self) -> Work:
         return self.mirror.store(self.low, self.high)
 
 
-Touched = Stretch | Reflection  # what comes before a tile's turn, and leaves behind it
+StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and leaves behind it
 
 
 @dataclass(frozen=True)
-class FlowSettings:
+class PrefetchSettings:
     """ahead: tiles that are fetched before their turn.  behind: tiles that may still be leaving when the next is
     updated.
     """
@@ -65,19 +65,21 @@ class FlowSettings:
     behind: int = 2
 
 
-class Flow(Generic[T]):
+class TilePrefetcher(Generic[T]):
     """Tiles in turn, each with its states in place: `take` one, change it, `give` it back.
 
     What the last ones changed may still be leaving after the end.
     """
 
-    def __init__(self, tiles: Sequence[T], touched: Callable[[T], Iterable[Touched]], settings: FlowSettings) -> None:
+    def __init__(
+        self, tiles: Sequence[T], touched: Callable[[T], Iterable[StagedState]], settings: PrefetchSettings
+    ) -> None:
         self._touched, self._settings = touched, settings
         self._upcoming = iter(tiles)
         self._coming: deque[tuple[T, list[Work]]] = deque()
         self._going: deque[list[Work | None]] = deque()
 
-    def take(self) -> T | None:
+    def next(self) -> T | None:
         """The next tile; None after the last."""
         for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
             self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
@@ -88,9 +90,9 @@ class Flow(Generic[T]):
             ticket.wait()
         return tile
 
-    def give(self, tile: T) -> None:
+    def release(self, tile: T) -> None:
         """It is done with."""
-        self._going.append([stretch.leave() for stretch in self._touched(tile)])
+        self._going.append([stretch.release() for stretch in self._touched(tile)])
         while len(self._going) > self._settings.behind:
             for left in self._going.popleft():
                 if left is not None:

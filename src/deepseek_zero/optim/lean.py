@@ -18,7 +18,7 @@ _ONE_AT_A_TIME = threading.RLock()  # a second thread would take the bare method
 
 
 @contextmanager
-def unmarked() -> Iterator[None]:
+def undecorated() -> Iterator[None]:
     """While torch's optimizers are built, or load a state.
 
     Other threads' optimizers do without the marks for as long, which changes nothing that they do.
@@ -34,7 +34,7 @@ def unmarked() -> Iterator[None]:
                 setattr(Optimizer, name, method)
 
 
-def rule_of(optimizer: Optimizer) -> Callable[[], Any]:
+def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
     """The bare update of one of torch's own optimizers or ours; any other's `step`.  Runs inside `torch.no_grad()`.
 
     Hooks are the outer step's: they run once a step and not once a tile.

@@ -18,13 +18,13 @@ from ..sharding.unit import Unit
 PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale that is merely too high recovers sooner
 
 
-def lift(runtime: Runtime, unit: Unit) -> None:
+def promote_unit(runtime: Runtime, unit: Unit) -> None:
     """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
     unit.promote_to_fp32()
     runtime.forward.any_promoted = True
 
 
-class Lifter:
+class PrecisionFallback:
     """Counts what skipped steps point at; lifts units at step boundaries."""
 
     def __init__(self, runtime: Runtime) -> None:
@@ -33,7 +33,7 @@ class Lifter:
         self._suspect: Unit | None = None
         self._count = 0
 
-    def after(self, unit: Unit | None, skipped: bool, scaler: LossScaler | None) -> Unit | None:
+    def after_step(self, unit: Unit | None, skipped: bool, scaler: LossScaler | None) -> Unit | None:
         """Take what a step points at; returns the unit lifted, if any.  Collective when one is."""
         self.changed = False
         if not skipped:
@@ -46,7 +46,7 @@ class Lifter:
         at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
         if self._count < PATIENCE and not at_minimum:
             return None
-        lift(self.runtime, unit)
+        promote_unit(self.runtime, unit)
         self.changed = True
         self._suspect, self._count = None, 0
         log_once(
@@ -57,7 +57,7 @@ class Lifter:
         return unit
 
     @property
-    def lifted(self) -> list[str]:
+    def promoted(self) -> list[str]:
         """Names of the units that compute in fp32."""
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
@@ -65,4 +65,4 @@ class Lifter:
         """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:
-                lift(self.runtime, unit)
+                promote_unit(self.runtime, unit)

@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as torch_schedules
 from deepseek_zero.base.device import tell_schedules_of_step
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, shown
 from deepseek_zero.optim.arguments import checked_arguments, nearest
-from deepseek_zero.optim.lean import unmarked
+from deepseek_zero.optim.lean import undecorated
 from deepseek_zero.optim.schedule import HasParamGroups, Schedule
 from deepseek_zero.optim.schedule_shapes import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 
@@ -80,7 +80,7 @@ def resolve_schedule(
 
 def _try_out(cls: type[Any], optimizer: HasParamGroups, settings: Mapping[str, Any]) -> None:
     """Three steps over a stand-in: what the class takes and cannot compute with would end the training later."""
-    with unmarked():
+    with undecorated():
         stand_in = torch.optim.SGD([torch.zeros(1)], lr=0.1)
     stand_in.defaults = dict(getattr(optimizer, "defaults", stand_in.defaults))
     stand_in.param_groups = [{**group, "params": [torch.zeros(1)]} for group in optimizer.param_groups]

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..base.errors import UsageError
-from ..precision.compact import BLOCK, Chance, Kept, kept_as
+from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..tiers.tier import Extent, Tier, read_now
-from .flow import Stretch
-from .piece import Piece
+from .flow import ExtentRange
+from .piece import MasterShard
 from .scratch import Scratch
 
 
@@ -32,11 +32,11 @@ class Moment:
     extent: Extent
     tier: Tier
     dtype: torch.dtype  # that the optimizer works in
-    kept: Kept | None
+    kept: StorageFormat | None
     powers: dict[int, Tensor] = field(default_factory=dict)
 
     @property
-    def is_hidden(self) -> bool:
+    def is_stored(self) -> bool:
         """Whether the optimizer sees nothing of it between steps."""
         return self.kept is not None or self.extent.is_offloaded
 
@@ -61,20 +61,20 @@ class Moments:
             if moment.tier is Tier.DEVICE:
                 yield moment.extent.memory
 
-    def stretches(self, piece: Piece) -> Iterator[Stretch]:
+    def extent_ranges(self, piece: MasterShard) -> Iterator[ExtentRange]:
         """What of the moments a piece's update reads and writes."""
         for name in self._names.get(id(piece.group), ()):
-            yield Stretch(self._found[id(piece.group), name].extent, piece.start, piece.stop)
+            yield ExtentRange(self._found[id(piece.group), name].extent, piece.start, piece.stop)
 
-    def held(self, piece: Piece) -> Iterator[tuple[Stretch, Tensor | None]]:
+    def storages(self, piece: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
         """Each moment that the optimizer has of a piece: its place, and the powers of its blocks."""
         state = self._inner.state.get(piece.param, {})
         for name in self._names.get(id(piece.group), ()):
             if name in state:
                 moment = self._found[id(piece.group), name]
-                yield Stretch(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
+                yield ExtentRange(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
 
-    def show(self, piece: Piece, *, working: bool = True) -> None:
+    def load(self, piece: MasterShard, *, working: bool = True) -> None:
         """Let the optimizer, or whoever may change them, see a piece's moments.  working: for one tile's update, in
         what tiles share.
         """
@@ -83,7 +83,7 @@ class Moments:
             return
         for name in self._names.get(id(piece.group), ()):
             moment, state = self._found[id(piece.group), name], self._inner.state[piece.param]
-            if not self._scratch.is_nothing(state.get(name)):
+            if not self._scratch.is_placeholder(state.get(name)):
                 continue
             if moment.kept is None:
                 values = moment.extent.write(piece.start, piece.stop)
@@ -93,10 +93,10 @@ class Moments:
                 values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
             state[name] = values.view(piece.param.shape)
 
-    def read(self, piece: Piece, name: str) -> Tensor:
+    def read(self, piece: MasterShard, name: str) -> Tensor:
         """One moment as the optimizer has it, whatever waits for an update; a view or a copy."""
         value: Tensor = self._inner.state[piece.param][name]
-        if not self._scratch.is_nothing(value):
+        if not self._scratch.is_placeholder(value):
             return value
         moment = self._found[id(piece.group), name]
         values = read_now(moment.extent, piece.start, piece.stop)
@@ -104,7 +104,7 @@ class Moments:
             return values
         return moment.kept.decode(values, moment.powers.get(id(piece)), None)
 
-    def hide(self, piece: Piece, chance: Chance, *, keep: bool) -> None:
+    def store(self, piece: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
         """Keep what the optimizer has made of them; what is not kept as it is shown is NaN until it is shown again.
 
         chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
@@ -115,24 +115,24 @@ class Moments:
         if not piece.group.plan.moments_external:
             return
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._scratch.is_nothing(value):
+            if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._scratch.is_placeholder(value):
                 continue
             moment = self._moment(piece, name, value.dtype)
             own = moment.extent.memory[piece.start : piece.stop]
             if moment.kept is not None:
-                own, powers = moment.extent.write(piece.start, piece.stop), self._powers(moment, piece)
+                own, powers = moment.extent.write(piece.start, piece.stop), self._scales(moment, piece)
                 if keep:
                     moment.kept.encode(value.reshape(-1), own, powers, piece.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
                 moment.extent.write(piece.start, piece.stop).copy_(value.reshape(-1))
             hidden = (
-                self._scratch.nothing(value.shape, value.dtype, piece.master.update_device)
-                if moment.is_hidden
+                self._scratch.placeholder(value.shape, value.dtype, piece.master.update_device)
+                if moment.is_stored
                 else own.view(value.shape)
             )
             state[name] = hidden
 
-    def refuse_cut(self, piece: Piece) -> None:
+    def refuse_cut(self, piece: MasterShard) -> None:
         """Raise if a piece's moments cannot be told apart: in 8 bits, blocks of neighbours share an exponent."""
         if any(id(piece) in moment.powers for moment in self._found.values()):
             raise UsageError(
@@ -143,7 +143,7 @@ class Moments:
                 "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
             )
 
-    def cut(self, piece: Piece, into: Sequence[Piece]) -> None:
+    def cut(self, piece: MasterShard, into: Sequence[MasterShard]) -> None:
         """Let the optimizer's state of a piece be that of the stretches it was cut into."""
         piece.group.barrier.before_write()  # a checkpoint that is written meanwhile reads it by this piece
         state = self._inner.state.pop(piece.param, None)
@@ -156,52 +156,52 @@ class Moments:
                     own[name] = value
                 elif value.shape != piece.param.shape:
                     own[name] = value.clone()
-                elif self._scratch.is_nothing(value):
-                    own[name] = self._scratch.nothing(part.param.shape, value.dtype, value.device)
+                elif self._scratch.is_placeholder(value):
+                    own[name] = self._scratch.placeholder(part.param.shape, value.dtype, value.device)
                 else:
                     own[name] = value.view(-1)[low:high].view(part.param.shape)
 
-    def _shared(self, piece: Piece, name: str, dtype: torch.dtype) -> Tensor:
+    def _shared(self, piece: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
         """Where a piece's moment is worked on, in what the pieces of all tiles share."""
         return self._scratch.take(name, dtype, piece.master.update_device)[piece.at : piece.at + piece.numel]
 
-    def put_away(self, piece: Piece, chance: Chance) -> None:
+    def offload(self, piece: MasterShard, chance: StochasticRounding) -> None:
         """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
-        self.hide(piece, chance, keep=True)
-        for left in [stretch.leave() for stretch in self.stretches(piece)]:
+        self.store(piece, chance, keep=True)
+        for left in [stretch.release() for stretch in self.extent_ranges(piece)]:
             if left is not None:
                 left.wait()  # or, on a disk that is slower than what is loaded from, all of them would be here
 
-    def _powers(self, moment: Moment, piece: Piece) -> Tensor | None:
-        if moment.kept is None or not moment.kept.has_powers:
+    def _scales(self, moment: Moment, piece: MasterShard) -> Tensor | None:
+        if moment.kept is None or not moment.kept.has_scales:
             return None
         if id(piece) not in moment.powers:
             powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=piece.master.update_device)
             moment.powers[id(piece)] = powers
         return moment.powers[id(piece)]
 
-    def _moment(self, piece: Piece, name: str, dtype: torch.dtype) -> Moment:
+    def _moment(self, piece: MasterShard, name: str, dtype: torch.dtype) -> Moment:
         key = id(piece.group), name
         if key not in self._found:
             plan, group = piece.group.plan, piece.group
             assert plan.moments is not None
-            kept = kept_as(plan.moments_format, name) if dtype == torch.float32 else None
+            kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
             stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
             numel = piece.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
                 extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.update_device))
-                self._scratch.allowance.reserve_for(extent, extent.memory.nbytes, what)
+                self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
             else:
                 extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
             self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]
 
-    def _count(self, piece: Piece, state: dict[str, Any]) -> None:
+    def _count(self, piece: MasterShard, state: dict[str, Any]) -> None:
         """What the optimizer allocates itself is taken of the training device all the same."""
         if state and id(piece) not in self._counted:
             self._counted.add(id(piece))
             rest = piece.group.plan.moments_external
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
             nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
-            self._scratch.allowance.reserve_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")
+            self._scratch.budget.reserve_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")

@@ -23,7 +23,7 @@ NOBODY = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."
 
 
-class NonFinite:
+class NonFiniteReport:
     """Steps in a row whose gradient was not finite.  watches: also where a moving loss scale makes them usual."""
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
@@ -32,7 +32,7 @@ class NonFinite:
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 
-    def after(self, verdict: Verdict, *, skipped: bool, step: int) -> Unit | None:
+    def after_step(self, verdict: Verdict, *, skipped: bool, step: int) -> Unit | None:
         """Take the verdict of a step; the unit it begins in, where that is known.  Collective from the second in a row
         on.
         """
@@ -43,14 +43,14 @@ class NonFinite:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        unit = self._named(verdict, watcher) if watcher is not None else None
+        unit = self._unit_named(verdict, watcher) if watcher is not None else None
         if self.watches:
             self.runtime.nonfinite = NonFiniteDetector()
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            log_once(self._said(verdict, unit, skipped=skipped, step=step), logging.WARNING)
+            log_once(self._describe(verdict, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
 
-    def _said(self, verdict: Verdict, unit: Unit | None, *, skipped: bool, step: int) -> str:
+    def _describe(self, verdict: Verdict, unit: Unit | None, *, skipped: bool, step: int) -> str:
         times = "" if self.in_a_row == 1 else f" for {self.in_a_row} steps in a row"
         done = (
             "so the step was skipped and no state has changed."
@@ -69,7 +69,7 @@ class NonFinite:
     def _reached(self, verdict: Verdict) -> str:
         if len(self.runtime.units) == 1:
             return ""
-        sick = self._sick(verdict)
+        sick = self._nonfinite_units(verdict)
         units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
@@ -77,7 +77,7 @@ class NonFinite:
         first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
         return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
 
-    def _sick(self, verdict: Verdict) -> set[int]:
+    def _nonfinite_units(self, verdict: Verdict) -> set[int]:
         """Numbers of the units whose gradients are not finite."""
         return {
             self.runtime.unit_of(group).number
@@ -85,11 +85,14 @@ class NonFinite:
             if not math.isfinite(square)
         }
 
-    def _named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
+    def _unit_named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
         runtime = self.runtime
         forward, backward = runtime.gatherer.schedule.forward.order, runtime.gatherer.schedule.backward.order
-        seen = [watcher.origin_in_forward(forward), watcher.origin_in_backward(backward, self._sick(verdict))]
+        seen = [
+            watcher.origin_in_forward(forward),
+            watcher.origin_in_backward(backward, self._nonfinite_units(verdict)),
+        ]
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
         row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
         agreed = runtime.comm.all_gather_rows(row, "where numbers stop being finite").amin(dim=0).tolist()

@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from ..planner.layout import Slot
 from ..planner.spec import R
-from ..precision.compact import Chance
+from ..precision.compact import StochasticRounding
 from ..precision.split import scratch_numel
 from ..sharding.group import ParamGroup
 from ..sharding.master import MasterWeight
-from .flow import Reflection, Stretch
+from .flow import ExtentRange, StagedRange
 from .scratch import Scratch
 
 
 @dataclass(eq=False)
-class Piece:
+class MasterShard:
     """A stretch of one group's master that the inner optimizer treats as one parameter.
 
     start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
@@ -59,21 +59,21 @@ class Piece:
         part = (gradient.delayed if waiting else gradient).read(self.start, self.stop)
         return None if part is None else part.view(self.param.shape)
 
-    def stretches(self, *, waiting: bool = False) -> Iterator[Stretch]:
+    def extent_ranges(self, *, waiting: bool = False) -> Iterator[ExtentRange]:
         """What of master, weight and gradient rests in other memories and its update needs."""
         for extent in self.master.extents():
-            yield Stretch(extent, self.start, self.stop)
+            yield ExtentRange(extent, self.start, self.stop)
         gradient = self.group.gradient
         buffer = gradient.delayed.buffer if waiting else gradient.buffer
         if buffer is not None and buffer.extent is not None:
-            yield Stretch(buffer.extent, self.start, self.stop, changes=False)
+            yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
 
-    def reflections(self) -> Iterator[Reflection]:
+    def staged_ranges(self) -> Iterator[StagedRange]:
         """What of them the training device has, where the update is the host's."""
         if self.master.staged is not None:
-            yield Reflection(self.master.staged, self.start, self.stop)
+            yield StagedRange(self.master.staged, self.start, self.stop)
 
-    def covers(self) -> Iterator[Cover]:
+    def overlaps(self) -> Iterator[ParamOverlap]:
         """What it covers, parameter by parameter."""
         low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
         first, last = low + self.start, low + self.stop
@@ -81,22 +81,23 @@ class Piece:
             slot = member.slot
             start, stop = max(slot.start, first), min(slot.stop, last)
             if start < stop:
-                yield Cover(slot, start - slot.start, stop - slot.start, self, start - first, number)
+                yield ParamOverlap(slot, start - slot.start, stop - slot.start, self, start - first, number)
 
     def is_absent(self, *, waiting: bool = False) -> bool:
         """Whether none of its parameters has a gradient (frozen ones, dropped gradients): its update leaves it be."""
         gradient = self.group.gradient
         absent = (gradient.delayed.absent if waiting else gradient.state.absent) or set()
-        return bool(absent) and all(cover.number in absent for cover in self.covers())
+        return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
-    def chance(self, chance: Chance, state: str) -> Tensor:
+    def chance(self, chance: StochasticRounding, state: str) -> Tensor:
         """For each of its elements: int16, flat."""
         parts = [
-            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start) for cover in self.covers()
+            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
+            for cover in self.overlaps()
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def show(self, scratch: Scratch) -> None:
+    def load_values(self, scratch: Scratch) -> None:
         """Let `param` hold the values, which the optimizer changes, as it does the moments."""
         self.group.barrier.before_write()
         values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
@@ -108,7 +109,7 @@ class Piece:
             values = self.master.read(self.start, self.stop, into, helper)
         self.param.data = values.view(self.param.shape)
 
-    def hide(self, scratch: Scratch, chance: Chance, *, keep: bool) -> None:
+    def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
         """Undo `show`.  keep: the values that `param` holds now become the master's."""
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             random = self.chance(chance, "weight") if self.master.is_rounded else None
@@ -116,11 +117,11 @@ class Piece:
         if keep:
             self.master.copy_to_weight(self.start, self.stop)
         if self.master.is_copied_for_update:
-            self.param.data = scratch.nothing(self.param.shape, self.param.dtype, self.master.update_device)
+            self.param.data = scratch.placeholder(self.param.shape, self.param.dtype, self.master.update_device)
 
 
 @dataclass(frozen=True)
-class Cover:
+class ParamOverlap:
     """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on.  number: of the
     parameter in its group.
     """
@@ -128,7 +129,7 @@ class Cover:
     slot: Slot
     start: int
     stop: int
-    piece: Piece
+    piece: MasterShard
     offset: int
     number: int
 
@@ -142,11 +143,11 @@ class Cover:
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-Tile = list[tuple[int, Piece]]  # (number of the user's parameter group, piece)
+Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, piece)
 EVERY_UNIT = -1
 
 
-def bundles_of(pieces: Sequence[Sequence[Piece]], groups: Sequence[ParamGroup], tile_numel: int) -> list[Tile]:
+def bundles_of(pieces: Sequence[Sequence[MasterShard]], groups: Sequence[ParamGroup], tile_numel: int) -> list[Tile]:
     """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
     differently take turns there) stays together, so that a chunk comes and goes once.
     """
@@ -205,7 +206,7 @@ def plan_updates(
 
 
 @dataclass(frozen=True)
-class Span:
+class ShardRange:
     """Elements [start, stop) of a master on this rank that become one piece."""
 
     start: int
@@ -214,11 +215,11 @@ class Span:
     shape: torch.Size
 
 
-def spans_of(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[Span]:
+def shard_ranges(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[ShardRange]:
     """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
     assert group.master is not None
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
-    spans: list[Span] = []
+    spans: list[ShardRange] = []
     for number in numbers:
         slot = group.members[number].slot
         _, _, start = group.master.local_range(slot)
@@ -226,7 +227,7 @@ def spans_of(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool
         if start >= stop:
             continue
         if uncut:
-            spans.append(Span(start, stop, (slot.name,), torch.Size(slot.shape)))
+            spans.append(ShardRange(start, stop, (slot.name,), torch.Size(slot.shape)))
         elif runs and runs[-1][1] == start:
             runs[-1] = (runs[-1][0], stop, [*runs[-1][2], (slot.name, start, stop)])
         else:
@@ -234,18 +235,18 @@ def spans_of(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool
     for start, stop, held in runs:
         for cut, end in group.layout.cuts(start, stop, tile_numel):
             names = tuple(name for name, low, high in held if low < end and cut < high)
-            spans.append(Span(cut, end, names, torch.Size((end - cut,))))
+            spans.append(ShardRange(cut, end, names, torch.Size((end - cut,))))
     return spans
 
 
-def cuts_of(piece: Piece, apart: Callable[[Cover], Any]) -> list[Span]:
+def cuts_of(piece: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
     """Stretches of a piece whose parameters agree in `apart`; one where all do, or where it is a whole tensor."""
-    covers = list(piece.covers())
+    covers = list(piece.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
-        return [Span(piece.start, piece.stop, piece.names, piece.param.shape)]
+        return [ShardRange(piece.start, piece.stop, piece.names, piece.param.shape)]
     edges = [piece.start, *(piece.start + run[0].offset for run in runs[1:]), piece.stop]
     return [
-        Span(low, high, tuple(cover.slot.name for cover in run), torch.Size((high - low,)))
+        ShardRange(low, high, tuple(cover.slot.name for cover in run), torch.Size((high - low,)))
         for run, low, high in zip(runs, edges, edges[1:], strict=False)
     ]

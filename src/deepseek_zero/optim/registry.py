@@ -20,7 +20,7 @@ from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltEr
 from deepseek_zero.base.log import log_once
 from deepseek_zero.optim.arguments import checked_arguments, nearest
 from deepseek_zero.optim.lamb import Lamb
-from deepseek_zero.optim.lean import rule_of, unmarked
+from deepseek_zero.optim.lean import raw_step, undecorated
 from deepseek_zero.optim.lion import Lion
 from deepseek_zero.optim.muon import Muon
 
@@ -51,7 +51,7 @@ class OptimizerSpec:
         optimizer = self.build([matrix, vector])
         try:
             with torch.no_grad():
-                rule_of(optimizer)()
+                raw_step(optimizer)()
         except Exception as refusal:
             raise self._refusal(refusal) from refusal
 
@@ -168,7 +168,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
         defaults["fused"] = True
     spec = OptimizerSpec(cls, defaults | given, granularity)
     if given:
-        with unmarked():
+        with undecorated():
             spec.try_out()
     return spec
 

@@ -23,7 +23,7 @@ class Scratch:
 
     device: torch.device
     numel: int = 0
-    allowance: DeviceBudget = field(default_factory=DeviceBudget)
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
@@ -31,8 +31,8 @@ class Scratch:
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel if numel is None else numel
-            self._ask(home, numel * dtype.itemsize, "what an optimizer's step works in")
-            self._ask(home, -found.nbytes if found is not None else 0, "")
+            self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
+            self._count(home, -found.nbytes if found is not None else 0, "")
             self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
         return found
 
@@ -42,23 +42,23 @@ class Scratch:
             return
         self.numel = numel
         for key in [key for key in self.kept if key[0] not in ("nothing", "undo")]:
-            self._ask(key[1], -self.kept.pop(key).nbytes, "")
+            self._count(key[1], -self.kept.pop(key).nbytes, "")
 
-    def nothing(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
+    def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
         """A tensor of that shape that holds no values: NaN, of 4 bytes in all."""
         key = "nothing", home
         if key not in self.kept:
-            self._ask(home, dtype.itemsize, "what stands for values that are elsewhere")
+            self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
             self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
         return self.kept[key].expand(shape)
 
-    def is_nothing(self, value: object) -> bool:
+    def is_placeholder(self, value: object) -> bool:
         """Whether this is what stands for values that are elsewhere."""
         if not isinstance(value, Tensor):
             return False
         nothing = self.kept.get(("nothing", value.device))
         return nothing is not None and value.data_ptr() == nothing.data_ptr()
 
-    def _ask(self, home: torch.device, nbytes: int, what: str) -> None:
+    def _count(self, home: torch.device, nbytes: int, what: str) -> None:
         if home == self.device:
-            self.allowance.reserve(nbytes, what)
+            self.budget.reserve(nbytes, what)

@@ -22,21 +22,31 @@ from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, propagate_errors
 from ..planner.spec import R
-from ..precision.compact import Chance
+from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
 from ..sharding.group import ParamGroup
 from ..sharding.handle import owner_of
 from ..sharding.runtime import Runtime
 from ..sharding.ties import without_twins
 from .clip import Verdict, absent_among, agree_on_norm, clip_factor
-from .delay import Delay
-from .early import Early, Foresight, refusal, works_by_piece
-from .flow import FlowSettings
-from .lean import unmarked
-from .lift import Lifter
+from .delay import DelayedUpdate
+from .early import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_piece
+from .flow import PrefetchSettings
+from .lean import undecorated
+from .lift import PrecisionFallback
 from .moments import Moments
-from .nonfinite import NonFinite
-from .piece import Cover, Piece, Span, Tile, UpdatePlan, bundles_of, cuts_of, plan_updates, spans_of
+from .nonfinite import NonFiniteReport
+from .piece import (
+    MasterShard,
+    ParamOverlap,
+    ShardRange,
+    Tile,
+    UpdatePlan,
+    bundles_of,
+    cuts_of,
+    plan_updates,
+    shard_ranges,
+)
 from .registry import granularity_of
 from .scratch import Scratch
 from .update import Decision, Updater, hypers_of
@@ -61,12 +71,12 @@ class StepSettings:
     granularity: tuple[str, ...] = ()  # one word per parameter group; "element" where there is none
     check_finite: bool = False
     keep_grads: bool = False
-    flow: FlowSettings = field(default_factory=FlowSettings)
+    flow: PrefetchSettings = field(default_factory=PrefetchSettings)
     pipelined: bool = True
     speculates: bool = False
     undo_bytes: int = 0
     delay_after: int | None = None
-    lift: bool = False  # precision "auto"
+    precision_fallback: bool = False  # precision "auto"
 
 
 @dataclass(frozen=True)
@@ -95,15 +105,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         groups = without_twins(groups)
         self.overflow = False
         self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
-        self.nonfinite = NonFinite(runtime, scaler, watches=settings.lift)
-        self.lifter = Lifter(runtime) if settings.lift else None
+        self.nonfinite = NonFiniteReport(runtime, scaler, watches=settings.precision_fallback)
+        self.fallback = PrecisionFallback(runtime) if settings.precision_fallback else None
         self.last: StepResult | None = None
         self.uncut = whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
         ]
-        recut(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
-        self.scratch = Scratch(runtime.comm_ctx.pool.device, allowance=runtime.comm_ctx.tiers.budget)
+        relayout_whole(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
+        self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
@@ -111,14 +121,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.work = _work_of(runtime, bundles, settings)
         self.scratch.numel = self.work.fullest
         slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
-        with unmarked():
+        with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self._has_states_at_once = bool(self.inner.state)  # Adagrad makes them when it is built
         self.moments = Moments(self.inner, self.scratch)
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         late = settings.delay_after
-        self.delay = Delay(runtime.trained_groups, late) if late is not None else None
-        self.early = _early_of(self)
+        self.delayed = DelayedUpdate(runtime.trained_groups, late) if late is not None else None
+        self.speculative = _early_of(self)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
         self._compare_ranks()
@@ -140,7 +150,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         self.finish()
         for piece in self.pieces():
-            self.moments.show(piece, working=False)
+            self.moments.load(piece, working=False)
         return self.inner.state
 
     @property
@@ -157,7 +167,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """What losses are multiplied by now."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[MasterShard]:
         """Every slice this rank updates."""
         return [piece for pieces in self.pieces_by_group for piece in pieces]
 
@@ -177,7 +187,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     # -- cutting
 
-    def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[Piece]:
+    def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
         """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
         needs them.
         """
@@ -192,10 +202,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 )
             if owner.trainable:
                 wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
-        pieces: list[Piece] = []
+        pieces: list[MasterShard] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
-                for span in spans_of(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
+                for span in shard_ranges(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
                     pieces.append(self._piece(group, span))
         return pieces
 
@@ -203,7 +213,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def refuse_regrouping(self) -> None:
         """Raise where updates are under way that an unfrozen parameter could not join."""
-        if self.early is not None or self.delay is not None:
+        if self.speculative is not None or self.delayed is not None:
             raise UsageError(
                 "a parameter that was frozen when the model was wrapped was unfrozen, under super_offload or "
                 "delayed_update_after.",
@@ -257,24 +267,24 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             return
         group = self.inner.param_groups[number]
         if self.uncut[number]:
-            recut(self.runtime, [{"params": params}])
+            relayout_whole(self.runtime, [{"params": params}])
         pieces = self._cut(params, self.uncut[number])
         self.pieces_by_group[number] = [*self.pieces_by_group[number], *pieces]
         self.names_by_group[number] = trained_names(self.params_by_group[number])
         if self._has_states_at_once and pieces:
             options = {**group, "params": [piece.param for piece in pieces]}
-            with unmarked():
+            with undecorated():
                 make: Any = type(self.inner)
                 self.inner.state.update(make([options]).state)
 
-    def _piece(self, group: ParamGroup, span: Span) -> Piece:
+    def _piece(self, group: ParamGroup, span: ShardRange) -> MasterShard:
         assert group.master is not None
         values = None if group.master.is_copied_for_update else group.master.in_place_view(span.start, span.stop)
         if values is None:
-            values = self.scratch.nothing(span.shape, group.master.dtype, group.master.update_device)
-        return Piece(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
+            values = self.scratch.placeholder(span.shape, group.master.dtype, group.master.update_device)
+        return MasterShard(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
-    def cut_apart(self, apart: Callable[[Cover], Any]) -> None:
+    def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
         """Cut pieces where parameters that share one differ in `apart`, so that each stretch has its own counters and
         may be updated alone.  Local; values and moments keep their bits.
         """
@@ -288,7 +298,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.pieces_by_group[number] = [each for piece in pieces for each in self._parts_of(piece, cuts.get(piece))]
         self._plan_work()
 
-    def _parts_of(self, piece: Piece, spans: list[Span] | None) -> list[Piece]:
+    def _parts_of(self, piece: MasterShard, spans: list[ShardRange] | None) -> list[MasterShard]:
         if spans is None:
             return [piece]
         parts = [self._piece(piece.group, span) for span in spans]
@@ -302,8 +312,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         bundles = bundles_of(self.pieces_by_group, self.runtime.trained_groups, self.settings.tile_numel)
         self.work = _work_of(self.runtime, bundles, self.settings)
         self.scratch.grow(self.work.fullest)
-        if self.early is not None:
-            self.early.units = early_units(self.runtime, self.work)
+        if self.speculative is not None:
+            self.speculative.units = early_units(self.runtime, self.work)
 
     # -- stepping
 
@@ -322,7 +332,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "A closure would run forward and backward inside the update of one slice.",
                 "call forward, backward and step() in turn.",
             )
-        self.updater.finish()
+        self.updater.flush()
         self.steps = number if number is not None else self.steps + 1
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
@@ -345,13 +355,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
-            hypers = hypers_of(self.inner) if self.delay is not None or self.early is not None else None
+            hypers = hypers_of(self.inner) if self.delayed is not None or self.speculative is not None else None
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             tell_schedules_of_step(self.inner)
             self.last = StepResult(verdict.norm / scale, skip, verdict)
             runtime.after_step(drop=not self.settings.keep_grads or skip)
-            origin = self.nonfinite.after(verdict, skipped=self.overflow, step=self.steps)
-            lifted = self.lifter.after(origin, self.overflow, self.scaler) if self.lifter is not None else None
+            origin = self.nonfinite.after_step(verdict, skipped=self.overflow, step=self.steps)
+            lifted = self.fallback.after_step(origin, self.overflow, self.scaler) if self.fallback is not None else None
         if self.scaler is not None and lifted is None and not is_idle:
             self.scaler.update(self.overflow)
 
@@ -393,32 +403,32 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def _conclude(self, made: Decision | None) -> None:
         """Carry out what this step, or where updates are delayed the step before, has made of its gradients."""
-        delays = self.delay is not None and self.delay.is_on(self.updater.updates)
-        due = self.delay.owed if self.delay is not None and delays else made
-        done = self.early.keep(due) if self.early is not None else frozenset[int]()
+        delays = self.delayed is not None and self.delayed.is_on(self.updater.updates)
+        due = self.delayed.deferred if self.delayed is not None and delays else made
+        done = self.speculative.conclude(due) if self.speculative is not None else frozenset[int]()
         if made is not None:
             self.updater.updates = made.number
-        if self.delay is not None and delays:
-            self.delay.turn(made)
+        if self.delayed is not None and delays:
+            self.delayed.swap(made)
         if due is None:
             return
-        self.updater.run(self.work.now, due)
+        self.updater.step_now(self.work.now, due)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
         later = [tile for unit, tiles in self.work.later.items() if unit not in done for tile in tiles]
-        self.updater.defer(later, due)
+        self.updater.step_deferred(later, due)
 
     def finish(self) -> None:
         """Have every state be what the last step made it: what waits is updated, what came ahead undone."""
-        self.updater.finish()
-        if self.early is not None:
-            self.early.undo()
+        self.updater.flush()
+        if self.speculative is not None:
+            self.speculative.undo()
 
     def flush(self) -> None:
         """Carry out now what a delayed update owes, if it does; between two steps.  Collective."""
-        if self.delay is None or self.delay.owed is None:
+        if self.delayed is None or self.delayed.deferred is None:
             return
         if self.runtime.backwards:
             raise UsageError(
@@ -449,10 +459,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """What `state_dict` of the same rank, world size and stage returned."""
-        forget_ahead(self)
+        discard_deferred(self)
         self.updater.updates = int(state["updates"])
         self.steps = int(state.get("steps", self.updater.updates))
-        forget_states(self)
+        reset_states(self)
         self._cut_as(state.get("stretches"))
         self.load_inner(state["inner"])
         if self.scaler is not None and state.get("scaler") is not None:
@@ -467,8 +477,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for name, start, stop in saved:
                 piece = here.get((name, start, stop))
                 if piece is None:
-                    piece = self._piece(owners[name], Span(start, stop, (name,), torch.Size((stop - start,))))
-                    piece.names = tuple(cover.slot.name for cover in piece.covers())
+                    piece = self._piece(owners[name], ShardRange(start, stop, (name,), torch.Size((stop - start,))))
+                    piece.names = tuple(cover.slot.name for cover in piece.overlaps())
                 pieces.append(piece)
             self.pieces_by_group[number] = pieces
         self._plan_work()
@@ -476,13 +486,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def load_inner(self, state: dict[str, Any]) -> None:
         """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
         kept = dict(self.inner.state)
-        with unmarked():
+        with undecorated():
             self.inner.load_state_dict(state)
         loaded = set(self.inner.state)
         self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
         for piece in self.pieces():
             if piece.param in loaded:
-                self.moments.put_away(piece, Chance(self.updater.updates))
+                self.moments.offload(piece, StochasticRounding(self.updater.updates))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
@@ -490,13 +500,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
 def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> UpdatePlan:
     """Unit by unit where some are updated in backward."""
-    may_wait = settings.pipelined and not settings.keep_grads and not settings.lift
+    may_wait = settings.pipelined and not settings.keep_grads and not settings.precision_fallback
     by_unit = settings.speculates or settings.delay_after is not None
     numbers = {id(group): unit.number for unit in runtime.units for group in unit.groups}
     return plan_updates(bundles, settings.tile_numel, numbers if by_unit else None, may_wait=may_wait)
 
 
-def _early_of(optimizer: ShardedOptimizer) -> Early | None:
+def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
     """What updates in backward; None where nothing does."""
     settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.work
     if not (settings.speculates or settings.delay_after is not None):
@@ -509,11 +519,11 @@ def _early_of(optimizer: ShardedOptimizer) -> Early | None:
         )
     if not works_by_piece(optimizer.inner):
         if settings.speculates:
-            raise refusal(optimizer.inner)
+            raise unsupported_optimizer(optimizer.inner)
         return None
-    foresight = Foresight(optimizer.updater, optimizer.delay, optimizer.scaler, settings.speculates)
-    early = Early(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, foresight)
-    runtime.reducer.when_reduced = weakref.WeakMethod(early.unit_is_over)
+    foresight = SpeculationPolicy(optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates)
+    early = SpeculativeStep(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, foresight)
+    runtime.reducer.when_reduced = weakref.WeakMethod(early.after_reduce)
     return early
 
 
@@ -522,7 +532,7 @@ def early_units(runtime: Runtime, work: UpdatePlan) -> dict[int, list[Tile]]:
     return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
 
-def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
+def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     """As before the first step; returns what was there."""
     optimizer.finish()
     for piece in optimizer.pieces():
@@ -532,13 +542,13 @@ def forget_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     return before
 
 
-def forget_ahead(optimizer: ShardedOptimizer) -> None:
+def discard_deferred(optimizer: ShardedOptimizer) -> None:
     """Let nothing wait, have come ahead, or be owed: other states are about to come."""
-    optimizer.updater.finish()
-    if optimizer.early is not None:
-        optimizer.early.keep(None)
-    if optimizer.delay is not None:
-        optimizer.delay.forget()
+    optimizer.updater.flush()
+    if optimizer.speculative is not None:
+        optimizer.speculative.conclude(None)
+    if optimizer.delayed is not None:
+        optimizer.delayed.discard()
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
@@ -547,7 +557,7 @@ def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
     return [owner.name_of(param) for owner, param in owners if isinstance(owner, ParamGroup) and owner.trainable]
 
 
-def recut(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
+def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
     """Lay out again, so that no tensor is cut, what holds parameters of these optimizer groups.
 
     Collective; weights and masters keep their bits.

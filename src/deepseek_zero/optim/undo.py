@@ -18,9 +18,9 @@ from torch.optim import Optimizer
 from ..base.device import CPU
 from ..base.memory import return_pages
 from ..sharding.buffer import has_pages_to_return
-from .flow import Stretch
+from .flow import ExtentRange
 from .moments import Moments
-from .piece import Piece
+from .piece import MasterShard
 from .scratch import Scratch
 
 
@@ -30,8 +30,8 @@ class Before:
     numbers; None where there was none.
     """
 
-    piece: Piece
-    places: list[tuple[Stretch, Tensor]] = field(default_factory=list)
+    piece: MasterShard
+    places: list[tuple[ExtentRange, Tensor]] = field(default_factory=list)
     powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[str, Any] | None = None
     counters: dict[str, float] = field(default_factory=dict)
@@ -46,22 +46,22 @@ class UndoLog:
         self._memory: Tensor | None = None
         self._used = 0
 
-    def bytes_of(self, piece: Piece) -> int:
+    def bytes_of(self, piece: MasterShard) -> int:
         """What `note` will take."""
         places = sum(stretch.extent.memory.itemsize for stretch in self._written(piece)) * piece.numel
-        return places + sum(powers.nbytes for _, powers in self._moments.held(piece) if powers is not None)
+        return places + sum(powers.nbytes for _, powers in self._moments.storages(piece) if powers is not None)
 
     def reserve(self, nbytes: int) -> None:
         """Take the buffer.  `OutOfMemoryError` where memory_budget.device does not allow it."""
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
-    def note(self, piece: Piece) -> None:
+    def note(self, piece: MasterShard) -> None:
         """This piece is about to be updated."""
         before = Before(piece)
         self._entries.append(before)
         for stretch in self._written(piece):
             before.places.append((stretch, self._copy(stretch.extent.read(stretch.low, stretch.high))))
-        for _, powers in self._moments.held(piece):
+        for _, powers in self._moments.storages(piece):
             if powers is not None:
                 before.powers.append((powers, self._copy(powers)))
         if piece.param in self._inner.state:
@@ -75,7 +75,7 @@ class UndoLog:
             before.piece.group.barrier.before_write()
             for stretch, copy in before.places:
                 stretch.extent.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
-                stretch.leave()
+                stretch.release()
             for powers, copy in before.powers:
                 powers.view(torch.uint8).copy_(copy)
             self._restore_state(before)
@@ -96,10 +96,10 @@ class UndoLog:
         for key, number in before.counters.items():
             before.state[key].fill_(number)
 
-    def _written(self, piece: Piece) -> Iterator[Stretch]:
+    def _written(self, piece: MasterShard) -> Iterator[ExtentRange]:
         """Every place outside the optimizer's own counters that an update of this piece writes."""
-        yield from (stretch for stretch in piece.stretches() if stretch.changes)
-        yield from (stretch for stretch, _ in self._moments.held(piece))
+        yield from (stretch for stretch in piece.extent_ranges() if stretch.changes)
+        yield from (stretch for stretch, _ in self._moments.storages(piece))
 
     def _copy(self, values: Tensor) -> Tensor:
         assert self._memory is not None

@@ -21,13 +21,13 @@ from torch.optim import Optimizer
 
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
-from ..precision.compact import Chance
+from ..precision.compact import StochasticRounding
 from ..sharding.group import ParamGroup, offloaded_extents
 from ..tiers.tier import DeferredUpdate
-from .flow import Flow, FlowSettings, Touched
-from .lean import rule_of
+from .flow import PrefetchSettings, StagedState, TilePrefetcher
+from .lean import raw_step
 from .moments import Moments
-from .piece import Piece, Tile
+from .piece import MasterShard, Tile
 from .scratch import Scratch
 
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
@@ -72,57 +72,59 @@ class Updater:
     """Runs the inner optimizer over tiles."""
 
     def __init__(
-        self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: FlowSettings, clock: PhaseClock
+        self, inner: Optimizer, scratch: Scratch, moments: Moments, settings: PrefetchSettings, clock: PhaseClock
     ) -> None:
         self.inner, self.scratch, self.moments, self.settings = inner, scratch, moments, settings
         self.clock = clock
-        self._coming: Flow[Tile] = Flow((), self._touched, settings)
-        self._left: Counter[ParamGroup] = Counter()  # tiles of each group that wait
+        self._tiles: TilePrefetcher[Tile] = TilePrefetcher((), self._staged_states, settings)
+        self._tiles_left: Counter[ParamGroup] = Counter()  # tiles of each group that wait
         self._decision = Decision(1.0, 0)
         self._is_busy = self._ended_halfway = False
         self.updates = 0  # decided so far
         self.has_run = False  # so the optimizer has made its states
 
-    def run(self, tiles: Sequence[Tile], decision: Decision) -> None:
+    def step_now(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update these now."""
-        flow, done = Flow(tiles, self._touched, self.settings), 0
+        flow, done = TilePrefetcher(tiles, self._staged_states, self.settings), 0
         try:
-            while (tile := flow.take()) is not None:
+            while (tile := flow.next()) is not None:
                 self._update(tile, decision)
-                flow.give(tile)
+                flow.release(tile)
                 done += 1
         except Exception:
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
             in_place = any(piece.master.is_updated_in_place for tile in tiles for _, piece in tile)
             self._ended_halfway = done > 0 or in_place
-            for reflection in [each for tile in tiles for _, piece in tile for each in piece.reflections()]:
+            for reflection in [each for tile in tiles for _, piece in tile for each in piece.staged_ranges()]:
                 reflection.mirror.clear()
             raise
 
-    def defer(self, tiles: Sequence[Tile], decision: Decision) -> None:
+    def step_deferred(self, tiles: Sequence[Tile], decision: Decision) -> None:
         """Update these when they are asked for."""
         if not tiles:
             return
-        self._coming, self.has_run = Flow(tiles, self._touched, self.settings), True
+        self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
-        self._left = Counter(piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values())
-        for group in self._left:
+        self._tiles_left = Counter(
+            piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values()
+        )
+        for group in self._tiles_left:
             group.gradient.is_deferred = True
             for extent in offloaded_extents(group):
-                extent.deferred = DeferredUpdate(partial(self._catch_up, group), self.finish)
+                extent.deferred = DeferredUpdate(partial(self._flush_group, group), self.flush)
 
-    def ahead(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[Piece], None]) -> None:
+    def step_speculative(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]) -> None:
         """Update these before their step is over; `note` is shown each piece first."""
-        flow = Flow(tiles, partial(self._touched, waiting=decision.is_waiting), self.settings)
-        with self.halfway():
-            while (tile := flow.take()) is not None:
+        flow = TilePrefetcher(tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings)
+        with self.guard_mixture():
+            while (tile := flow.next()) is not None:
                 for _, piece in tile:
                     note(piece)
                 self._update(tile, decision)
-                flow.give(tile)
+                flow.release(tile)
 
     @contextmanager
-    def halfway(self) -> Iterator[None]:
+    def guard_mixture(self) -> Iterator[None]:
         """A block after which, if it raises, some states have taken a step and some have not."""
         before, already = self.clock.enter("optimizer"), self._ended_halfway
         self._ended_halfway = True
@@ -133,11 +135,11 @@ class Updater:
         finally:
             self.clock.enter(before)
 
-    def waits(self, group: ParamGroup) -> bool:
+    def has_deferred(self, group: ParamGroup) -> bool:
         """Whether a step that is over has not come to all of this group."""
-        return bool(self._left[group])
+        return bool(self._tiles_left[group])
 
-    def finish(self) -> None:
+    def flush(self) -> None:
         """Update everything that waits.  UsageError after an update that failed."""
         if self._is_busy:
             return
@@ -150,45 +152,45 @@ class Updater:
         while self._update_next():
             pass
 
-    def _catch_up(self, group: ParamGroup) -> None:
+    def _flush_group(self, group: ParamGroup) -> None:
         """The weight of this group is about to be gathered."""
         if self._ended_halfway:
-            self.finish()
-        while self._left[group]:
+            self.flush()
+        while self._tiles_left[group]:
             self._update_next()
 
     def _update_next(self) -> bool:
-        with self.halfway():
-            tile = self._coming.take()
+        with self.guard_mixture():
+            tile = self._tiles.next()
             if tile is None:
                 return False
             self._update(tile, self._decision)
-            self._coming.give(tile)
+            self._tiles.release(tile)
         for group in {piece.group for _, piece in tile}:
-            self._left[group] -= 1
-            if not self._left[group]:
+            self._tiles_left[group] -= 1
+            if not self._tiles_left[group]:
                 for extent in offloaded_extents(group):
                     extent.deferred = None
                 group.gradient.is_deferred = False
                 group.gradient.discard()
         return True
 
-    def _touched(self, tile: Tile, *, waiting: bool = False) -> Iterator[Touched]:
+    def _staged_states(self, tile: Tile, *, waiting: bool = False) -> Iterator[StagedState]:
         for _, piece in tile:
             if piece.is_absent(waiting=waiting):
                 continue
-            yield from piece.stretches(waiting=waiting)
-            yield from piece.reflections()
-            yield from self.moments.stretches(piece)
+            yield from piece.extent_ranges(waiting=waiting)
+            yield from piece.staged_ranges()
+            yield from self.moments.extent_ranges(piece)
 
     def _update(self, tile: Tile, decision: Decision) -> None:
-        shown, chance = list[Piece](), Chance(decision.number)
+        shown, chance = list[MasterShard](), StochasticRounding(decision.number)
         self._is_busy, done = True, False
         try:
             for _, piece in tile:
                 if (grad := piece.grad(waiting=decision.is_waiting)) is not None:
-                    piece.show(self.scratch)
-                    self.moments.show(piece)
+                    piece.load_values(self.scratch)
+                    self.moments.load(piece)
                     shown.append(piece)
                     piece.param.grad = self._scaled(piece, grad, decision.factor)
             for part in self._alike(tile, shown):
@@ -196,12 +198,12 @@ class Updater:
             done = True
         finally:
             for piece in shown:
-                piece.hide(self.scratch, chance, keep=done)
-                self.moments.hide(piece, chance, keep=done)
+                piece.store_values(self.scratch, chance, keep=done)
+                self.moments.store(piece, chance, keep=done)
                 piece.param.grad = None
             self._is_busy = False
 
-    def _scaled(self, piece: Piece, grad: Tensor, factor: float) -> Tensor:
+    def _scaled(self, piece: MasterShard, grad: Tensor, factor: float) -> Tensor:
         dtype, home = piece.param.dtype, piece.master.update_device
         if grad.dtype == dtype and factor == 1.0 and grad.device == home:
             return grad
@@ -211,7 +213,7 @@ class Updater:
         is_alike = grad.dtype == dtype and grad.device == into.device
         return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
 
-    def _alike(self, tile: Tile, shown: Sequence[Piece]) -> list[Tile]:
+    def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
         """A tile, or in two where some pieces have states and others (unfrozen since) have not: torch's fused SGD takes
         no such mixture.
         """
@@ -228,7 +230,7 @@ class Updater:
             for number, group in enumerate(everything):
                 group.update(hypers[number] if hypers is not None else {})
                 group["params"] = [piece.param for owner, piece in tile if owner == number]
-            rule_of(self.inner)()
+            raw_step(self.inner)()
         finally:
             for number, (group, before) in enumerate(zip(everything, held, strict=True)):
                 group["params"] = before["params"]

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..base.device import CPU
 from ..base.memory import PAGE
-from ..precision.compact import BLOCK, kept_dtype
+from ..precision.compact import BLOCK, storage_dtype
 from ..precision.split import scratch_numel
 from ..tiers.tier import Tier
 from .auto_wrap_policy import choose_units, full_precision_names, group_params, persistent_names
@@ -119,7 +119,7 @@ def group_bytes(facts: GroupFacts, moments_per_element: int, states: Sequence[st
     What rests in another memory counts there ("host", "nvme"), in whole pages.
     """
     plan, found = facts.plan, dict.fromkeys(STATES, 0)
-    moments = plan.moments and replace(plan.moments, dtype=kept_dtype(plan.moments_format, plan.moments.dtype))
+    moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
     rows = (
         ("weight", plan.weight, 1),
         ("grad", plan.grad, 1),
@@ -240,7 +240,7 @@ class StepFacts:
         assert plan.master is not None and plan.moments is not None
         count = moments_for(self.optimizer, options).count(options)
         own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
-        moments = kept_dtype(plan.moments_format, plan.moments.dtype).itemsize * count
+        moments = storage_dtype(plan.moments_format, plan.moments.dtype).itemsize * count
         powers = count * -(-numel // BLOCK) if plan.moments_format == "8bit" else 0
         return numel * (plan.weight.dtype.itemsize + own + moments) + powers
 

@@ -33,7 +33,7 @@ _LEAST, _MOST = -120, 126  # powers of two that a block may have: up to 1.6e38; 
 
 
 @dataclass(frozen=True)
-class Chance:
+class StochasticRounding:
     """16 bits of chance per element.  step: of the optimizer."""
 
     step: int
@@ -48,14 +48,14 @@ class Chance:
         return torch.from_numpy(words.random_raw(count).view(np.int16)[skipped : skipped + numel])
 
 
-class Kept(Protocol):
+class StorageFormat(Protocol):
     """How fp32 values are kept.  dtype: of what is kept.  has_powers: beside it, a power of two per block."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     @property
-    def has_powers(self) -> bool: ...
+    def has_scales(self) -> bool: ...
 
     def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
         """Write fp32 values into `codes` and `powers`; without chance to the nearest.  All flat."""
@@ -65,11 +65,11 @@ class Kept(Protocol):
 
 
 @dataclass(frozen=True)
-class Half:
+class BFloat16Format:
     """As bf16."""
 
     dtype: torch.dtype = torch.bfloat16
-    has_powers: bool = False
+    has_scales: bool = False
 
     def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
         if chance is None:
@@ -94,13 +94,13 @@ def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
 
 
 @dataclass(frozen=True)
-class Tiny:
+class Float8Block:
     """8-bit floats.  least: the exponent of the smallest normal number, under the power of two of the block."""
 
     is_signed: bool
     least: int
     dtype: torch.dtype = torch.uint8
-    has_powers: bool = True
+    has_scales: bool = True
 
     @cached_property
     def values(self) -> list[float]:
@@ -161,7 +161,7 @@ class Tiny:
         return out
 
 
-SIGNED, MAGNITUDES = Tiny(True, -14), Tiny(False, -30)
+SIGNED, MAGNITUDES = Float8Block(True, -14), Float8Block(False, -30)
 _TABLES = (SIGNED.table, MAGNITUDES.table)  # made now: 2 KB that belong to no engine
 # Which 8-bit format a moment takes, by the name that optimizers give it.
 _TINY = {
@@ -175,17 +175,17 @@ _TINY = {
 }
 
 
-def kept_dtype(bits: str, own: torch.dtype) -> torch.dtype:
+def storage_dtype(bits: str, own: torch.dtype) -> torch.dtype:
     """Of a moment's elements as they are kept."""
     return {"fp32": own, "bf16": torch.bfloat16, "8bit": torch.uint8}[bits]
 
 
-def kept_as(bits: str, name: str) -> Kept | None:
+def storage_format(bits: str, name: str) -> StorageFormat | None:
     """How a moment is kept: bits "fp32" (None: as it is), "bf16" or "8bit"."""
     if bits == "fp32":
         return None
     if bits == "bf16":
-        return Half()
+        return BFloat16Format()
     if name not in _TINY:
         raise NotBuiltError(
             f"8-bit moments are not built for the optimizer state '{name}'.",

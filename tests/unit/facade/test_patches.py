@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 import deepseek_zero
 from deepseek_zero.engine.compiling import compile_units, restore
 from deepseek_zero.facade.views import VIEWS
-from deepseek_zero.optim.lean import unmarked
+from deepseek_zero.optim.lean import undecorated
 
 
 def shown() -> list[str]:
@@ -68,13 +68,13 @@ def test_two_threads_that_build_optimizers_leave_torch_as_it_was() -> None:
     inside, go_on = threading.Event(), threading.Event()
 
     def first() -> None:
-        with unmarked():
+        with undecorated():
             inside.set()
             go_on.wait(5)
 
     def second() -> None:
         inside.wait(5)
-        with unmarked():
+        with undecorated():
             go_on.set()
             threading.Event().wait(0.1)  # the first one leaves meanwhile
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepseek_zero.optim.flow import Flow, FlowSettings, Stretch
+from deepseek_zero.optim.flow import ExtentRange, PrefetchSettings, TilePrefetcher
 from deepseek_zero.tiers.tier import Extent, Work
 
 
@@ -41,30 +41,30 @@ class Recorded(Extent):
         self.log.append(f"drop {low}")
 
 
-def story(settings: FlowSettings, *, changes: bool = True) -> list[str]:
+def story(settings: PrefetchSettings, *, changes: bool = True) -> list[str]:
     log: list[str] = []
     extent = Recorded(log)
 
-    def touched(tile: int) -> Iterator[Stretch]:
-        yield Stretch(extent, tile, tile + 1, changes)
+    def touched(tile: int) -> Iterator[ExtentRange]:
+        yield ExtentRange(extent, tile, tile + 1, changes)
 
-    flow = Flow(range(4), touched, settings)
-    while (tile := flow.take()) is not None:
+    flow = TilePrefetcher(range(4), touched, settings)
+    while (tile := flow.next()) is not None:
         log.append(f"update {tile}")
-        flow.give(tile)
+        flow.release(tile)
     return log
 
 
 def test_nothing_ahead_and_nothing_behind_is_one_after_the_other() -> None:
     each = [[f"fetch {n}", f"here {n}", f"update {n}", f"store {n}", f"gone {n}"] for n in range(4)]
-    assert story(FlowSettings(0, 0)) == [word for words in each for word in words]
+    assert story(PrefetchSettings(0, 0)) == [word for words in each for word in words]
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2, 9])
 @pytest.mark.parametrize("behind", [0, 1, 2, 9])
 def test_no_more_is_under_way_than_was_allowed(ahead: int, behind: int) -> None:
     fetched = updated = left = gone = 0
-    for word in story(FlowSettings(ahead, behind)):
+    for word in story(PrefetchSettings(ahead, behind)):
         kind = word.split()[0]
         fetched, updated = fetched + (kind == "fetch"), updated + (kind == "update")
         left, gone = left + (kind == "store"), gone + (kind == "gone")
@@ -75,5 +75,7 @@ def test_no_more_is_under_way_than_was_allowed(ahead: int, behind: int) -> None:
 
 
 def test_what_was_only_read_is_dropped() -> None:
-    assert [word for word in story(FlowSettings(), changes=False) if "store" in word] == []
-    assert [word for word in story(FlowSettings(), changes=False) if "drop" in word] == [f"drop {n}" for n in range(4)]
+    assert [word for word in story(PrefetchSettings(), changes=False) if "store" in word] == []
+    assert [word for word in story(PrefetchSettings(), changes=False) if "drop" in word] == [
+        f"drop {n}" for n in range(4)
+    ]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import deepseek_zero as dz
-from deepseek_zero.optim.lean import rule_of, unmarked
+from deepseek_zero.optim.lean import raw_step, undecorated
 
 TRAINS = """
 import sys, torch, deepseek_zero
@@ -42,7 +42,7 @@ def test_training_does_not_import_the_compiler() -> None:
 
 def test_torch_is_as_it_was_after_building() -> None:
     before = Optimizer.add_param_group
-    with unmarked():
+    with undecorated():
         assert Optimizer.add_param_group is not before
         torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
     assert Optimizer.add_param_group is before
@@ -71,7 +71,7 @@ def test_only_torchs_own_step_is_bared() -> None:
             optimizer.step = lambda: param.data.zero_()  # type: ignore[method-assign, assignment]
         param.grad = torch.ones(1)
         with torch.no_grad():
-            rule_of(optimizer)()
+            raw_step(optimizer)()
         return param.item()
 
     assert moved(torch.optim.SGD) == 0.75

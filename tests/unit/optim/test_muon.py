@@ -124,7 +124,7 @@ def test_a_group_may_say_which_it_is_and_keep_its_own_rate() -> None:
 
 
 def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> None:
-    class Tiny(nn.Module):
+    class Float8Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tokens = nn.Embedding(10, 4)
@@ -135,7 +135,7 @@ def test_a_model_gives_its_hidden_matrices_to_muon_and_the_rest_to_adamw() -> No
             self.lm_head = nn.Linear(4, 10)
             self.frozen.weight.requires_grad_(False)
 
-    model = Tiny()
+    model = Float8Block()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     matrices, others = Muon.parameter_groups(model)
     assert [names[id(p)] for p in matrices["params"]] == ["up.weight"] and matrices["use_muon"] is True

@@ -7,12 +7,21 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import NotBuiltError
-from deepseek_zero.precision.compact import BLOCK, MAGNITUDES, SIGNED, Chance, Half, Tiny, kept_as, round_to_bf16
+from deepseek_zero.precision.compact import (
+    BLOCK,
+    MAGNITUDES,
+    SIGNED,
+    BFloat16Format,
+    Float8Block,
+    StochasticRounding,
+    round_to_bf16,
+    storage_format,
+)
 
 KINDS = {"signed": SIGNED, "magnitudes": MAGNITUDES}
 
 
-def kept(tiny: Tiny, values: Tensor, chance: Tensor | None = None) -> Tensor:
+def kept(tiny: Float8Block, values: Tensor, chance: Tensor | None = None) -> Tensor:
     """Values as they come back."""
     codes = torch.empty(values.numel(), dtype=torch.uint8)
     powers = torch.empty(-(-values.numel() // BLOCK), dtype=torch.int8)
@@ -29,10 +38,10 @@ def some_values(numel: int, *, signed: bool, spread: float = 12.0) -> Tensor:
 
 
 def test_chance_depends_on_step_name_and_element_alone() -> None:
-    whole = Chance(3).of("exp_avg of a", 0, 1000)
+    whole = StochasticRounding(3).of("exp_avg of a", 0, 1000)
     for start, stop in ((0, 1), (1, 18), (15, 999), (512, 1000)):
-        assert torch.equal(Chance(3).of("exp_avg of a", start, stop - start), whole[start:stop])
-    for other in (Chance(4).of("exp_avg of a", 0, 1000), Chance(3).of("exp_avg of b", 0, 1000)):
+        assert torch.equal(StochasticRounding(3).of("exp_avg of a", start, stop - start), whole[start:stop])
+    for other in (StochasticRounding(4).of("exp_avg of a", 0, 1000), StochasticRounding(3).of("exp_avg of b", 0, 1000)):
         assert (other != whole).float().mean() > 0.99
     assert abs((whole.int() & 0xFFFF).float().mean() - 0x7FFF) < 3000
 
@@ -41,7 +50,7 @@ def test_bf16_rounds_up_in_proportion_and_keeps_what_it_can_hold() -> None:
     low, high = torch.tensor(1.0), torch.tensor(1.0 + 2**-7)
     values = torch.full((1 << 16,), 1.0 + 0.3 * 2**-7)
     into = torch.empty_like(values, dtype=torch.bfloat16)
-    round_to_bf16(values, into, Chance(1).of("x", 0, values.numel()))
+    round_to_bf16(values, into, StochasticRounding(1).of("x", 0, values.numel()))
     assert set(into.float().tolist()) == {float(low), float(high)}
     assert abs(float((into.float() == high).float().mean()) - 0.3) < 0.01
     exact = torch.tensor([0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), float("nan")])
@@ -60,7 +69,7 @@ def test_8_bits_are_near_and_come_back_the_same(kind: str, numel: int) -> None:
     wrong = ((near - values).abs() / values.abs().clamp(min=1e-30))[values != 0]
     assert wrong.numel() == 0 or float(wrong.max()) <= 1 / 16
     assert torch.equal(kept(tiny, near), near)
-    assert torch.equal(kept(tiny, near, Chance(1).of("x", 0, numel)), near)
+    assert torch.equal(kept(tiny, near, StochasticRounding(1).of("x", 0, numel)), near)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -68,15 +77,15 @@ def test_what_chance_made_of_it_comes_back_the_same(kind: str) -> None:
     tiny = KINDS[kind]
     for step in range(20):
         values = some_values(4000, signed=tiny.is_signed, spread=44.0)
-        once = kept(tiny, values, Chance(step).of("x", 0, 4000))
-        assert torch.equal(kept(tiny, once, Chance(step + 1).of("x", 0, 4000)), once)
+        once = kept(tiny, values, StochasticRounding(step).of("x", 0, 4000))
+        assert torch.equal(kept(tiny, once, StochasticRounding(step + 1).of("x", 0, 4000)), once)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_mean_over_many_chances_is_the_value(kind: str) -> None:
     tiny = KINDS[kind]
     values = some_values(BLOCK, signed=tiny.is_signed, spread=8.0)
-    total = sum(kept(tiny, values, Chance(step).of("x", 0, BLOCK)).double() for step in range(2000))
+    total = sum(kept(tiny, values, StochasticRounding(step).of("x", 0, BLOCK)).double() for step in range(2000))
     assert isinstance(total, Tensor)
     off = ((total / 2000 - values).abs() / values.abs().clamp(min=1e-30))[values != 0]
     assert float(off.max()) < 0.01
@@ -85,7 +94,7 @@ def test_the_mean_over_many_chances_is_the_value(kind: str) -> None:
 def test_a_magnitude_that_is_not_zero_never_becomes_zero() -> None:
     values = torch.zeros(BLOCK)
     values[0], values[1] = 1.0, 1e-30
-    assert all(float(kept(MAGNITUDES, values, Chance(step).of("x", 0, BLOCK))[1]) > 0 for step in range(50))
+    assert all(float(kept(MAGNITUDES, values, StochasticRounding(step).of("x", 0, BLOCK))[1]) > 0 for step in range(50))
     assert float(kept(SIGNED, values)[1]) == 0.0
 
 
@@ -108,12 +117,12 @@ def test_a_running_mean_moves_by_chance_and_stands_still_without() -> None:
     target, steps = torch.full((BLOCK,), 2.0), 2000
     means = {name: torch.full((BLOCK,), 1.0) for name in ("nearest", "chance", "bf16")}
     for step in range(steps):
-        chance = Chance(step).of("x", 0, BLOCK)
+        chance = StochasticRounding(step).of("x", 0, BLOCK)
         moved = {name: mean.lerp(target, 0.001) for name, mean in means.items()}
         means["nearest"] = kept(MAGNITUDES, moved["nearest"])
         means["chance"] = kept(MAGNITUDES, moved["chance"], chance)
         upper = torch.empty(BLOCK, dtype=torch.bfloat16)
-        Half().encode(moved["bf16"], upper, None, chance)
+        BFloat16Format().encode(moved["bf16"], upper, None, chance)
         means["bf16"] = upper.float()
     truth = 2.0 - 0.999**steps
     assert float(means["nearest"].mean()) == 1.0
@@ -122,6 +131,6 @@ def test_a_running_mean_moves_by_chance_and_stands_still_without() -> None:
 
 
 def test_an_unknown_state_is_refused_by_name() -> None:
-    assert kept_as("fp32", "whatever") is None and isinstance(kept_as("bf16", "whatever"), Half)
+    assert storage_format("fp32", "whatever") is None and isinstance(storage_format("bf16", "whatever"), BFloat16Format)
     with pytest.raises(NotBuiltError, match="acc_delta"):
-        kept_as("8bit", "acc_delta")
+        storage_format("8bit", "acc_delta")
