@@ -21,7 +21,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero import checkpointing
 from deepseek_zero.activations import recompute
-from deepseek_zero.activations.parking import Parking
+from deepseek_zero.activations.parking import ActivationOffload
 from deepseek_zero.base.errors import PeerError, StorageError
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
@@ -102,9 +102,9 @@ def train(engine: Any, step: int, accumulation: int = 1, forwards: int = 1) -> l
     return losses
 
 
-def parking_of(engine: Any) -> Parking:
+def parking_of(engine: Any) -> ActivationOffload:
     found = engine.parts.recompute.parking
-    assert isinstance(found, Parking)
+    assert isinstance(found, ActivationOffload)
     return found
 
 
@@ -166,7 +166,7 @@ def test_the_slab_of_offloaded_inputs_is_as_large_as_predicted(place: str) -> No
     needed, sector = SAMPLES * 7 * 15 * 4, 4096  # one input is less than sixteen sectors, so it moves in sectors
     predicted = BLOCKS * -(-needed // sector) * sector
     assert parking.reserved_bytes == parking.memory.reserved_bytes == predicted
-    assert parking.peak_bytes == BLOCKS * needed and parking.gap_bytes == predicted - BLOCKS * needed
+    assert parking.peak_bytes == BLOCKS * needed and parking.unused_bytes == predicted - BLOCKS * needed
     assert "activations: 60.0 KiB in one slab, 49.2 KiB used at most, gap 10.8 KiB" in engine.explain()
     engine.destroy()
 

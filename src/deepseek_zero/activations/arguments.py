@@ -36,7 +36,7 @@ def is_activation(value: Any) -> bool:
     )
 
 
-def take_out(value: Any) -> tuple[Any, list[Tensor]]:
+def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
     """`value` with a slot in place of each activation, and the activations."""
     found: list[Tensor] = []
 
@@ -49,8 +49,8 @@ def take_out(value: Any) -> tuple[Any, list[Tensor]]:
     return replaced(value, change), found
 
 
-def put_back(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `take_out`."""
+def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `extract_tensors`."""
     return replaced(value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Slot) else leaf)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Form:
+class TensorMeta:
     """The dtype, shape, strides and device of a tensor.
 
     Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the stretch of memory
@@ -24,7 +24,7 @@ class Form:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Form:
+    def of(cls, tensor: Tensor) -> TensorMeta:
         return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.device)
 
     @property

@@ -3,7 +3,7 @@
 Forward parks in one order, backward takes in the other, so the slab is a stack; first fit makes any other order right
 too.  Its size is given, or learned: what the first forward needs is reserved piece by piece, and as one slab as soon as
 nothing is parked.  On a disk the newest checkpoint stays (backward begins with it), the ones before it are written
-while later ones compute, and the next ones backward wants are read while it recomputes one.  Whoever holds a `Parked`
+while later ones compute, and the next ones backward wants are read while it recomputes one.  Whoever holds a `OffloadHandle`
 may take as often as it likes; its place is free when it is dropped.  Called by recompute.py.
 """
 
@@ -20,9 +20,9 @@ from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
 from ..tiers.tier import Memory, Work
-from .form import Form
-from .passage import ALIGNMENT, Passage, Stay, rounded
-from .slab import Place, Slab
+from .form import TensorMeta
+from .passage import ALIGNMENT, ActivationCopy, OffloadedInputs, rounded
+from .slab import Arena, ArenaBlock
 
 CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
 AHEAD = 2  # checkpoints that are read before backward asks for them
@@ -30,7 +30,7 @@ BEHIND = 2  # checkpoints that may be on their way to the disk
 HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's holes are given back
 
 
-class Parking:
+class ActivationOffload:
     """The parked inputs of one process.  checkpoints: how many to reserve at first; None: learned.
 
     open_memory: makes the memory, again whenever the slab gets another size, so that nothing of the old one is kept.
@@ -39,52 +39,52 @@ class Parking:
     def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
         self._open, self.checkpoints = open_memory, checkpoints
         self.memory = open_memory()
-        self.slabs: list[Slab] = []
+        self.slabs: list[Arena] = []
         self.used_bytes = self.peak_bytes = 0
-        self._stays: dict[int, Stay] = {}  # in the order they came
+        self._stays: dict[int, OffloadedInputs] = {}  # in the order they came
         self._dropped: deque[int] = deque()  # filled by finalizers, which may run anywhere and so do nothing else
         self._leaving: deque[Work] = deque()
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # the last one that will end with a sweep
-        self._passage = Passage()
+        self._passage = ActivationCopy()
 
     @property
     def reserved_bytes(self) -> int:
         return sum(slab.nbytes for slab in self.slabs)
 
     @property
-    def gap_bytes(self) -> int:
+    def unused_bytes(self) -> int:
         """What is reserved and was never needed at the same time."""
         return self.reserved_bytes - self.peak_bytes
 
-    def park(self, tensors: Sequence[Tensor]) -> Parked:
+    def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
         """Copy the inputs of one checkpoint; `take` gives them back."""
         self.sweep()
-        self._send_newest()
-        forms = [Form.of(tensor) for tensor in tensors]
-        stay = Stay(self._room_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
-        self._passage.send(tensors, stay)
+        self._store_newest()
+        forms = [TensorMeta.of(tensor) for tensor in tensors]
+        stay = OffloadedInputs(self._block_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
+        self._passage.copy_out(tensors, stay)
         self._arrived += 1
         self._stays[self._arrived] = stay
         self._count_holes(stay)
         self.used_bytes += stay.nbytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        return Parked(self, self._arrived)
+        return OffloadHandle(self, self._arrived)
 
-    def take(self, number: int) -> list[Tensor]:
+    def restore(self, number: int) -> list[Tensor]:
         """Copies of the tensors that were parked; the slab keeps its own, for another backward through this graph."""
         self.sweep()
-        self._passage.land()
+        self._passage.synchronize()
         stay = self._stays[number]
         stay.place.fetch()
         wanted = self._before(number, AHEAD)
         tickets = [self._stays[other].place.fetch() for other in wanted]
-        found = self._passage.bring(number, stay)
+        found = self._passage.copy_in(number, stay)
         if stay.is_stored:
             stay.place.drop()
         if wanted and tickets[0].is_done():
-            self._passage.bring_early(wanted[0], self._stays[wanted[0]])
+            self._passage.prefetch(wanted[0], self._stays[wanted[0]])
         self._count_holes(stay)
         self._sweep_after_backward()
         return found
@@ -93,7 +93,7 @@ class Parking:
         """The checkpoints that came before this one, latest first: what backward wants next."""
         return list(islice((other for other in reversed(self._stays) if other < number), count))
 
-    def _send_newest(self) -> None:
+    def _store_newest(self) -> None:
         """The newest checkpoint is about to be the last but one.  Waits where the disk is too slow to keep up."""
         newest = next(reversed(self._stays.values()), None)
         if newest is not None and not newest.is_stored:
@@ -102,7 +102,7 @@ class Parking:
         while len(self._leaving) > BEHIND:
             self._leaving.popleft().wait()
 
-    def _count_holes(self, stay: Stay) -> None:
+    def _count_holes(self, stay: OffloadedInputs) -> None:
         """Each storage that dies here, and each copy that is taken, is a hole in the heap before long."""
         self._holes_bytes += stay.nbytes
         if self._holes_bytes >= HOLES_BYTES:
@@ -111,7 +111,7 @@ class Parking:
 
     # -- room
 
-    def _room_for(self, nbytes: int) -> Place:
+    def _block_for(self, nbytes: int) -> ArenaBlock:
         self._largest_bytes = max(self._largest_bytes, nbytes)
         if not self._stays and len(self.slabs) > 1:
             self._join()
@@ -129,19 +129,19 @@ class Parking:
         """One slab instead of several, while nothing is parked."""
         self._chunk_bytes = self._best_chunk()
         nbytes = sum(rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
-        self._give_up()
+        self._release_memory()
         self.memory = self._open()
         self._reserve(nbytes)
 
     def _best_chunk(self) -> int:
         return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
 
-    def _reserve(self, nbytes: int) -> Slab:
+    def _reserve(self, nbytes: int) -> Arena:
         self.memory.check_room(nbytes, ranks_of_this_host())
-        self.slabs.append(Slab(self.memory, nbytes, self._chunk_bytes))
+        self.slabs.append(Arena(self.memory, nbytes, self._chunk_bytes))
         return self.slabs[-1]
 
-    def _give_up(self) -> None:
+    def _release_memory(self) -> None:
         self.slabs.clear()
         self._leaving.clear()
         self.memory.close()
@@ -151,7 +151,7 @@ class Parking:
     def sweep(self) -> None:
         """Free the places of whatever was dropped."""
         while self._dropped:
-            self._passage.forget(number := self._dropped.popleft())
+            self._passage.discard(number := self._dropped.popleft())
             stay = self._stays.pop(number)
             self.used_bytes -= stay.nbytes
             stay.place.give_back()
@@ -167,28 +167,28 @@ class Parking:
         if len(self._dropped) == len(self._stays):
             self._dropped.clear()
             self._stays.clear()
-            self._passage.land()
-            self._passage = Passage()
-            self._give_up()
+            self._passage.synchronize()
+            self._passage = ActivationCopy()
+            self._release_memory()
 
     def explain(self) -> str:
         """One line: what is reserved, and what of it was never needed."""
         slabs = "one slab" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
             f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
-            f"most, gap {format_bytes(self.gap_bytes)}"
+            f"most, gap {format_bytes(self.unused_bytes)}"
         )
 
 
-class Parked:
+class OffloadHandle:
     """The inputs of one checkpoint, elsewhere.  Dropping it frees their place."""
 
-    def __init__(self, parking: Parking, number: int) -> None:
+    def __init__(self, parking: ActivationOffload, number: int) -> None:
         self.parking, self.number = parking, number
 
-    def take(self) -> list[Tensor]:
+    def restore(self) -> list[Tensor]:
         """The tensors that were parked, as new ones with the same bytes."""
-        return self.parking.take(self.number)
+        return self.parking.restore(self.number)
 
     def __del__(self) -> None:
         self.parking._dropped.append(self.number)

@@ -26,8 +26,8 @@ from ..sharding.saved import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Extent, Memory, Tier
-from .arguments import put_back, take_out
-from .parking import Parked, Parking
+from .arguments import extract_tensors, insert_tensors
+from .parking import ActivationOffload, OffloadHandle
 from .profile import Profile
 
 
@@ -64,9 +64,9 @@ class Recompute:
         """
         inputs = (args, kwargs)
         if self.parking is not None and torch.is_grad_enabled() and not others_see():
-            (args, kwargs), tensors = take_out(inputs)
+            (args, kwargs), tensors = extract_tensors(inputs)
             if tensors:
-                function = _Filled(function, tensors, self.parking.park(tensors))
+                function = _Filled(function, tensors, self.parking.offload(tensors))
         call = partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
         if self.profile is None or not torch.is_grad_enabled():
             return call()
@@ -96,22 +96,22 @@ class _Filled:
     It lives as long as the graph can be recomputed, and the parked inputs as long as it.
     """
 
-    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
+    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: OffloadHandle) -> None:
         self.function, self.parked = function, parked
         self.tensors: list[Tensor] | None = tensors
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tensors, self.tensors = self.tensors, None
         if tensors is None:
-            tensors = [tensor.requires_grad_() for tensor in self.parked.take()]
-        args, kwargs = put_back((args, kwargs), tensors)
+            tensors = [tensor.requires_grad_() for tensor in self.parked.restore()]
+        args, kwargs = insert_tensors((args, kwargs), tensors)
         return self.function(*args, **kwargs)
 
 
-def _parking_for(settings: RecomputeSettings) -> Parking | None:
+def _parking_for(settings: RecomputeSettings) -> ActivationOffload | None:
     if settings.tier is None:
         return None
-    return Parking(partial(_memory_for, settings), settings.checkpoints)
+    return ActivationOffload(partial(_memory_for, settings), settings.checkpoints)
 
 
 def _memory_for(settings: RecomputeSettings) -> Memory:

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..tiers.tier import Memory, Work
 
 
-class Slab:
+class Arena:
     """So many bytes of a memory, moved in chunks.  Both sizes are multiples of what the memory moves at once."""
 
     def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
@@ -21,27 +21,27 @@ class Slab:
         self.extent = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
         self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
 
-    def take(self, nbytes: int) -> Place | None:
+    def take(self, nbytes: int) -> ArenaBlock | None:
         """The first gap of so many bytes (whole chunks), None where there is none."""
         start = 0
         for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
             if low - start >= nbytes:
                 self._taken.insert(number, (start, start + nbytes))
-                return Place(self, start, start + nbytes)
+                return ArenaBlock(self, start, start + nbytes)
             start = high
         return None
 
-    def give_back(self, place: Place) -> None:
+    def free(self, place: ArenaBlock) -> None:
         """Nobody will read what is there."""
         self._taken.remove((place.low, place.high))
         self.extent.discard(place.low, place.high)
 
 
 @dataclass(frozen=True)
-class Place:
+class ArenaBlock:
     """The bytes [low, high) of a slab: an extent's verbs for them alone."""
 
-    slab: Slab
+    slab: Arena
     low: int
     high: int
 
@@ -63,4 +63,4 @@ class Place:
         self.slab.extent.evict(self.low, self.high)
 
     def give_back(self) -> None:
-        self.slab.give_back(self)
+        self.slab.free(self)

@@ -29,7 +29,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword argument
 FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
 
 
-class VerticalOrder:
+class LayerwiseAccumulation:
     """Lets the units of one model run over so many micro-batches in turn, wherever gradients are recorded.
 
     samples: of the forward under way, or the last one, on this rank.
@@ -37,9 +37,9 @@ class VerticalOrder:
 
     def __init__(self, runtime: Runtime, micro_batches: int) -> None:
         self.micro_batches, self.samples = micro_batches, 0
-        self._forwards = [InTurn(self, unit) for unit in _units_to_cut(runtime.units)]
+        self._forwards = [LayerwiseForward(self, unit) for unit in _units_to_cut(runtime.units)]
         # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
-        self._handle = runtime.model.register_forward_pre_hook(self._look, with_kwargs=True)
+        self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def remove(self) -> None:
         """Let every module run as it did before; calling it twice is harmless."""
@@ -48,7 +48,7 @@ class VerticalOrder:
             forward.remove()
         self._forwards = []
 
-    def _look(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+    def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Before the model's forward: what a batch is in it."""
         self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
         if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
@@ -115,10 +115,10 @@ class VerticalOrder:
         return torch.cat(list(column))
 
 
-class InTurn:
+class LayerwiseForward:
     """Stands for the forward of a unit's module: as it was where nothing will be differentiated, else cut."""
 
-    def __init__(self, order: VerticalOrder, unit: Unit) -> None:
+    def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
         self.order, self.unit = order, unit.name
         # Weakly, or module and forward would hold each other, and a dropped model keep its memory for a while.
         self._module = weakref.ref(unit.module)

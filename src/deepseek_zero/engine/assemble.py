@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
-from ..activations.vertical import VerticalOrder
+from ..activations.vertical import LayerwiseAccumulation
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
@@ -99,7 +99,7 @@ class Parts:
     placement_settings: PlacementSettings
     schedule: tuple[str, Any] | None = None
     recompute: Recompute | None = None
-    vertical: VerticalOrder | None = None
+    vertical: LayerwiseAccumulation | None = None
     saver: Saver = field(default_factory=Saver)
     preemption: Preemption | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
@@ -323,7 +323,7 @@ def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, param
         "pass the same configuration on every rank.",
     )
     parts.recompute = _recompute_for(recompute_settings_of(config), comm, runtime)
-    parts.vertical = VerticalOrder(runtime, slices) if slices > 1 else None
+    parts.vertical = LayerwiseAccumulation(runtime, slices) if slices > 1 else None
     if config.deterministic:
         parts.determinism = run_on_all_ranks(
             comm, "deterministic algorithms", lambda: Determinism(runtime, mesh.device)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.activations.parking import AHEAD, Parked, Parking, Stay
+from deepseek_zero.activations.parking import AHEAD, ActivationOffload, OffloadedInputs, OffloadHandle
 from deepseek_zero.base.errors import OutOfMemoryError, StorageError
 from deepseek_zero.base.memory import PAGE
 from deepseek_zero.tiers.disk import Disk, DiskExtent, State
@@ -34,15 +34,15 @@ def drawn(seed: int, numel: int = NUMEL) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_is(parked: Parked, seed: int, numel: int = NUMEL) -> None:
-    assert torch.equal(parked.take()[0], drawn(seed, numel))
+def assert_is(parked: OffloadHandle, seed: int, numel: int = NUMEL) -> None:
+    assert torch.equal(parked.restore()[0], drawn(seed, numel))
 
 
-def cycle(parking: Parking, count: int, numel: int = NUMEL) -> int:
+def cycle(parking: ActivationOffload, count: int, numel: int = NUMEL) -> int:
     """A forward and a backward of `count` checkpoints; the most bytes of the slab that had pages."""
     most, parked = 0, []
     for seed in range(count):
-        parked.append(parking.park([drawn(seed, numel)]))
+        parked.append(parking.offload([drawn(seed, numel)]))
         most = max(most, here_bytes(parking))
     while parked:
         assert_is(parked[-1], len(parked) - 1, numel)
@@ -52,12 +52,12 @@ def cycle(parking: Parking, count: int, numel: int = NUMEL) -> int:
     return most
 
 
-def here_bytes(parking: Parking) -> int:
+def here_bytes(parking: ActivationOffload) -> int:
     """Bytes of parked checkpoints that have pages, or are about to."""
     return sum(stay.nbytes for stay in parking._stays.values() if state_of(stay) - {State.AWAY})
 
 
-def state_of(stay: Stay) -> set[State]:
+def state_of(stay: OffloadedInputs) -> set[State]:
     extent = stay.place.slab.extent
     if not isinstance(extent, DiskExtent):
         return {State.HERE}
@@ -90,9 +90,9 @@ def test_a_tensor_comes_back_with_its_bytes_shape_strides_and_dtype(
     tensor = SHAPES[shape]()
     if dtype != torch.float32:
         tensor = tensor.to(dtype)  # which keeps strides where there are no gaps
-    parking = Parking(opening)
+    parking = ActivationOffload(opening)
     others = [torch.randn(100), torch.randn(7)]
-    first, found, last = parking.park([others[0], tensor, others[1]]).take()
+    first, found, last = parking.offload([others[0], tensor, others[1]]).restore()
     assert (found.dtype, found.shape, found.stride()) == (tensor.dtype, tensor.shape, tensor.stride())
     assert torch.equal(as_bytes(found), as_bytes(tensor))
     assert torch.equal(first, others[0]) and torch.equal(last, others[1])
@@ -103,10 +103,10 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def test_what_is_taken_can_be_changed_without_harm_and_taken_again(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening)
-    parked = [parking.park([drawn(seed)]) for seed in range(4)]
+    parking = ActivationOffload(opening)
+    parked = [parking.offload([drawn(seed)]) for seed in range(4)]
     for seed in (3, 0, 2, 3, 0):
-        found = parked[seed].take()[0]
+        found = parked[seed].restore()[0]
         assert torch.equal(found, drawn(seed))
         found.zero_()
 
@@ -128,7 +128,7 @@ def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(openi
         memory.reserve = count  # type: ignore[method-assign]
         return memory
 
-    parking = Parking(watched)
+    parking = ActivationOffload(watched)
     cycle(parking, 5)
     assert reserved == [NBYTES] * 5
     for _ in range(3):
@@ -136,39 +136,39 @@ def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(openi
         assert reserved == [NBYTES] * 5 + [5 * NBYTES]
     assert [slab.nbytes for slab in parking.slabs] == [5 * NBYTES]
     assert parking.memory.reserved_bytes == parking.reserved_bytes == parking.peak_bytes == 5 * NBYTES
-    assert parking.gap_bytes == 0 and parking.used_bytes == 0
+    assert parking.unused_bytes == 0 and parking.used_bytes == 0
     assert parking.explain() == "activations: 320 KiB in one slab, 320 KiB used at most, gap 0 B"
 
 
 def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening, checkpoints=5)
-    first = parking.park([drawn(0)])
+    parking = ActivationOffload(opening, checkpoints=5)
+    first = parking.offload([drawn(0)])
     assert parking.memory.reserved_bytes == parking.reserved_bytes == 5 * NBYTES
-    assert parking.gap_bytes == 4 * NBYTES
+    assert parking.unused_bytes == 4 * NBYTES
     del first
     cycle(parking, 5)
-    assert len(parking.slabs) == 1 and parking.gap_bytes == 0
+    assert len(parking.slabs) == 1 and parking.unused_bytes == 0
     cycle(parking, 7)
     cycle(parking, 7)
     assert [slab.nbytes for slab in parking.slabs] == [7 * NBYTES]
 
 
 def test_sizes_that_divide_by_nothing_leave_a_gap_of_a_sixteenth_and_a_sector(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening)
+    parking = ActivationOffload(opening)
     for _ in range(2):
-        parked = [parking.park([drawn(seed, 10_000 + 777 * seed)]) for seed in range(8)]
+        parked = [parking.offload([drawn(seed, 10_000 + 777 * seed)]) for seed in range(8)]
         for seed in reversed(range(8)):
             assert_is(parked.pop(), seed, 10_000 + 777 * seed)
     assert len(parking.slabs) == 1
-    assert 0 < parking.gap_bytes < 8 * (NBYTES // 16 + 2 * PAGE)
+    assert 0 < parking.unused_bytes < 8 * (NBYTES // 16 + 2 * PAGE)
 
 
 def test_any_order_of_ends_reads_right_and_finds_room_again(opening: Callable[[], Memory]) -> None:
     """Several forwards in flight, first in first out: the slab stays as large as what is parked at once."""
-    parking, flight, seed = Parking(opening), [], 0
+    parking, flight, seed = ActivationOffload(opening), [], 0
     for _ in range(12):
         for _ in range(3):
-            flight.append((parking.park([drawn(seed)]), seed))
+            flight.append((parking.offload([drawn(seed)]), seed))
             seed += 1
         if len(flight) > 6:
             for parked, number in reversed(flight[:3]):
@@ -178,9 +178,9 @@ def test_any_order_of_ends_reads_right_and_finds_room_again(opening: Callable[[]
 
 
 def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening)
+    parking = ActivationOffload(opening)
     for _ in range(5):
-        forgotten = [parking.park([drawn(seed)]) for seed in range(4)]
+        forgotten = [parking.offload([drawn(seed)]) for seed in range(4)]
         del forgotten
     parking.sweep()
     assert parking.used_bytes == 0
@@ -188,8 +188,8 @@ def test_a_forward_without_a_backward_leaks_no_place(opening: Callable[[], Memor
 
 
 def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening)
-    parked = [parking.park([drawn(seed)]) for seed in range(4)]
+    parking = ActivationOffload(opening)
+    parked = [parking.offload([drawn(seed)]) for seed in range(4)]
     parking.close()
     del parking
     for seed in (3, 1):
@@ -197,7 +197,7 @@ def test_a_graph_outlives_the_end_of_its_parking(opening: Callable[[], Memory]) 
 
 
 def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], Memory]) -> None:
-    parking = Parking(opening)
+    parking = ActivationOffload(opening)
     cycle(parking, 3)
     parking.close()
     parking.close()
@@ -209,7 +209,7 @@ def test_an_end_gives_the_memory_up_and_may_come_twice(opening: Callable[[], Mem
 
 @pytest.mark.parametrize("count", [6, 24, 96])
 def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(count: int, tmp_path: Path) -> None:
-    parking = Parking(lambda: Disk(tmp_path))
+    parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, count)
     assert cycle(parking, count) <= (2 + AHEAD) * NBYTES
     assert parking.memory.traffic.written_bytes == (count - 1) * NBYTES  # backward begins with the newest
@@ -217,11 +217,11 @@ def test_on_a_disk_the_bytes_in_memory_do_not_grow_with_the_checkpoints(count: i
 
 
 def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> None:
-    parking, numel, most = Parking(lambda: Disk(tmp_path)), 1 << 20, 0
+    parking, numel, most = ActivationOffload(lambda: Disk(tmp_path)), 1 << 20, 0
     cycle(parking, 24, numel)
     before, parked = resident_bytes(), []
     for seed in range(24):
-        parked.append(parking.park([drawn(seed, numel)]))
+        parked.append(parking.offload([drawn(seed, numel)]))
         most = max(most, resident_bytes() - before)
     while parked:
         assert_is(parked.pop(), len(parked), numel)
@@ -232,11 +232,11 @@ def test_on_a_disk_the_pages_of_all_others_are_the_systems(tmp_path: Path) -> No
 
 
 def test_what_backward_wants_next_is_on_its_way(tmp_path: Path) -> None:
-    parking = Parking(lambda: Disk(tmp_path))
-    parked = [parking.park([drawn(seed)]) for seed in range(8)]
+    parking = ActivationOffload(lambda: Disk(tmp_path))
+    parked = [parking.offload([drawn(seed)]) for seed in range(8)]
     for ticket in parking._leaving:
         ticket.wait()
-    parked[5].take()
+    parked[5].restore()
     coming = [number for number, stay in parking._stays.items() if state_of(stay) != {State.AWAY}]
     assert coming == [4, 5, 8]  # numbered from 1: the two before the sixth, and the newest
 
@@ -244,7 +244,7 @@ def test_what_backward_wants_next_is_on_its_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC], ids=["EIO", "ENOSPC"])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
 def test_a_disk_that_fails_is_named(call: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parking = Parking(lambda: Disk(tmp_path))
+    parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, 6)
     cycle(parking, 6)
 
@@ -257,26 +257,26 @@ def test_a_disk_that_fails_is_named(call: str, number: int, tmp_path: Path, monk
 
 
 def test_other_bytes_than_were_written_are_an_error(tmp_path: Path) -> None:
-    parking = Parking(lambda: Disk(tmp_path))
+    parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, 3)
-    parked = [parking.park([drawn(seed)]) for seed in range(3)]
+    parked = [parking.offload([drawn(seed)]) for seed in range(3)]
     for ticket in parking._leaving:
         ticket.wait()
     assert isinstance(parking.memory, Disk)
     os.pwrite(parking.memory.descriptor, mmap.mmap(-1, PAGE), 0)  # a buffer that direct I/O takes
     with pytest.raises(StorageError, match="not those that were written"):
-        parked[0].take()
+        parked[0].restore()
 
 
 def test_what_cannot_fit_is_refused_before_it_is_reserved(tmp_path: Path) -> None:
     for opening, error in ((HostMemory, OutOfMemoryError), (lambda: Disk(tmp_path), StorageError)):
-        parking = Parking(opening, checkpoints=1 << 40)
+        parking = ActivationOffload(opening, checkpoints=1 << 40)
         with pytest.raises(error, match="are free"):
-            parking.park([drawn(0)])
+            parking.offload([drawn(0)])
 
 
 def test_the_directory_is_left_empty(tmp_path: Path) -> None:
-    parking = Parking(lambda: Disk(tmp_path))
+    parking = ActivationOffload(lambda: Disk(tmp_path))
     cycle(parking, 3)
     cycle(parking, 3)
     assert os.listdir(tmp_path) == []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepseek_zero.activations import recompute
-from deepseek_zero.activations.parking import Parking
+from deepseek_zero.activations.parking import ActivationOffload
 from deepseek_zero.activations.recompute import RecomputeSettings, checkpoint
 from deepseek_zero.tiers.tier import Tier
 
@@ -23,7 +23,7 @@ WIDTH, ROWS = 64, 48  # an activation of 12 KiB
 
 
 @pytest.fixture(params=["device", "host", "nvme"])
-def parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parking]:
+def parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ActivationOffload]:
     found = recompute.configure(RecomputeSettings(Tier(request.param), tmp_path))
     assert found.parking is not None
     yield found.parking
@@ -32,7 +32,7 @@ def parking(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Parking]
 
 
 @pytest.fixture
-def on_disk(tmp_path: Path) -> Iterator[Parking]:
+def on_disk(tmp_path: Path) -> Iterator[ActivationOffload]:
     found = recompute.configure(RecomputeSettings(Tier.NVME, tmp_path))
     assert found.parking is not None
     yield found.parking
@@ -101,14 +101,16 @@ def straight(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backwards", [1, 3])
-def test_gradients_have_the_bits_of_a_run_without(dtype: torch.dtype, backwards: int, parking: Parking) -> None:
+def test_gradients_have_the_bits_of_a_run_without(
+    dtype: torch.dtype, backwards: int, parking: ActivationOffload
+) -> None:
     expected = gradients(straight, dtype, backwards)
     assert all(map(torch.equal, gradients(checkpoint, dtype, backwards), expected))
     assert parking._arrived == 8 and parking.used_bytes == 0 and len(parking.slabs) == 1
     assert len(expected) == 2 + 10 + 1 and not any(bool(value.isnan().any()) for value in expected)
 
 
-def test_each_activation_is_parked_and_nothing_else(parking: Parking) -> None:
+def test_each_activation_is_parked_and_nothing_else(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     weight, mask = nn.Parameter(torch.ones(WIDTH, WIDTH)), torch.ones(ROWS, WIDTH)
     hidden, small = x * 2, x[0, :4] * 1
@@ -121,7 +123,7 @@ def test_each_activation_is_parked_and_nothing_else(parking: Parking) -> None:
     assert parking.used_bytes == 0
 
 
-def test_storages_are_gone_between_forward_and_backward_and_places_after_it(parking: Parking) -> None:
+def test_storages_are_gone_between_forward_and_backward_and_places_after_it(parking: ActivationOffload) -> None:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(6)]
     storages: list[weakref.ref[Any]] = []
 
@@ -142,7 +144,7 @@ def test_storages_are_gone_between_forward_and_backward_and_places_after_it(park
     assert not any(storage() is None for storage in storages)  # torch's own holds them
 
 
-def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(parking: Parking) -> None:
+def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(parking: ActivationOffload) -> None:
     block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
 
     def fail(x: Tensor) -> Tensor:
@@ -160,7 +162,7 @@ def test_an_exception_in_forward_and_a_forgotten_loss_leak_nothing(parking: Park
     assert parking.used_bytes == 0
 
 
-def test_an_exception_in_a_recomputation_leaves_nothing_behind(parking: Parking) -> None:
+def test_an_exception_in_a_recomputation_leaves_nothing_behind(parking: ActivationOffload) -> None:
     x, calls = torch.randn(ROWS, WIDTH, requires_grad=True), []
 
     def second_time(x: Tensor) -> Tensor:
@@ -178,7 +180,7 @@ def test_an_exception_in_a_recomputation_leaves_nothing_behind(parking: Parking)
     assert parking.used_bytes == 0
 
 
-def test_without_gradients_nothing_is_parked(parking: Parking) -> None:
+def test_without_gradients_nothing_is_parked(parking: ActivationOffload) -> None:
     block, x = nn.Linear(WIDTH, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
     with torch.no_grad():
         checkpoint(block, x * 2)
@@ -188,7 +190,7 @@ def test_without_gradients_nothing_is_parked(parking: Parking) -> None:
     assert parking._arrived == 0
 
 
-def test_an_inner_checkpoint_leaves_its_inputs_to_the_outer_one(parking: Parking) -> None:
+def test_an_inner_checkpoint_leaves_its_inputs_to_the_outer_one(parking: ActivationOffload) -> None:
     blocks = [nn.Linear(WIDTH, WIDTH) for _ in range(3)]
 
     def gradient(run: Callable[..., Any]) -> list[Tensor]:
@@ -207,14 +209,14 @@ def test_an_inner_checkpoint_leaves_its_inputs_to_the_outer_one(parking: Parking
     assert parking._arrived == 2
 
 
-def test_inputs_belong_to_hooks_that_are_in_force(parking: Parking) -> None:
+def test_inputs_belong_to_hooks_that_are_in_force(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     with torch.autograd.graph.save_on_cpu():
         checkpoint(torch.exp, x * 2).sum().backward()
     assert parking._arrived == 0
 
 
-def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: Parking) -> None:
+def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: ActivationOffload) -> None:
     def found(run: Callable[..., Any]) -> list[Tensor]:
         torch.manual_seed(5)
         x = torch.randn(ROWS, WIDTH, requires_grad=True)
@@ -229,14 +231,14 @@ def test_a_part_of_the_graph_can_be_differentiated_and_then_the_rest(parking: Pa
     assert all(map(torch.equal, found(checkpoint), expected))
 
 
-def test_a_second_backward_through_a_freed_graph_is_torchs_error(parking: Parking) -> None:
+def test_a_second_backward_through_a_freed_graph_is_torchs_error(parking: ActivationOffload) -> None:
     loss = checkpoint(torch.exp, torch.randn(ROWS, WIDTH, requires_grad=True) * 2).sum()
     loss.backward()
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         loss.backward()
 
 
-def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(parking: Parking) -> None:
+def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     hidden = x * 2
     loss = checkpoint(torch.sin, hidden).sum()
@@ -245,7 +247,7 @@ def test_an_input_that_is_changed_in_place_afterwards_is_read_as_it_was(parking:
     assert x.grad is not None and torch.equal(x.grad, (x.detach() * 2).cos() * 2)
 
 
-def test_a_list_that_the_function_fills_is_the_callers(parking: Parking) -> None:
+def test_a_list_that_the_function_fills_is_the_callers(parking: ActivationOffload) -> None:
     x, seen = torch.randn(ROWS, WIDTH, requires_grad=True), []
 
     def part(x: Tensor, seen: list[float]) -> Tensor:
@@ -256,14 +258,14 @@ def test_a_list_that_the_function_fills_is_the_callers(parking: Parking) -> None
     assert len(seen) == 2
 
 
-def test_torchs_own_keywords_pass_through(parking: Parking) -> None:
+def test_torchs_own_keywords_pass_through(parking: ActivationOffload) -> None:
     x = torch.randn(ROWS, WIDTH, requires_grad=True)
     out = checkpoint(torch.exp, x * 2, use_reentrant=True, preserve_rng_state=False, determinism_check="none")
     out.sum().backward()
     assert parking._arrived == 1
 
 
-def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(parking: Parking) -> None:
+def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(parking: ActivationOffload) -> None:
     current, x = recompute.current(), torch.randn(ROWS, WIDTH, requires_grad=True)
     assert current is not None
     old = checkpoint(torch.sin, x * 2).sum()
@@ -275,7 +277,7 @@ def test_a_reset_gives_the_memory_up_and_alive_graphs_keep_theirs(parking: Parki
 
 
 @pytest.mark.parametrize("blocks", [4, 24])
-def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(blocks: int, on_disk: Parking) -> None:
+def test_with_a_disk_live_bytes_do_not_grow_with_the_blocks(blocks: int, on_disk: ActivationOffload) -> None:
     """Storages alive at once, by weak reference, whoever holds them; slab pages are counted in test_parking.py."""
     alive, most, now = set[int](), [0], [0]
 
