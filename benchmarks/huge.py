@@ -63,7 +63,7 @@ def train(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     engine = offloading_engine(model, job, "nvme", options.folder, **ONE_UNIT_AHEAD)
     runtime = engine.runtime
-    (memory,) = runtime.route.tiers.memories.values()
+    (memory,) = runtime.comm_ctx.tiers.memories.values()
     story: dict[str, Any] = {"initialise": time.perf_counter() - began, "steps": [], "losses": [], "rates": []}
     batches = Batches(job.cell, SEQUENCES_PER_RANK, rank, size)
     for step in range(options.steps):

@@ -159,7 +159,7 @@ def row_of(cell: Cell, way: Way, ways: list[Way], rate: float) -> Row:
     row.same_losses = way.losses == plain.losses
     runtime = way.engine.runtime
     steps, ranks = runtime.comm.meter.clock.steps, runtime.comm.size
-    for memory in runtime.route.tiers.memories.values():
+    for memory in runtime.comm_ctx.tiers.memories.values():
         moved, row.resting_bytes = memory.traffic, memory.reserved_bytes
         if not moved.seconds:
             continue

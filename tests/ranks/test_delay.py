@@ -128,7 +128,7 @@ def test_between_backward_and_step_weights_are_those_that_backward_used(tier: st
         engine.step()
         reference.late_step(everyone(step, run, 2), engine.get_global_grad_norm(), 0.01)
         assert_follows(engine, reference)
-    tally = engine.optimizer.early.tally
+    tally = engine.optimizer.speculative.stats
     assert tally.undone == tally.updated - 3 > 0, "all but those of step 2, which nobody looked for"
 
 
@@ -201,7 +201,7 @@ def test_what_is_owed_is_flushed_or_refused_where_nobody_would_apply_it(tmp_path
         train_step(engine, run, step)
     engine.save_checkpoint(tmp_path, tag="owes")
     engine.optimizer.flush()
-    assert engine.optimizer.delay.owed is None
+    assert engine.optimizer.delayed.deferred is None
     engine.optimizer.flush()
     engine.save_checkpoint(tmp_path, tag="owes nothing")
     plain = start_engine(Run(3, optimizer="adamw", tier="cpu"), seeded(seed=8))

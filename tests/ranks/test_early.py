@@ -107,9 +107,9 @@ def test_an_update_in_backward_changes_no_bit(
         losses = [torch.stack(train_step(engine, run, step)) for step in range(4)]
         found.append(losses + everything(engine))
     assert_equal(*found)
-    tally, chosen = engine.optimizer.early.tally, engine.optimizer.early.chosen()
+    tally, chosen = engine.optimizer.speculative.stats, engine.optimizer.speculative.chosen()
     assert 0 < len(chosen) <= 3
-    assert (tally.updated > 0) == bool(engine.optimizer.early.units)
+    assert (tally.updated > 0) == bool(engine.optimizer.speculative.units)
     assert tally.undone == (tally.updated if clipping else 0)
 
 
@@ -131,13 +131,13 @@ def test_an_overflow_undoes_what_came_ahead_and_the_unit_that_overflowed_never_d
             if tier == "cpu" and step == 2:
                 sums = [group.gradient.buffer.memory for group in engine.runtime.units[1].trained]
                 is_finite = all(bool(mine.isfinite().all()) for mine in sums)
-                done = set(engine.optimizer.early._done)
+                done = set(engine.optimizer.speculative._done)
                 assert done == ({1, 2, 3} if is_finite else {2, 3}), "the overflow is in one rank's slice of unit 1"
             engine.step()
             assert engine.optimizer.overflow is (step == 2)
         found.append(everything(engine))
     assert_equal(*found)
-    assert engine.optimizer.early.tally.undone == len(done)
+    assert engine.optimizer.speculative.stats.undone == len(done)
 
 
 BETWEEN = [
@@ -170,7 +170,7 @@ def test_nobody_sees_an_update_before_its_step(between: str, tier: str, tmp_path
         found.append([value for step in range(4) for value in one_step(engine, step, between, tmp_path / where)])
         found[-1] += everything(engine)
     assert_equal(*found)
-    tally = engine.optimizer.early.tally
+    tally = engine.optimizer.speculative.stats
     assert tally.updated > 0
     assert tally.undone > 0
 
@@ -273,13 +273,13 @@ def test_the_first_units_come_ahead_as_far_as_the_log_has_room() -> None:
         engine = engine_of("cpu", 0.0, undo_bytes=undo_bytes)
         for step in range(3):
             train_step(engine, Run(3), step)
-        early = engine.optimizer.early
+        early = engine.optimizer.speculative
         assert sorted(early.chosen()) == list(range(1, 1 + len(early.chosen())))
         assert engine.optimizer.scratch.kept["undo", torch.device("cpu")].nbytes <= undo_bytes
         counts[undo_bytes] = len(early.chosen())
-        text = f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, {early.tally.updated} updates, 0"
+        text = f"updates in backward: {len(early.chosen())} of 3 units fit undo_bytes, {early.stats.updated} updates, 0"
         assert text in engine.explain()
-        assert early.tally.updated == 2 * len(early.chosen()), "in every step but the first"
+        assert early.stats.updated == 2 * len(early.chosen()), "in every step but the first"
     assert counts == {0: 0, 125_000: 2, 1 << 20: 3}
 
 
@@ -300,7 +300,7 @@ def test_a_disk_that_fails_in_backward_ends_the_job_on_all(call: str, monkeypatc
     engine = engine_of("nvme", 0.0)
     for step in range(2):
         train_step(engine, Run(3), step)
-    assert engine.optimizer.early.tally.updated > 0
+    assert engine.optimizer.speculative.stats.updated > 0
     with a_disk_that_refuses(call, errno.EIO, monkeypatch, rank=1):
         for step in range(2, 5):
             train_step(engine, Run(3), step)

@@ -77,7 +77,7 @@ def test_auto_fills_the_device_first_and_changes_no_bit(dtype: str, share: float
     weights, states = ([row[k] for row in kept] for k in (0, 1))
     assert weights == sorted(weights, reverse=True) and states == sorted(states, reverse=True)  # the first units' first
     assert any(weights) and not any(state and not weight for weight, state in kept)
-    assert engine.runtime.route.tiers.allowance.most_bytes <= budget
+    assert engine.runtime.route.tiers.budget.most_bytes <= budget
     report = engine.memory_report()
     wrong = {state: (size, report.measured[state]) for state, size in report.predicted.items()}
     assert all(size == measured for size, measured in wrong.values()), wrong
@@ -111,7 +111,7 @@ def test_the_device_never_holds_more_than_the_plan_says(stage: int, tier: str, d
     measure = start_engine(run, seeded())
     trained(measure, run)
     planned = device_bytes(measure)
-    room = most(measure.runtime.route.tiers.allowance.most_bytes)
+    room = most(measure.runtime.route.tiers.budget.most_bytes)
     assert room == planned
     measure.destroy()
 

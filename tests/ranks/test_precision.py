@@ -179,7 +179,7 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, st
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    assert engine.optimizer.lifter.lifted == ["blocks.1"]
+    assert engine.optimizer.fallback.promoted == ["blocks.1"]
     dtypes = {name: param.dtype for name, param in engine.module.named_parameters()}
     assert dtypes["blocks.1.up.weight"] == torch.float32
     assert dtypes["blocks.0.up.weight"] == torch.float16
@@ -191,7 +191,7 @@ def test_precision_auto_lifts_the_unit_that_overflows_and_goes_on(world: int, st
     engine.destroy()
     again = build(stage, gains=(1.0, 1e3, 1.0), **config)
     again.load_checkpoint(str(tmp_path), tag="lifted")
-    assert again.optimizer.lifter.lifted == ["blocks.1"]
+    assert again.optimizer.fallback.promoted == ["blocks.1"]
     assert again.plan() == engine.plan()
     again.backward(loss_of(again))
     again.step()

@@ -266,7 +266,7 @@ def test_a_model_given_back_has_the_masters_values(stage: int) -> None:
     module = engine.module
     engine.destroy()
     for group in engine.runtime.groups:
-        group.give_back()
+        group.restore_params()
     assert bits({name: param.detach() for name, param in module.named_parameters()}) == masters
 
 

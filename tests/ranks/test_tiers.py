@@ -125,7 +125,7 @@ def test_a_disk_leaves_nothing_in_memory_between_steps(dtype: str) -> None:
     )
     for step in range(2):
         train_step(engine, Run(3), step)
-    engine.optimizer.updater.finish()
+    engine.optimizer.updater.flush()
     extents = extents_of(engine)
     assert len(extents) >= 4 * len(engine.runtime.groups)
     for extent in extents:
@@ -161,7 +161,7 @@ def test_the_heaps_holes_are_given_back_where_weights_leave_memory(
     tier: str, leaves: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, calls = engine_of(3, offload(tier) | {"stage3_param_persistence_threshold": 0}), list[int]()
-    monkeypatch.setattr(group_file, "give_back_holes", lambda: calls.append(1))
+    monkeypatch.setattr(group_file, "trim_heap", lambda: calls.append(1))
     train_step(engine, Run(3), 0)
     assert bool(calls) is leaves
 
@@ -268,12 +268,12 @@ def test_the_update_waits_where_nobody_can_see_the_weights_and_only_there(pipeli
     keys["offload_optimizer"] = keys["offload_optimizer"] | {"pipeline": pipeline}
     engine = engine_of(3, keys | {"stage3_param_persistence_threshold": 300})
     train_step(engine, Run(3), 0)
-    waiting = set(engine.optimizer.updater._left) if pipeline else set()
+    waiting = set(engine.optimizer.updater._tiles_left) if pipeline else set()
     assert waiting == {group for group in engine.runtime.trained_groups if pipeline and group.is_sharded}
-    assert all(group.gradient.is_owed == (group in waiting) for group in engine.runtime.trained_groups)
+    assert all(group.gradient.is_deferred == (group in waiting) for group in engine.runtime.trained_groups)
     look(engine, 1)
-    assert not any(engine.optimizer.updater._left.values())
-    assert not any(group.gradient.is_owed for group in engine.runtime.trained_groups)
+    assert not any(engine.optimizer.updater._tiles_left.values())
+    assert not any(group.gradient.is_deferred for group in engine.runtime.trained_groups)
 
 
 class Recomputing(Gpt):
@@ -306,7 +306,7 @@ def test_a_unit_is_updated_when_it_is_used_however_far_ahead_gathers_come(ranks:
     waiting: list[list[bool]] = []
     for unit in blocks:
         unit.module.register_forward_pre_hook(
-            lambda *_: waiting.append([any(map(updater.waits, unit.trained)) for unit in blocks])
+            lambda *_: waiting.append([any(map(updater.has_deferred, unit.trained)) for unit in blocks])
         )
     look(engine, 2)
     assert waiting == [[later > now for later in range(len(blocks))] for now in range(len(blocks))]
@@ -327,7 +327,7 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
     for extent in (group.weight.extent for group in engine.runtime.groups):
         extent.store(0, 0)
         for chunk in extent.chunks:
-            chunk.settle()  # what the update wrote has left
+            chunk.wait()  # what the update wrote has left
     with engine.timeline() as seen:
         batch = batch_of(1, 0, dist.get_rank())
         engine.backward(engine(batch.tokens, batch.targets))
@@ -368,7 +368,7 @@ def test_a_unit_is_read_while_the_one_before_it_is_used_unless_nothing_is_gather
     zero = {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": ALL, "stage3_max_reuse_distance": 0}
     engine = engine_of(3, zero | {"stage3_prefetch_bucket_size": ahead} | offload("nvme"))
     train_step(engine, Run(3), 0)
-    engine.optimizer.updater.finish()
+    engine.optimizer.updater.flush()
     used = dict[str, float]()
     for number, block in enumerate(engine.module.blocks):
         block.register_forward_pre_hook(lambda *_, name=f"blocks.{number}": used.update({name: time.perf_counter()}))

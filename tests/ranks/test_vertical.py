@@ -189,7 +189,7 @@ def loads_of(engine: Any, accumulation: int = 1) -> dict[str, int]:
     for unit in engine.runtime.units:
         for group in unit.sharded:
             for chunk in group.weight.extent.chunks:
-                chunk.settle()  # what the update wrote has left
+                chunk.wait()  # what the update wrote has left
     with engine.timeline() as seen:
         for micro in range(accumulation):
             batch = batch_of(1, micro, dist.get_rank(), SAMPLES)

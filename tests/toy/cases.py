@@ -107,7 +107,7 @@ def assert_same(found: list[Tensor], expected: list[Tensor], case: object) -> No
 
 def outside(engine: Any) -> int:
     """Bytes of states that rest outside the training device."""
-    return sum(memory.reserved_bytes for memory in engine.parts.runtime.route.tiers.memories.values())
+    return sum(memory.reserved_bytes for memory in engine.parts.runtime.comm_ctx.tiers.memories.values())
 
 
 def every_stage_and_tier(path: Path) -> None:

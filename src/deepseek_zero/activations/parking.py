@@ -3,8 +3,8 @@
 Forward parks in one order, backward takes in the other, so the slab is a stack; first fit makes any other order right
 too.  Its size is given, or learned: what the first forward needs is reserved piece by piece, and as one slab as soon as
 nothing is parked.  On a disk the newest checkpoint stays (backward begins with it), the ones before it are written
-while later ones compute, and the next ones backward wants are read while it recomputes one.  Whoever holds a `OffloadHandle`
-may take as often as it likes; its place is free when it is dropped.  Called by recompute.py.
+while later ones compute, and the next ones backward wants are read while it recomputes one.  Whoever holds an
+`OffloadHandle` may restore as often as it likes; its block is free when it is dropped.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class ActivationOffload:
             self._passage.discard(number := self._dropped.popleft())
             stay = self._stays.pop(number)
             self.used_bytes -= stay.nbytes
-            stay.place.give_back()
+            stay.place.free()
 
     def _sweep_after_backward(self) -> None:
         """Its last checkpoints are dropped after the last `take`."""

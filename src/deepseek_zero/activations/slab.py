@@ -62,5 +62,5 @@ class ArenaBlock:
     def drop(self) -> None:
         self.slab.extent.evict(self.low, self.high)
 
-    def give_back(self) -> None:
+    def free(self) -> None:
         self.slab.free(self)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.memory import trim_heap
-from ..optim.piece import ParamOverlap, Piece
+from ..optim.piece import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..precision.policy import cast_master
 from ..sharding.group import ParamGroup, ParamInfo
@@ -286,7 +286,7 @@ def _held_range(group: ParamGroup, member: ParamInfo) -> tuple[int, int, Any]:
     return group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
 
 
-def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, Piece]]:
+def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
     """Pieces with their numbers, those of one group together: in the order of the files."""
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
     return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
@@ -389,7 +389,9 @@ def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimi
                     view[at - low : at - low + part.numel()].copy_(part)
 
 
-def _shard_state(reader: CheckpointReader, manifest: Manifest, piece: Piece, before: dict[str, Any]) -> dict[str, Any]:
+def _shard_state(
+    reader: CheckpointReader, manifest: Manifest, piece: MasterShard, before: dict[str, Any]
+) -> dict[str, Any]:
     covers = list(piece.overlaps())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, covers):
@@ -399,7 +401,7 @@ def _shard_state(reader: CheckpointReader, manifest: Manifest, piece: Piece, bef
     return state | _numbers(manifest, [cover.slot.name for cover in covers])
 
 
-def _moment(reader: CheckpointReader, piece: Piece, covers: list[ParamOverlap], key: str, before: Any) -> Tensor:
+def _moment(reader: CheckpointReader, piece: MasterShard, covers: list[ParamOverlap], key: str, before: Any) -> Tensor:
     """One state of a piece, put together from what its parameters have; zeros between them."""
     value: Tensor | None = None
     for cover in covers:
@@ -414,7 +416,7 @@ def _moment(reader: CheckpointReader, piece: Piece, covers: list[ParamOverlap], 
     return value.view(piece.param.shape)
 
 
-def _moment_memory(piece: Piece, dtype: torch.dtype, before: Any) -> Tensor:
+def _moment_memory(piece: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
     """Where a moment goes: over the one before it, if that lies here as it is, since new pages cost as much as the
     copy does.
     """

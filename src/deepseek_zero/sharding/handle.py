@@ -1,8 +1,8 @@
-"""A parameter at rest: true shape, four bytes, and a clear word to whoever reads it.
+"""A sharded parameter: true shape, four bytes, and a clear word to whoever reads it.
 
 The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data`
-change.  In use it is a plain Parameter that views a gathered buffer; at rest its class is `ShardedParameter` over a stride-0
-NaN scalar.  What its `.grad` shows is grad_handle.py's.  Called by group.py.
+change.  Unsharded it is a plain Parameter that views a gathered buffer; sharded its class is `ShardedParameter` over a
+stride-0 NaN scalar.  What its `.grad` shows is grad_handle.py's.
 """
 
 from __future__ import annotations

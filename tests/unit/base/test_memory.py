@@ -88,17 +88,17 @@ def test_what_is_freed_is_kept_unless_the_user_said_otherwise(variables: dict[st
 
 HOLES = """
 import torch
-from deepseek_zero.base.memory import give_back_holes, keep_freed_memory
+from deepseek_zero.base.memory import trim_heap, keep_freed_memory
 from tests.unit.base.test_memory import resident_bytes
 keep_freed_memory()
-give_back_holes()
+trim_heap()
 start, pins, x = resident_bytes(), [], torch.ones(2 << 20)
 for _ in range(20):
     y = torch.ones(2 << 20)  # 8 MiB, before the last one goes
     pins.append(torch.ones(8))
     x = y
 before = resident_bytes() - start
-give_back_holes()
+trim_heap()
 print(before >> 20, resident_bytes() - start >> 20, sum(float(pin.sum()) for pin in pins))
 """
 

@@ -176,7 +176,7 @@ def test_many_extents_share_a_file_and_never_each_others_bytes(disk: Disk) -> No
     for extent, _ in pairs:
         extent.store(0, len(extent.memory))
     for extent, values in reversed(pairs):
-        assert torch.equal(extent.part(0, len(values)), values)
+        assert torch.equal(extent.write(0, len(values)), values)
 
 
 def test_bytes_are_counted(disk: Disk) -> None:
