@@ -23,7 +23,8 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
-from deepseek_zero.base import dropin, log
+from deepseek_zero.base import log
+from deepseek_zero.compat.deepspeed import dropin
 from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
 log.install()  # pytest has configured logging, so a door would leave it at that

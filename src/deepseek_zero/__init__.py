@@ -17,14 +17,14 @@ if sys.platform != "linux":  # before anything fails for want of memfd, SO_PEERC
     )
 
 if TYPE_CHECKING:
-    from .base.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
-    from .comm.start import init_distributed
-    from .facade.deepseek import DeepSeekZeRO3, ZeroOptimizer
-    from .facade.deepspeed import DeepSpeedEngine
-    from .facade.initialize import ConfigKeywords, add_config_arguments, initialize
+    from .compat.deepspeed.comm import init_distributed
+    from .compat.deepspeed.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
+    from .compat.deepspeed.engine import DeepSpeedEngine
+    from .compat.deepspeed.initialize import ConfigKeywords, add_config_arguments, initialize
+    from .deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .utils import log_dist
 
 __version__ = "0.1.0"
@@ -48,20 +48,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConfigKeywords": "facade.initialize",
-    "DeepSeekZeRO3": "facade.deepseek",
-    "ZeroOptimizer": "facade.deepseek",
+    "ConfigKeywords": "compat.deepspeed.initialize",
+    "DeepSeekZeRO3": "deepseek",
+    "ZeroOptimizer": "deepseek",
     "DeepSeekZeroError": "base.errors",
     "DeepSpeedConfigError": "base.errors",
-    "DeepSpeedEngine": "facade.deepspeed",
+    "DeepSpeedEngine": "compat.deepspeed.engine",
     "log_dist": "utils",
     "logger": "base.log",
-    "add_config_arguments": "facade.initialize",
-    "init_distributed": "comm.start",
-    "initialize": "facade.initialize",
-    "install_as_deepspeed": "base.dropin",
-    "is_dropin_active": "base.dropin",
-    "uninstall_as_deepspeed": "base.dropin",
+    "add_config_arguments": "compat.deepspeed.initialize",
+    "init_distributed": "compat.deepspeed.comm",
+    "initialize": "compat.deepspeed.initialize",
+    "install_as_deepspeed": "compat.deepspeed.dropin",
+    "is_dropin_active": "compat.deepspeed.dropin",
+    "uninstall_as_deepspeed": "compat.deepspeed.dropin",
 }
 _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {"dist": "comm"}
 
@@ -72,10 +72,10 @@ def __getattr__(name: str) -> Any:
     elif name in _ROOMS:
         value = import_module(f"{__name__}.{_ROOMS[name]}")
     else:
-        missing = (
-            None if name.startswith("_") else import_module(f"{__name__}.facade.absent").package_name_missing(name)
-        )
-        raise missing or AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        error = None
+        if not name.startswith("_"):
+            error = import_module(f"{__name__}.compat.deepspeed.missing").package_name_missing(name)
+        raise error or AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value
     return value
 

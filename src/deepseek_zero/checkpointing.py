@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
-from .facade.recompute import checkpoint, configure, is_configured, non_reentrant_checkpoint, reset
+from .compat.deepspeed.activation_checkpointing import (
+    checkpoint,
+    configure,
+    is_configured,
+    non_reentrant_checkpoint,
+    reset,
+)
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -37,7 +37,7 @@ def settings_classes() -> tuple[type, ...]:
     """Every dataclass of the library that carries settings."""
     found = set()
     for module in pkgutil.walk_packages(deepseek_zero.__path__, "deepseek_zero."):
-        if module.name.startswith(("deepseek_zero._dropin", "deepseek_zero.__main__")):
+        if module.name.startswith(("deepseek_zero.compat.deepspeed._dropin", "deepseek_zero.__main__")):
             continue
         for value in vars(importlib.import_module(module.name)).values():
             named = isinstance(value, type) and (value.__name__.endswith("Settings") or value.__name__ in SETTINGS)

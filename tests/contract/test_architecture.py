@@ -18,7 +18,7 @@ def files_of_the_tree() -> set[str]:
     tree = next(block for block in PAGE.split("```") if block.startswith("\nsrc/deepseek_zero/"))
     found, room = set(), ""
     for line in tree.splitlines():
-        if opened := re.match(r"[├└]── (\w+)/(?:\s|$)", line):
+        if opened := re.match(r"[├└]── ([\w/]+)/(?:\s|$)", line):
             room = opened[1] + "/"
         elif re.match(r"[├└]── ", line):
             room = ""
@@ -31,7 +31,7 @@ def files_of_the_house() -> set[str]:
     return {
         str(path)
         for path in paths
-        if path.name not in ("__init__.py", "__main__.py") and path.parts[0] not in ("utils", "_dropin")
+        if path.name not in ("__init__.py", "__main__.py") and path.parts[0] != "utils" and "_dropin" not in path.parts
     }
 
 

@@ -9,9 +9,9 @@ import pytest
 
 import deepseek_zero
 from deepseek_zero.base.errors import UnknownNameError
-from deepseek_zero.facade import absent
-from deepseek_zero.facade.reference import render
-from deepseek_zero.facade.refused import REFUSED
+from deepseek_zero.compat.deepspeed import missing
+from deepseek_zero.compat.deepspeed.missing import UNSUPPORTED
+from deepseek_zero.compat.deepspeed.names_page import render
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -23,10 +23,10 @@ def test_the_page_is_what_the_generator_writes(as_deepspeed: None) -> None:
 
 def test_each_absent_name_raises_what_the_table_says(as_deepspeed: None) -> None:
     seen = 0
-    for module in absent.ABSENT.keys() - {absent.ENGINE}:
+    for module in missing.MISSING.keys() - {missing.ENGINE}:
         stand_in = importlib.import_module(module)
-        for name, row in absent.absent_names(module).items():
-            if name in REFUSED:
+        for name, row in missing.missing_names(module).items():
+            if name in UNSUPPORTED:
                 continue  # it can be imported; its use is the error
             assert not hasattr(stand_in, name), f"{module}.{name}"
             with pytest.raises(UnknownNameError) as caught:
@@ -39,4 +39,4 @@ def test_each_absent_name_raises_what_the_table_says(as_deepspeed: None) -> None
 
 def test_what_only_the_drop_in_has_is_told_to_those_who_ask_the_package(as_deepspeed: None) -> None:
     top = set(importlib.import_module("deepspeed").__dir__()) - {"checkpoint"}  # a room of ours has that name, too
-    assert {name for name in top if not hasattr(deepseek_zero, name)} == absent.IN_THE_DROPIN
+    assert {name for name in top if not hasattr(deepseek_zero, name)} == missing.IN_THE_DROPIN

@@ -17,7 +17,7 @@ WATCHED = [
     *sorted((PACKAGE / "checkpoint").glob("*.py")),
     PACKAGE / "engine" / "saving.py",
     PACKAGE / "engine" / "exporting.py",
-    PACKAGE / "facade" / "zero_to_fp32.py",
+    PACKAGE / "compat" / "deepspeed" / "zero_to_fp32.py",
     PACKAGE / "cli" / "checkpoint_pages.py",
 ]
 # Calls that change a disk, whatever they are called on; a name of files.py's own is called as `files.<name>`.

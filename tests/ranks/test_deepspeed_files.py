@@ -17,7 +17,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.deepspeed_read import open_file
-from deepseek_zero.engine import saving
+from deepseek_zero.compat.deepspeed import engine as door
 from tests.crash import names_in
 from tests.data.deepspeed.make import CASES, config, small, train
 from tests.plain import here
@@ -216,7 +216,7 @@ def test_behind_deepspeeds_name_its_files_are_the_default(tmp_path: Path) -> Non
     slices = {".json", ".safetensors"}
     assert saved("ours") == slices
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "is_dropin_imported", lambda: True)
+        patch.setattr(door, "is_dropin_imported", lambda: True)
         assert saved("theirs") == {".pt"}
         assert saved("told", checkpoint={"layout": "slices"}) == slices
         assert saved("kept", checkpoint={"keep_last": 2}) == slices

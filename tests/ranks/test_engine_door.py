@@ -14,7 +14,9 @@ import deepseek_zero
 from deepseek_zero import utils
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.quantities import format_count
-from deepseek_zero.facade import again, views, words
+from deepseek_zero.compat.deepspeed.initialize import end_engine_of
+from deepseek_zero.compat.deepspeed.parameters import VIEWS, ZeroParamStatus
+from deepseek_zero.compat.deepspeed.utils import unwrap_model_for_generation
 from deepseek_zero.utils import safe_get_full_fp32_param
 from tests.plain import here
 
@@ -136,7 +138,7 @@ def test_behind_deepspeeds_name_a_second_engine_takes_over_what_the_first_was_ab
     runtime = first.runtime
     if not is_held:  # Lightning keeps the optimizer alone, whose hooks are still on the model
         del first
-    again.end_engine_of(model)
+    end_engine_of(model)
     assert runtime.is_destroyed and optimizer.runtime is runtime
     second = door(stage, model=model)[0]
     assert_close(second.module_state_dict(), train(door(stage, top=top)[0], 3, plain=False))
@@ -361,18 +363,18 @@ def test_parameters_at_stage_3_answer_to_the_names_that_clients_read() -> None:
     weight, bias = engine.module.parameters()
     assert (weight.ds_id, bias.ds_id) == (0, 1)
     assert (weight.ds_shape, weight.ds_numel) == (weight.shape, 2560) and bias.ds_numel == bias.numel() == 40
-    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE and not weight.ds_persist
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and not weight.ds_persist
     # two ranks, cut at blocks of 1024: the first two of the weight, its last half and the bias
     assert (weight.partition_numel(), bias.partition_numel()) == ((2048, 0), (512, 40))[engine.global_rank]
     mine, whole = weight.ds_tensor.clone(), safe_get_full_fp32_param(weight)
     assert torch.equal(mine, whole.flatten()[:2048] if engine.global_rank == 0 else whole.flatten()[2048:])
     with deepseek_zero.zero.GatheredParameters(weight):
-        assert weight.ds_status is views.ZeroParamStatus.AVAILABLE
+        assert weight.ds_status is ZeroParamStatus.AVAILABLE
         assert weight.ds_summary()["partition_numel"] == mine.numel()
         weight.ds_active_sub_modules.clear()
-    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE
-    assert not any(hasattr(torch.nn.Parameter(torch.ones(1)), name) for name in views.VIEWS)
-    with words.unwrap_model_for_generation(engine) as whole_model:
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert not any(hasattr(torch.nn.Parameter(torch.ones(1)), name) for name in VIEWS)
+    with unwrap_model_for_generation(engine) as whole_model:
         assert torch.equal(whole_model(torch.zeros(1, 64))[0], bias)
     # A client's configuration reading of the engine, as the Trainer's when it saves.
     assert engine.config.get("zero_optimization", {}).get("stage", None) == 3
@@ -384,5 +386,5 @@ def test_parameters_under_zero_init_answer_to_the_same_names() -> None:
     with deepseek_zero.zero.Init():
         model = torch.nn.Sequential(torch.nn.Linear(3, 5))
     weight, bias = model.parameters()
-    assert weight.ds_status is views.ZeroParamStatus.NOT_AVAILABLE and weight.ds_numel == 15 and bias.ds_shape == (5,)
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE and weight.ds_numel == 15 and bias.ds_shape == (5,)
     assert weight.ds_tensor.numel() == weight.partition_numel() == 8 and weight.ds_id < bias.ds_id

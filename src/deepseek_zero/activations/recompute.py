@@ -4,7 +4,7 @@ torch keeps what it is passed.  It is passed slots in place of activations, and 
 with the tensors themselves, in a recomputation with what the parking gives back.  No hook, no name of torch's own.
 
 [Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` says nothing of where its inputs go, so
-that stands beside it: in `_Process`, here and nowhere else.  Called by engine/assemble.py and facade/recompute.py.
+that stands beside it: in `_Process`, here and nowhere else.
 """
 
 from __future__ import annotations

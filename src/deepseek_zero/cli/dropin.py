@@ -10,8 +10,8 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from deepseek_zero.base.dropin import DIRECTORY, child_environment
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, child_environment
 
 EXEC_HELP = """Run a command in which `import deepspeed` means this library.
 

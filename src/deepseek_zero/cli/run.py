@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from deepseek_zero.base.dropin import child_environment
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.failure import Outcome
@@ -30,6 +29,7 @@ from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
 from deepseek_zero.cli.machine import Machine, allowed_cores
 from deepseek_zero.cli.nodes import START_EACH, Asked, NodePlan, plan_node
 from deepseek_zero.cli.ranks import Command, Target
+from deepseek_zero.compat.deepspeed.dropin import child_environment
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 """DeepSpeed's place for it; used where it exists and --hostfile names no other."""

@@ -2,7 +2,7 @@
 
 For each micro-batch size, and for their least common multiple, the largest batch is sought that is that size times a
 highly composite number; of these, the one that the most numbers of ranks divide wins.  Pure arithmetic; called by
-facade/elasticity.py.
+compat/deepspeed/elasticity.py.
 """
 
 from __future__ import annotations

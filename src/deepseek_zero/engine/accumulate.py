@@ -1,6 +1,6 @@
 """Changing the batch of a running engine: accumulation steps and what depends on them.
 
-Called by facade/deepspeed.py (`set_train_batch_size`); engine/assemble.py sets the first values.
+Called by compat/deepspeed/engine.py (`set_train_batch_size`); engine/assemble.py sets the first values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The only reader of the configuration: settings in, working parts out.
 
-Nothing below ever sees a key.  Called by the doors (facade/).
+Nothing below ever sees a key.
 """
 
 from __future__ import annotations

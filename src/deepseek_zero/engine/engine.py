@@ -1,6 +1,6 @@
 """The engine: forward, backward, step.  Coordinates, computes nothing.
 
-`Engine` is what both doors hand out; facade/deepspeed.py adds DeepSpeed's getters as words for what is here.
+`Engine` is what both doors hand out; compat/deepspeed/engine.py adds DeepSpeed's getters as words for what is here.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..base.dropin import is_dropin_imported
 from ..base.log import log_once
 from ..checkpoint.catalogue import (
     Retention,
@@ -119,9 +118,18 @@ class Saver:
         self.commit_seconds = time.perf_counter() - began
 
 
-def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any, settings: SaveSettings) -> Path:
+def save_checkpoint(
+    engine: Engine,
+    directory: str | Path,
+    tag: Any,
+    client: Any,
+    settings: SaveSettings,
+    *,
+    prefers_deepspeed: bool = False,
+) -> Path:
     """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
-    it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.
+    it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.  prefers_deepspeed: where the
+    configuration leaves the layout open, DeepSpeed's is written if it can hold what is saved.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
@@ -143,7 +151,7 @@ def save_checkpoint(engine: Engine, directory: str | Path, tag: Any, client: Any
     engine.parts.saver.finish()
     engine.parts.saver.claim_directory(engine.runtime.comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
-    if _is_deepspeed_layout(engine, contents, settings):
+    if _is_deepspeed_layout(engine, contents, settings, prefers_deepspeed):
         return save_deepspeed(Path(directory), name, contents, settings)
     saving = engine.parts.saver.current = PendingSave(Path(directory), name, contents, settings)
     if settings.wait:
@@ -158,16 +166,18 @@ def _position(loader: Any, begun: int) -> Any:
     return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
-def _is_deepspeed_layout(engine: Engine, contents: Contents, settings: SaveSettings) -> bool:
-    """Whether the files are DeepSpeed's.  Where nobody says: behind DeepSpeed's name, whose clients may look for them,
-    unless something is asked for that only slices have.  Stage 0's files name no parameter of the optimizer: those of
-    several groups could not be read back.  Collective.
+def _is_deepspeed_layout(engine: Engine, contents: Contents, settings: SaveSettings, is_preferred: bool) -> bool:
+    """Whether the files are DeepSpeed's.  Collective.
+
+    Where the configuration leaves it open, they are if the door prefers them (`is_preferred`), unless something is
+    asked for that only slices have.  Stage 0's files name no parameter of the optimizer: those of several groups could
+    not be read back.
     """
     told = engine.parts.saving_settings
     if told.layout != "auto":
         return told.layout == "deepspeed"
     wants_slices = not settings.wait or told.keep.last is not None or told.on_signal is not None
-    if wants_slices or engine.runtime.settings.stage == 0 or not is_dropin_imported():
+    if wants_slices or engine.runtime.settings.stage == 0 or not is_preferred:
         return False
     problem = next(
         filter(None, run_and_gather(engine.runtime.comm, "saving: the layout", lambda: unsupported_reason(contents))),

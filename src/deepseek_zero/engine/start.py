@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from ..base.device import default_device, has_fast_bf16
-from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError, shown
 from ..base.given import refuse
 from ..base.log import log_once
@@ -37,6 +36,7 @@ class Request:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
 
 
 def facts_of(request: Request, mesh: Mesh) -> Facts:
@@ -127,7 +127,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     engine = engine_class(
         request.model, config, mesh, assemble(config, request.model, mesh, request.optimizer, request.parameters)
     )
-    engine.lr_scheduler = _schedule(engine, request.lr_scheduler)
+    engine.lr_scheduler = _schedule(engine, request)
     preemption = engine.parts.preemption
     if preemption is not None:
         preemption.watch()
@@ -143,12 +143,13 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     return engine
 
 
-def _schedule(engine: Engine, given: Any) -> Any:
+def _schedule(engine: Engine, request: Request) -> Any:
     """The schedule the caller passed (an instance, or a callable of the optimizer), else the configuration's."""
+    given = request.lr_scheduler
     if given is None and engine.parts.schedule is None:
         return None
     if engine.optimizer is None:
-        if is_dropin_imported():  # DeepSpeed leaves it out without a word
+        if request.drops_idle_schedule:
             log_once("a learning-rate schedule was given without an optimizer to schedule: left out.", logging.WARNING)
             return None
         raise UsageError(

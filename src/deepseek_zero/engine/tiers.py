@@ -1,6 +1,6 @@
 """Which memories an engine's states rest in, and whether they are large enough: asked before anything is allocated.
 
-Called by assemble.py and, for `deepseek_zero.checkpointing.configure`, by facade/recompute.py.
+Called by assemble.py and, for `deepseek_zero.checkpointing.configure`, by compat/deepspeed/activation_checkpointing.py.
 """
 
 from __future__ import annotations

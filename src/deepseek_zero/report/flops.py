@@ -1,7 +1,7 @@
 """What a forward of a model computes: multiplications and additions by module, from the operators that really ran.
 
 Counts by torch's flop counter, which knows matrix products, convolutions and attention; what is element by element
-counts nothing.  A module's count has that of the modules in it.  Called by the engine's observer and facade/flops.py.
+counts nothing.  A module's count has that of the modules in it.
 """
 
 from __future__ import annotations

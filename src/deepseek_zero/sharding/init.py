@@ -9,24 +9,21 @@ slices into units.
 from __future__ import annotations
 
 import itertools
-import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from ..base.device import default_device, storage_users, version_of, without_torch_function
-from ..base.dropin import is_dropin_imported
 from ..base.errors import UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, scatter
-from ..comm.start import init_distributed
 from ..precision.policy import cast_master
 from .handle import owner_of, reshard, set_owner, unshard
 from .ties import refuse_complex, tie_shared
@@ -116,37 +113,22 @@ class Init:
     Without a launcher (a world of one) each slice is the whole parameter and the same code runs.
     """
 
-    on_start: ClassVar[Callable[[Init], None]] = staticmethod(lambda session: None)  # what a door does for a session
-
     def __init__(
         self,
         module: nn.Module | None = None,
         *,
         dtype: torch.dtype | None = None,
         enabled: bool = True,
-        config_dict_or_path: Any = None,
-        **deepspeed_words: Any,
     ) -> None:
         self.enabled, self.dtype, self.is_open = enabled, dtype, False
         self.awake: list[InitShard] = []
         self._handle: Any = None
         self._comm: Comm | None = None
         self._device = default_device()
-        if enabled:
-            Init.on_start(self)
-        if unknown := sorted(set(deepspeed_words) - ACCEPTED):
-            raise UsageError(
-                f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {', '.join(sorted(ACCEPTED))}."
-            )
-        for name, value in (("config_dict_or_path", config_dict_or_path), ("config", deepspeed_words.get("config"))):
-            if not isinstance(value, Mapping | str | os.PathLike | None):
-                raise refuse("zero.Init", name, value, "a configuration", "pass a dict or a path, or leave it out.")
         if not isinstance(module, nn.Module | None):
             raise refuse("zero.Init", "module", module, "a torch.nn.Module that exists already", "leave it out.")
         if not isinstance(dtype, torch.dtype | None):
             raise refuse("zero.Init", "dtype", dtype, "a torch.dtype", "pass one, for example torch.bfloat16.")
-        if enabled and is_dropin_imported():
-            init_distributed()  # as DeepSpeed's does: behind its name stand programs that then ask torch for their rank
         if module is not None and enabled:
             self.shard(module)
 
@@ -294,12 +276,6 @@ def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     keep_alive(param, shard)
     reshard(param, nothing.expand(shape))
     return shard
-
-
-ACCEPTED = frozenset(
-    "data_parallel_group mem_efficient_linear remote_device pin_memory config mpu zero_param_parallel_group "
-    "zero_quantized_weights zero_quantized_nontrainable_weights sequence_data_parallel_group param_swapper".split()
-)
 
 
 def keep_alive(param: nn.Parameter, shard: InitShard) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.log import logger
-from ..facade.leaf import (
+from ..compat.deepspeed.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,
@@ -13,8 +13,7 @@ from ..facade.leaf import (
     z3_leaf_module,
     z3_leaf_parameter,
 )
-from ..facade.looking import RepeatingLoader, log_dist, see_memory_usage, set_log_level_from_string
-from ..facade.tensors import (
+from ..compat.deepspeed.parameters import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,
@@ -29,6 +28,7 @@ from ..facade.tensors import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from ..compat.deepspeed.utils import RepeatingLoader, log_dist, see_memory_usage, set_log_level_from_string
 from . import logging
 
 __all__ = [

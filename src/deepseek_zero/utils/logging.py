@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ..base.log import logger
-from ..facade.looking import log_dist, set_log_level_from_string
+from ..compat.deepspeed.utils import log_dist, set_log_level_from_string
 
 __all__ = ["log_dist", "logger", "set_log_level_from_string"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..facade.zero_to_fp32 import (
+from ..compat.deepspeed.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
     convert_zero_checkpoint_to_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,

@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import deepseek_zero
 import deepseek_zero.cli as cli
-from deepseek_zero.base.dropin import DIRECTORY, PROGRAMS
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.cli import run as run_module
 from deepseek_zero.cli.dropin import exec_command
@@ -24,6 +23,7 @@ from deepseek_zero.cli.machine import Machine
 from deepseek_zero.cli.nodes import NodePlan, Share
 from deepseek_zero.cli.ranks import Target
 from deepseek_zero.cli.run import RunOptions, rank_environment, run
+from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, PROGRAMS
 
 PARSED: list[RunOptions] = []
 

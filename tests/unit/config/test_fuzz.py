@@ -24,7 +24,7 @@ from deepseek_zero.base.errors import DeepSeekZeroError, shown
 from deepseek_zero.base.log import logger
 from deepseek_zero.config import Facts, resolve
 from deepseek_zero.config.load import load
-from deepseek_zero.facade.deepseek import configuration_of
+from deepseek_zero.deepseek import configuration_of
 from tests import configs
 
 COUNT, SECONDS = 50_000, 45.0  # of each door; seconds of this process, for a machine that is slow

@@ -1,0 +1,15 @@
+"""`deepspeed.accelerator`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    {
+        "deepseek_zero.compat.deepspeed.accelerator": (
+            "DeepSpeedAccelerator get_accelerator is_current_accelerator_supported set_accelerator"
+        ),
+    },
+    rooms="abstract_accelerator real_accelerator",
+)

@@ -1,0 +1,13 @@
+"""`deepspeed.ops`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    {
+        "deepseek_zero.compat.deepspeed.ops": "__compatible_ops__",
+    },
+    rooms="adagrad adam aio lamb lion op_builder",
+)

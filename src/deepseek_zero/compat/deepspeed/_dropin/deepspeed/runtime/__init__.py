@@ -1,0 +1,13 @@
+"""`deepspeed.runtime`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    rooms=(
+        "activation_checkpointing base_optimizer config dataloader engine fp16 lr_schedules sequence_parallel "
+        "utils zero"
+    ),
+)

@@ -1,0 +1,15 @@
+"""`deepspeed.runtime.config`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    {
+        "deepseek_zero": "DeepSpeedConfigError",
+        "deepseek_zero.compat.deepspeed.constants": (
+            "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER"
+        ),
+    },
+)

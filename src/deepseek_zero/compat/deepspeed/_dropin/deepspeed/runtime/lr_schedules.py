@@ -1,0 +1,15 @@
+"""`deepspeed.runtime.lr_schedules`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    {
+        "deepseek_zero.optim.lr_schedules": (
+            "add_tuning_arguments get_config_from_args LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR "
+            "WarmupDecayLR WarmupLR"
+        ),
+    },
+)

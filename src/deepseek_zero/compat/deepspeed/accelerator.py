@@ -1,0 +1,150 @@
+"""DeepSpeed's `get_accelerator()`: what scripts ask of the device this rank trains on.
+
+Two tables: what a GPU answers and what the CPU does; names they lack are an error that lists them.  Reached through the
+drop-in (`deepspeed.accelerator`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache, partial
+from typing import Any
+
+import psutil
+import torch
+
+from ...base.device import allocated_bytes, default_device, has_fast_bf16
+from ...base.errors import NotBuiltError, UnknownNameError
+from ...base.mesh import default_backend
+from ...comm.context import ranks_of_this_host
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """What a CPU has to do where a GPU waits, marks or clears."""
+
+
+def _device_of(kind: str, index: int | None = None) -> str:
+    return kind if index is None or kind == "cpu" else f"{kind}:{index}"
+
+
+def _pin(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor.pin_memory() if default_device().type == "cuda" else tensor
+
+
+def _on_accelerator(tensor: torch.Tensor) -> bool:
+    return tensor.device.type == default_device().type
+
+
+# What is asked of either kind.
+SHARED: dict[str, Callable[..., Any]] = {
+    "device_name": lambda device_index=None: _device_of(default_device().type, device_index),
+    "device": lambda device_index=None: torch.device(_device_of(default_device().type, device_index)),
+    "is_available": lambda: True,
+    "communication_backend_name": lambda: default_backend(default_device()),
+    "memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,  # of the CPU and every GPU
+    "initial_seed": torch.initial_seed,
+    "random": lambda: torch.random,
+    "is_bf16_supported": lambda: default_device().type == "cpu" or has_fast_bf16(default_device()),
+    "is_fp16_supported": lambda: True,
+    "is_fp64_supported": lambda: True,
+    "supported_dtypes": lambda: [torch.float32, torch.float16, torch.bfloat16],
+    "is_triton_supported": lambda: False,  # nothing here asks for triton's kernels
+    "pin_memory": _pin,
+    "is_pinned": lambda tensor: tensor.is_pinned(),
+    "on_accelerator": _on_accelerator,
+    "op_builder_dir": lambda: "deepspeed.ops.op_builder",
+    "visible_devices_envs": lambda: ["CUDA_VISIBLE_DEVICES"],
+    "export_envs": lambda: ["NCCL", "LD_LIBRARY", "PATH"],
+    "use_host_timers": lambda: default_device().type == "cpu",
+    "is_synchronized_device": lambda: default_device().type == "cpu",
+    "resolves_data_dependency": lambda: default_device().type == "cpu",
+    "handles_memory_backpressure": lambda: default_device().type == "cpu",
+    "get_compile_backend": lambda: "inductor",
+    "range_push": _nothing,
+    "range_pop": _nothing,
+    "lazy_call": lambda callback: callback(),
+}
+CPU: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: "cpu",
+    "current_device_name": lambda: "cpu",
+    "device_count": ranks_of_this_host,
+    "set_device": _nothing,
+    "synchronize": _nothing,
+    "empty_cache": _nothing,
+    "Stream": lambda *args, **kwargs: None,
+    "stream": lambda stream: nullcontext(),
+    "current_stream": _nothing,
+    "default_stream": _nothing,
+    "Event": lambda *args, **kwargs: None,
+    "get_rng_state": lambda device_index=None: torch.get_rng_state(),
+    "set_rng_state": lambda new_state, device_index=None: torch.set_rng_state(new_state),
+    "default_generator": lambda device_index=None: torch.default_generator,
+    "max_memory_allocated": lambda device_index=None: allocated_bytes(default_device()),
+    "memory_reserved": lambda device_index=None: allocated_bytes(default_device()),
+    "max_memory_reserved": lambda device_index=None: allocated_bytes(default_device()),
+    "memory_stats": lambda device_index=None: {},
+    "reset_peak_memory_stats": _nothing,
+    "reset_max_memory_allocated": _nothing,
+    "total_memory": lambda device_index=None: psutil.virtual_memory().total,
+    "available_memory": lambda device_index=None: psutil.virtual_memory().available,
+    "is_current_stream_capturing": lambda: False,
+}
+
+
+def _of_cuda(name: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(torch.cuda, name)(*args, **kwargs)
+
+
+CUDA: dict[str, Callable[..., Any]] = {name: partial(_of_cuda, name) for name in CPU} | {
+    "current_device_name": lambda: f"cuda:{torch.cuda.current_device()}",
+    "default_generator": lambda device_index: torch.cuda.default_generators[device_index],
+    "total_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[1],
+    "available_memory": lambda device_index=None: torch.cuda.mem_get_info(device_index)[0],
+    "reset_max_memory_allocated": torch.cuda.reset_peak_memory_stats,
+}
+
+
+class Accelerator:
+    """One rank's device, a GPU or the CPU, under DeepSpeed's method names."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        own = CPU if default_device().type == "cpu" else CUDA
+        if name in SHARED:
+            return SHARED[name]
+        if name in own:
+            return own[name]
+        if name.startswith("_"):
+            raise AttributeError(name)
+        raise UnknownNameError(
+            f"get_accelerator().{name} is not here.", fix=f"what there is: {', '.join(sorted({*SHARED, *own}))}."
+        )
+
+    def __dir__(self) -> list[str]:
+        return sorted({*SHARED, *CPU})
+
+
+DeepSpeedAccelerator = Accelerator
+
+
+@cache
+def get_accelerator() -> Accelerator:
+    """The device this rank trains on; one object per process."""
+    return Accelerator()
+
+
+def set_accelerator(accel_obj: Any) -> None:
+    """DeepSpeed takes another device here; ours is the GPU where there is one, else the CPU."""
+    if accel_obj is not get_accelerator():
+        raise NotBuiltError(
+            "set_accelerator() with an accelerator of your own is not built.",
+            "Ranks train on CUDA GPUs or on the CPU.",
+            "hide the GPUs by CUDA_VISIBLE_DEVICES= to train on the CPU.",
+        )
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether this rank's device is one we train on: it is always chosen so."""
+    return True

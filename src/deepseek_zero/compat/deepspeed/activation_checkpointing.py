@@ -1,0 +1,86 @@
+"""DeepSpeed's `deepspeed.checkpointing`: recomputation of activations, in its words.
+
+activations/recompute.py does it; `deepseek_zero.checkpointing` re-exports these.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ...activations import recompute
+from ...activations.recompute import RecomputeSettings, checkpoint
+from ...base.errors import NotBuiltError, UsageError
+from ...base.given import whole_number
+from ...config import Config
+from ...config.load import load
+from ...engine.tiers import recompute_settings_of
+from ...tiers.tier import Tier
+
+__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+
+WORDS = (
+    "partition_activations",
+    "contiguous_checkpointing",
+    "num_checkpoints",
+    "checkpoint_in_cpu",
+    "synchronize",  # without effect: it orders nothing that is not ordered already
+    "profile",
+)
+
+non_reentrant_checkpoint = checkpoint
+
+
+def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
+    """Say where `checkpoint` keeps its inputs, for the whole process.
+
+    deepspeed_config: a dict, a path or JSON text, whose `activation_checkpointing` section is read; without it, what
+    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: names the
+    groups of tensor parallelism, which is not built.
+    """
+    unknown = [name for name in words if name not in WORDS]
+    if unknown:
+        raise UsageError(
+            f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join(WORDS)}."
+        )
+    if words.get("partition_activations"):
+        raise NotBuiltError(
+            "checkpointing.configure(partition_activations=True) is not built yet.",
+            "It spreads activations over tensor-parallel ranks, and comes with tensor parallelism.",
+            "leave it out; checkpoint_in_cpu=True or activation_checkpointing.device frees more.",
+        )
+    recompute.configure(_changed(_settings(deepspeed_config), words))
+
+
+def _settings(deepspeed_config: Any) -> RecomputeSettings:
+    """What a configuration says, or what is in force."""
+    if deepspeed_config is not None:
+        return recompute_settings_of(Config.model_validate(load(deepspeed_config).values))
+    current = recompute.current()
+    return current.settings if current is not None else RecomputeSettings()
+
+
+def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSettings:
+    tier, cpu, contiguous = settings.tier, words.get("checkpoint_in_cpu"), words.get("contiguous_checkpointing")
+    if cpu is not None:
+        tier = Tier.HOST if cpu else None if tier is Tier.HOST else tier
+    if contiguous is not None:
+        tier = tier or Tier.DEVICE if contiguous else None if tier is Tier.DEVICE else tier
+    count, profile = words.get("num_checkpoints"), words.get("profile")
+    return replace(
+        settings,
+        tier=tier,
+        checkpoints=settings.checkpoints if count is None else whole_number("configure", "num_checkpoints", count, 1),
+        profile=settings.profile if profile is None else bool(profile),
+    )
+
+
+def is_configured() -> bool:
+    """Whether anything was said of it: by `configure`, or by the configuration of an engine that is alive."""
+    return recompute.current() is not None
+
+
+def reset() -> None:
+    """Give the memory of parked inputs up; its size is learned anew.  Graphs that are alive keep theirs."""
+    if (current := recompute.current()) is not None:
+        current.reset()

@@ -1,0 +1,128 @@
+"""DeepSpeed's `deepspeed.elasticity`: the arithmetic of config/elastic.py in its words.
+
+DeepSpeed has taken the room out; schedulers of clusters still ask it.  Reached through the drop-in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...base.errors import ConfigError, NotBuiltError
+from ...config.elastic import ElasticBatch, ElasticRequest, elastic_batch
+
+
+class ElasticityError(ConfigError):
+    """An elastic batch cannot be found."""
+
+
+class ElasticityConfigError(ElasticityError):
+    """The `elasticity` section cannot be used."""
+
+
+class ElasticityIncompatibleWorldSize(ElasticityError):
+    """This number of ranks cannot train with the batch."""
+
+
+DEFAULTS: dict[str, Any] = {
+    "enabled": False,
+    "max_train_batch_size": None,
+    "micro_batch_sizes": None,
+    "min_gpus": 1,
+    "max_gpus": 10_000,
+    "prefer_larger_batch": True,
+    "version": 0.2,
+    "num_gpus_per_node": 1,
+    "model_parallel_size": 1,
+    "min_time": 0,
+    "ignore_non_elastic_batch_info": False,
+}
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
+    """Whether a configuration asks for elastic batches."""
+    return bool(ds_config.get("elasticity", {}).get("enabled", False))
+
+
+def compute_elastic_config(
+    ds_config: Mapping[str, Any],
+    target_deepspeed_version: str = "",
+    world_size: int = 0,
+    return_microbatch: bool = False,
+) -> tuple[Any, ...]:
+    """(batch, numbers of ranks that can train with it), and the micro-batch where a world size or
+    `return_microbatch` asks for it.
+
+    target_deepspeed_version: ignored; there is one arithmetic here.
+    """
+    section = _section(ds_config)
+    request = ElasticRequest(
+        section["max_train_batch_size"],
+        tuple(section["micro_batch_sizes"]),
+        section["min_gpus"],
+        section["max_gpus"],
+        section["prefer_larger_batch"],
+    )
+    found = elastic_batch(request)
+    if world_size and world_size not in found.ranks:
+        raise ElasticityIncompatibleWorldSize(
+            f"world size {world_size} cannot train with the elastic batch {found.batch}.",
+            fix=f"use one of these numbers of ranks: {', '.join(map(str, found.ranks))}.",
+        )
+    if not world_size and not return_microbatch:
+        return found.batch, list(found.ranks)
+    return found.batch, list(found.ranks), _micro_batch(found, request, world_size)
+
+
+def _micro_batch(found: ElasticBatch, request: ElasticRequest, world_size: int) -> int | None:
+    return found.micro_batch_for(world_size or found.ranks[0], request.micro_batches)
+
+
+def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
+    """The section with its defaults, checked."""
+    given = ds_config.get("elasticity")
+    if not isinstance(given, Mapping):
+        raise ElasticityConfigError("the configuration has no section `elasticity`.", fix="state one.")
+    section = {**DEFAULTS, **given}
+    problems = [
+        (not section["enabled"], "elasticity.enabled is false"),
+        (bool(unknown := sorted(given.keys() - DEFAULTS.keys())), f"elasticity has no key {', '.join(unknown)}"),
+        (not _count(section["max_train_batch_size"]), "elasticity.max_train_batch_size is missing or not a count"),
+        (not _counts(section["micro_batch_sizes"]), "elasticity.micro_batch_sizes is missing or not a list of counts"),
+        (not (_count(section["min_gpus"]) and _count(section["max_gpus"])), "min_gpus and max_gpus count from 1"),
+    ]
+    wrong = [text for is_wrong, text in problems if is_wrong]
+    if wrong:
+        raise ElasticityConfigError(f"{'; '.join(wrong)}.", fix="correct the section `elasticity`.")
+    _refuse(ds_config, section)
+    return section
+
+
+def _refuse(ds_config: Mapping[str, Any], section: Mapping[str, Any]) -> None:
+    if section["max_train_batch_size"] < max(section["micro_batch_sizes"]):
+        raise ElasticityConfigError(
+            f"elasticity.micro_batch_sizes has {max(section['micro_batch_sizes'])}, which exceeds "
+            f"max_train_batch_size {section['max_train_batch_size']}.",
+            fix="raise the one or leave out the other.",
+        )
+    if section["model_parallel_size"] != 1:
+        raise NotBuiltError(
+            f"elasticity.model_parallel_size {section['model_parallel_size']} is not built.",
+            "Tensor parallelism comes with a later part.",
+            "set it to 1.",
+        )
+    stated = [key for key in BATCH_KEYS if key in ds_config]
+    if stated and not section["ignore_non_elastic_batch_info"]:
+        raise ElasticityConfigError(
+            f"{', '.join(stated)} stands beside `elasticity`, which computes the batch.",
+            fix="leave it out, or set elasticity.ignore_non_elastic_batch_info to true.",
+        )
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _counts(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and bool(values) and all(map(_count, values))

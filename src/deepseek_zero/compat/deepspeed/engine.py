@@ -1,0 +1,419 @@
+"""DeepSpeed's engine: its words for what is here, each a call of the engine room or a row of a table.
+
+GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of every other name why it is missing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data.distributed import DistributedSampler
+
+from ...base.errors import NotBuiltError
+from ...base.given import path_of, refuse
+from ...base.log import log_once
+from ...checkpoint.export import ExportSettings, consolidated, export_file
+from ...checkpoint.hf_folder import MAX_SHARD_BYTES
+from ...checkpoint.save import SaveSettings
+from ...comm.context import local_rank
+from ...engine import accumulate, exporting, saving
+from ...engine.compiling import compile_units, restore
+from ...engine.data import ShardedLoader
+from ...engine.engine import Engine
+from .dropin import is_dropin_imported
+from .missing import ENGINE, engine_name_missing, missing_names
+
+__all__ = ["DeepSpeedEngine"]
+
+
+def _groups(engine: Engine) -> list[dict[str, Any]]:
+    return engine.optimizer.param_groups if engine.optimizer is not None else []
+
+
+def _mom(engine: Engine) -> list[Any]:
+    return [group.get("momentum", group.get("betas", 0.0)) for group in _groups(engine)]
+
+
+def _norm(engine: Engine) -> float | None:
+    last = engine.optimizer.last if engine.optimizer is not None else None
+    return last.norm if last is not None else None
+
+
+def _offload(section: Any) -> Any:
+    """The section, None where nothing is offloaded; as DeepSpeed answers."""
+    return section if section.device != "none" else None
+
+
+def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
+    fp16 = engine.config.fp16
+    if not fp16.enabled or fp16.loss_scale:
+        return None
+    return {
+        "init_scale": 2.0**fp16.initial_scale_power,
+        "scale_window": fp16.loss_scale_window,
+        "min_scale": fp16.min_loss_scale,
+        "delayed_shift": fp16.hysteresis,
+        "consecutive_hysteresis": fp16.consecutive_hysteresis,
+    }
+
+
+GETTERS: dict[str, Callable[[Engine], Any]] = {
+    # Batch
+    "train_batch_size": lambda e: e.config.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda e: e.config.train_micro_batch_size_per_gpu,
+    "gradient_accumulation_steps": lambda e: e.config.gradient_accumulation_steps,
+    "get_batch_info": lambda e: (
+        e.config.train_batch_size,
+        e.config.train_micro_batch_size_per_gpu,
+        e.config.gradient_accumulation_steps,
+    ),
+    "managed_gradient_accumulation": lambda e: e.config.managed_gradient_accumulation,
+    "dataloader_drop_last": lambda e: e.config.dataloader_drop_last,
+    # ZeRO
+    "zero_optimization": lambda e: e.config.zero_optimization.stage > 0,
+    "zero_optimization_stage": lambda e: e.config.zero_optimization.stage,
+    "zero_optimization_partition_gradients": lambda e: e.config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda e: e.config.zero_optimization.stage >= 3,
+    "zero_gather_16bit_weights_on_model_save": (
+        lambda e: e.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ),
+    "zero_overlap_comm": lambda e: e.config.zero_optimization.overlap_comm,
+    "zero_reduce_bucket_size": lambda e: e.config.zero_optimization.reduce_bucket_size,
+    "zero_sub_group_size": lambda e: e.config.zero_optimization.sub_group_size,
+    "zero_prefetch_bucket_size": lambda e: e.config.zero_optimization.stage3_prefetch_bucket_size,
+    "zero_param_persistence_threshold": lambda e: e.config.zero_optimization.stage3_param_persistence_threshold,
+    "zero_model_persistence_threshold": lambda e: e.config.zero_optimization.stage3_model_persistence_threshold,
+    "zero_max_live_parameters": lambda e: e.config.zero_optimization.stage3_max_live_parameters,
+    "zero_max_reuse_distance": lambda e: e.config.zero_optimization.stage3_max_reuse_distance,
+    "zero_ignore_unused_parameters": lambda e: e.config.zero_optimization.ignore_unused_parameters,
+    "zero_allow_untested_optimizer": lambda e: e.config.zero_allow_untested_optimizer,
+    "zero_offload_optimizer": lambda e: _offload(e.config.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda e: _offload(e.config.zero_optimization.offload_param),
+    "zero_cpu_offload": lambda e: e.config.zero_optimization.offload_optimizer.device == "cpu",
+    # Precision
+    "fp16_enabled": lambda e: e.config.fp16.enabled,
+    "fp16_auto_cast": lambda e: e.config.fp16.auto_cast,
+    "bfloat16_enabled": lambda e: e.config.bf16.enabled,
+    "torch_autocast_enabled": lambda e: e.config.torch_autocast.enabled,
+    "torch_autocast_dtype": lambda e: e.runtime.settings.policy.autocast,
+    "amp_enabled": lambda e: e.config.amp.enabled,
+    "get_data_types": lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
+    "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
+    "dynamic_loss_scale_args": _scale_arguments,
+    "initial_dynamic_scale": lambda e: 2.0**e.config.fp16.initial_scale_power,
+    "loss_scale": lambda e: e.config.fp16.loss_scale,
+    # Optimizer and schedule
+    "gradient_clipping": lambda e: e.config.gradient_clipping,
+    "gradient_predivide_factor": lambda e: e.config.gradient_predivide_factor,
+    "prescale_gradients": lambda e: e.config.prescale_gradients,
+    "get_global_grad_norm": _norm,
+    "optimizer_name": lambda e: (
+        type(e.optimizer.inner).__name__ if e.config.optimizer.type is None and e.optimizer else e.config.optimizer.type
+    ),
+    "optimizer_params": lambda e: e.config.optimizer.params,
+    "scheduler_name": lambda e: e.config.scheduler.type,
+    "scheduler_params": lambda e: e.config.scheduler.params,
+    "get_lr": lambda e: [group["lr"] for group in _groups(e)],
+    "get_mom": _mom,
+    "get_type": lambda e: [group.get("type") for group in _groups(e)],
+    # Logging
+    "steps_per_print": lambda e: e.config.steps_per_print,
+    "wall_clock_breakdown": lambda e: e.config.wall_clock_breakdown,
+    "memory_breakdown": lambda e: e.config.memory_breakdown,
+    "dump_state": lambda e: e.config.dump_state,
+    "log_level": lambda e: e.config.log_level,
+    "tensorboard_enabled": lambda e: e.config.tensorboard.enabled,
+    "wandb_enabled": lambda e: e.config.wandb.enabled,
+    "csv_monitor_enabled": lambda e: e.config.csv_monitor.enabled,
+    "flops_profiler_enabled": lambda e: e.config.flops_profiler.enabled,
+    "flops_profiler_profile_step": lambda e: e.config.flops_profiler.profile_step,
+    "flops_profiler_module_depth": lambda e: e.config.flops_profiler.module_depth,
+    "flops_profiler_top_modules": lambda e: e.config.flops_profiler.top_modules,
+    "flops_profiler_detailed": lambda e: e.config.flops_profiler.detailed,
+    "flops_profiler_output_file": lambda e: e.config.flops_profiler.output_file,
+    "flops_profiler_recompute_fwd_factor": lambda e: e.config.flops_profiler.recompute_fwd_factor,
+    # Checkpoints
+    "checkpoint_tag_validation_enabled": lambda e: e.config.checkpoint.tag_validation != "Ignore",
+    "checkpoint_tag_validation_fail": lambda e: e.config.checkpoint.tag_validation == "Fail",
+    "load_universal_checkpoint": lambda e: e.config.checkpoint.load_universal,
+    "use_node_local_storage": lambda e: e.config.checkpoint.use_node_local_storage,
+    # What is off because it is not built
+    "pld_enabled": lambda e: False,
+    "curriculum_enabled_legacy": lambda e: False,
+    "curriculum_learning_enabled": lambda e: False,
+    "random_ltd_enabled": lambda e: False,
+    "eigenvalue_enabled": lambda e: False,
+    "autotuning_enabled": lambda e: False,
+    "elasticity_enabled": lambda e: False,
+    "sparse_gradients_enabled": lambda e: False,
+    "is_deepcompile_enabled": lambda e: False,
+    "is_deepcompile_active": lambda e: False,
+}
+
+ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
+    "_config": lambda e: e.config,
+    "local_rank": lambda e: local_rank(),
+    "global_rank": lambda e: e.mesh.rank,
+    "world_size": lambda e: e.mesh.size,
+    "dp_world_size": lambda e: e.mesh.size,
+    "seq_dp_world_size": lambda e: e.mesh.size,
+    "mp_world_size": lambda e: 1,
+    "mpu": lambda e: None,
+    "monitor": lambda e: e.observer.monitor,
+    "timers": lambda e: e.observer.timers,
+    "basic_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
+    "communication_data_type": lambda e: e.runtime.settings.policy.reduce or e.runtime.settings.policy.compute,
+    "sparse_tensor_module_names": lambda e: set(),
+    "warn_unscaled_loss": lambda e: False,
+}
+
+METHODS = (
+    "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
+    "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
+    "memory_report destroy"
+).split()
+
+
+class DeepSpeedEngine(Engine):
+    """The engine under DeepSpeed's names."""
+
+    client_optimizer: Any = None
+    client_lr_scheduler: Any = None
+
+    # -- the optimizer's words, which Lightning looks for on the engine
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state if self.optimizer is not None else {}
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return self.optimizer.defaults if self.optimizer is not None else {}
+
+    # -- batch
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
+        accumulate.set_train_batch_size(self, train_batch_size)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows."""
+        accumulate.set_train_micro_batch_size(self, micro_batch_size)
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> ShardedLoader:
+        """A loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
+
+        pin_memory: memory is pinned where the device is a GPU, whatever is said here.
+        """
+        if num_local_io_workers:
+            raise NotBuiltError(
+                f"deepspeed_io(num_local_io_workers={num_local_io_workers}) is not built yet.",
+                "Batches are made in this process, one ahead of the step.",
+                "pass your own DataLoader's batches to the engine, with as many workers as you like.",
+            )
+        sampler = data_sampler
+        if sampler is None and route != "train":
+            sampler = DistributedSampler(dataset, self.mesh.size, self.mesh.rank, shuffle=False)
+        size = batch_size or self.config.train_micro_batch_size_per_gpu
+        return ShardedLoader(dataset, size, self.mesh, collate_fn, self.config.dataloader_drop_last, sampler)
+
+    # -- saving
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+        wait: bool = True,
+    ) -> bool:
+        """Write `save_dir/tag`; True.  Collective; every rank needs the same `save_dir`.
+
+        client_state: plain values and tensors; rank 0's is saved.  wait=False: write while training goes on; the first
+        step after the last byte makes it visible, or raises what went wrong, as `finish_saving` does at once.
+        """
+        folder = path_of("save_checkpoint", "save_dir", save_dir)
+        if not isinstance(client_state, Mapping | None):
+            wanted = "a dict of plain values and tensors"
+            raise refuse("save_checkpoint", "client_state", client_state, wanted, "pass a dict, or leave it out.")
+        policy = self.config.checkpoint
+        settings = SaveSettings(
+            save_latest, exclude_frozen_parameters, policy.tag_validation, wait, policy.snapshot_bytes
+        )
+        # Behind DeepSpeed's name stand clients that may look for its files.
+        saving.save_checkpoint(
+            self, folder, tag, dict(client_state or {}), settings, prefers_deepspeed=is_dropin_imported()
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, Any]:
+        """Go on from a checkpoint of any world size and stage: (path, client_state), (None, None) without one.
+
+        tag: None for what `latest` names, "newest" for the newest one of which every byte is right.  Collective.
+        """
+        _refuse_load_fn("load_checkpoint", custom_load_fn)
+        folder = path_of("load_checkpoint", "load_dir", load_dir)
+        restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        return saving.load_checkpoint(self, folder, tag, restore)
+
+    def finish_saving(self) -> None:
+        """Wait for a checkpoint that is written while training goes on.  Collective where there is one."""
+        self.parts.saver.finish()
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """The model's whole state dict, on every rank.  Collective."""
+        state = dict(self.module.state_dict())
+        frozen = {
+            name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
+        }
+        return {name: value for name, value in state.items() if not (exclude_frozen_parameters and name in frozen)}
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Load a whole state dict (or {"module": state dict}); every rank passes it and keeps its slices."""
+        _refuse_load_fn("load_module_state_dict", custom_load_fn)
+        if not isinstance(checkpoint, Mapping):
+            wanted = 'a whole state dict, or {"module": state dict}'
+            raise refuse(
+                "load_module_state_dict", "checkpoint", checkpoint, wanted, "pass module_state_dict()'s result."
+            )
+        inner = checkpoint.get("module")
+        self.module.load_state_dict(inner if isinstance(inner, Mapping) else dict(checkpoint), strict=strict)
+
+    def save_16bit_model(
+        self, save_dir: str | Path, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the whole weights, in the dtype they compute in, as one file of rank 0.  Collective.
+
+        A name that ends in .safetensors is written as such, tied weights once.  False at stage 3 without
+        stage3_gather_16bit_weights_on_model_save, as in DeepSpeed.
+        """
+        target = path_of("save_16bit_model", "save_dir", save_dir)
+        target /= path_of("save_16bit_model", "save_filename", save_filename)
+        zero = self.config.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            log_once(f"Did not save the model {target} because stage3_gather_16bit_weights_on_model_save is False.")
+            return False
+        settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)
+        export_file(self.runtime, target, settings)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """The whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
+        return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
+
+    def export(
+        self,
+        path: str | Path,
+        dtype: torch.dtype | str | None = None,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
+        exclude_frozen: bool = False,
+    ) -> Path:
+        """Write the whole weights for others to read: a folder that `from_pretrained` loads, or one file.  Collective.
+
+        path: a folder of safetensors, or a file that ends in .safetensors, .pth, .pt or .bin.  dtype: "fp32", "bf16", a
+        torch.dtype; None: what the weights compute in.
+        """
+        return exporting.export(self.runtime, path, dtype, max_shard_bytes, exclude_frozen)
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices alone.  Collective."""
+        exporting.load_weights(self.runtime, path, strict)
+
+    # -- memory and speed
+
+    def empty_partition_cache(self) -> None:
+        """Put every unit to rest and free the buffers kept for the next gather; between steps, on every rank."""
+        with torch.no_grad():
+            self.runtime.gatherer.reshard_all()
+        for group in self.runtime.groups:
+            group.comm_ctx.pool.clear()
+
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile each unit's forward by torch.compile; gathering and reduction stay outside the graphs."""
+        if schedule is not None or compiled_autograd_enabled:
+            raise NotBuiltError(
+                "engine.compile(schedule=..., compiled_autograd_enabled=True) is not built.",
+                "Those are DeepCompile's passes; units are compiled one by one here.",
+                "leave both out.",
+            )
+        if self.parts.vertical is not None:
+            raise NotBuiltError(
+                "engine.compile() beside vertical_micro_batches is not built.",
+                "Both stand in for the forward of a unit.",
+                "leave one of the two out.",
+            )
+        if not self.is_compiled:
+            self.__dict__["_compiled_units"] = compile_units(
+                self.runtime, {"backend": backend, **(compile_kwargs or {})}
+            )
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compile() was called."""
+        return bool(self.__dict__.get("_compiled_units"))
+
+    def destroy(self) -> None:
+        """Unhook the model, undo compile() and close the records; calling it twice is harmless."""
+        restore(self.__dict__.pop("_compiled_units", []))
+        super().destroy()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GETTERS:
+            return lambda: GETTERS[name](self)
+        if name in ATTRIBUTES:
+            return ATTRIBUTES[name](self)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name in missing_names(ENGINE):
+                raise engine_name_missing(name, [*METHODS, *GETTERS, *ATTRIBUTES]) from None
+            raise
+
+
+def _refuse_load_fn(owner: str, given: Any) -> None:
+    if given is not None:
+        raise NotBuiltError(
+            f"{owner}(custom_load_fn=...) is not built yet.",
+            "Each rank reads only its own slices, so there is no whole state dict to hand over.",
+            "load with load_module_strict=False, or change weights inside zero.GatheredParameters.",
+        )

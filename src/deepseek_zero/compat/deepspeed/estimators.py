@@ -1,0 +1,160 @@
+"""DeepSpeed's memory estimators in its words, with the bytes of our own plans: mixed precision with Adam.
+
+A row of the table per place of parameters and optimizer states.  DeepSpeed multiplies by guesses (18 bytes, a factor of
+1.5 for buffers); these are what planner/memory.py counts for a plan.  Reached through the drop-in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from ...planner.memory import GroupFacts, total_bytes
+from ...planner.spec import PlanSettings, plan_for
+from ...precision.policy import Policy
+from ...tiers.tier import Tier
+
+GIB = 2**30
+
+
+def estimate_zero3_model_states_mem_needs(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    cpu_offload_params: bool = True,
+    zero_init: bool = True,
+    additional_buffer_factor: float = 1.0,
+) -> tuple[int, int, int]:
+    """(bytes of a host, bytes of a GPU, bytes of the largest layer gathered in forward and backward).
+
+    zero_init: whether the model is built shard by shard; otherwise each rank first builds all of it in fp32 on the
+    host.  additional_buffer_factor: on the host's bytes; 1 is what is counted.
+    """
+    ranks = num_gpus_per_node * num_nodes
+    found = _states(3, total_params, ranks, cpu_offload, cpu_offload and cpu_offload_params)
+    largest = 2 * 2 * largest_layer_params  # its weight, and the one gathered ahead or its gradient, in 16 bits
+    building = 4 * (largest_layer_params if zero_init else total_params)
+    host = max(found[Tier.HOST], building) * num_gpus_per_node * additional_buffer_factor
+    return int(host), found[Tier.DEVICE] + largest, largest
+
+
+def estimate_zero2_model_states_mem_needs(
+    total_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    cpu_offload: bool = True,
+    additional_buffer_factor: float = 1.0,
+) -> tuple[int, int]:
+    """(bytes of a host, bytes of a GPU).  The model is built in fp32 on the host by every rank."""
+    found = _states(2, total_params, num_gpus_per_node * num_nodes, cpu_offload, False)
+    host = max(found[Tier.HOST], 4 * total_params) * num_gpus_per_node * additional_buffer_factor
+    return int(host), found[Tier.DEVICE]
+
+
+def estimate_zero3_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> None:
+    """Print the table of stage 3 for a model; one on the meta device will do."""
+    estimate_zero3_model_states_mem_needs_all_cold(
+        *model_to_params(model), num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero3_model_states_mem_needs_all_cold(
+    total_params: int,
+    largest_layer_params: int,
+    num_gpus_per_node: int = 1,
+    num_nodes: int = 1,
+    additional_buffer_factor: float = 1.0,
+) -> None:
+    """Print the table of stage 3 for a number of parameters."""
+    rows = []
+    for optimizer, weights, init in _cases():
+        host, device, _ = estimate_zero3_model_states_mem_needs(
+            total_params,
+            largest_layer_params,
+            num_gpus_per_node,
+            num_nodes,
+            optimizer,
+            weights,
+            init,
+            additional_buffer_factor,
+        )
+        places = f"offload_param={_place(weights)}, offload_optimizer={_place(optimizer)}"
+        rows.append((host, device, f"{places}, zero_init={int(init)}"))
+    layer = f", {largest_layer_params // 10**6}M largest layer params"
+    _print(rows, total_params, layer, num_gpus_per_node, num_nodes)
+
+
+def estimate_zero2_model_states_mem_needs_all_live(
+    model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> None:
+    """Print the table of stage 2 for a model; one on the meta device will do."""
+    estimate_zero2_model_states_mem_needs_all_cold(
+        model_to_params(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor
+    )
+
+
+def estimate_zero2_model_states_mem_needs_all_cold(
+    total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.0
+) -> None:
+    """Print the table of stage 2 for a number of parameters."""
+    rows = [
+        (
+            *estimate_zero2_model_states_mem_needs(
+                total_params, num_gpus_per_node, num_nodes, offloaded, additional_buffer_factor
+            ),
+            f"offload_optimizer={_place(offloaded)}",
+        )
+        for offloaded in (True, False)
+    ]
+    _print(rows, total_params, "", num_gpus_per_node, num_nodes)
+
+
+def model_to_params(model: nn.Module) -> tuple[int, int]:
+    """Parameters in all, and in the largest layer."""
+    layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
+    return sum(param.numel() for param in model.parameters()), max(layers, default=0)
+
+
+def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool) -> dict[Tier, int]:
+    """Bytes of one rank on the device and on the host: bf16 with Adam, the plan multiplied out."""
+    settings = PlanSettings(
+        stage=stage,
+        policy=Policy(compute=torch.bfloat16),
+        state_tier=Tier.HOST if offload_states else Tier.DEVICE,
+        weight_tier=Tier.HOST if offload_weights else Tier.DEVICE,
+    )
+    padded = -(-params // ranks) * ranks
+    plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)
+    found = total_bytes([GroupFacts(plan, padded, ranks)])
+    host = found.pop(Tier.HOST.value, 0)
+    return {Tier.HOST: host, Tier.DEVICE: sum(found.values())}
+
+
+def _cases() -> Iterator[tuple[bool, bool, bool]]:
+    """Optimizer offloaded, weights offloaded, built by zero.Init; weights never without the optimizer."""
+    for optimizer, weights in ((True, True), (True, False), (False, False)):
+        for init in (True, False):
+            yield optimizer, weights, init
+
+
+def _place(offloaded: bool) -> str:
+    return "cpu " if offloaded else "none"
+
+
+def _print(rows: list[tuple[int, int, str]], params: int, layer: str, per_node: int, nodes: int) -> None:
+    """DeepSpeed's table, on standard output as there."""
+    lines = [
+        "Estimated memory needed for params, optim states and gradients for a:",
+        f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per node.",
+        f"SW: Model with {params // 10**6}M total params{layer}.",
+        "  per CPU  |  per GPU |   Options",
+        *(f" {host / GIB:7.2f}GB | {device / GIB:6.2f}GB | {options}" for host, device, options in rows),
+    ]
+    sys.stdout.write("\n".join(lines) + "\n")

@@ -1,0 +1,160 @@
+"""DeepSpeed's `initialize` and `add_config_arguments`: they read a configuration and make a DeepSpeedEngine.
+
+The engine's class stands in engine.py, because `from deepspeed import DeepSpeedEngine` is asked often (accelerate's
+`unwrap_model`) and pays for no pydantic there.
+
+Behind the name `deepspeed` (dropin.py) stand programs that were written for DeepSpeed, and `initialize` does more for
+them: it takes unknown keys with a warning, joins a group where a process is alone, ends the engine that a model was in
+(the Trainer evaluates before it trains, Lightning tests after it has fitted, and neither destroys its first engine),
+and refuses a world that accelerate counted wrongly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ...base.errors import NotBuiltError, UsageError
+from ...base.given import refuse, whole_number
+from ...config import choose_source
+from ...config.keywords import ConfigKeywords
+from ...config.load import load
+from ...engine.engine import Engine
+from ...engine.start import Request, module_of, parameters_of, start
+from ...sharding.group import ParamGroup
+from ...sharding.handle import owner_of
+from .comm import init_distributed, join
+from .dropin import is_dropin_imported
+from .engine import DeepSpeedEngine
+from .parameters import ParameterOffload, show_ds_names
+
+# A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
+Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
+
+__all__ = ["ConfigKeywords", "add_config_arguments", "initialize"]
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Configuration = None,
+    mesh_param: Any = None,
+    config_params: Configuration = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
+
+    config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.
+    optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
+    schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
+    or groups to train.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
+    """
+    if model is None:
+        raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise NotBuiltError(
+                f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
+            )
+    if dist_init_required not in (None, True, False):
+        raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
+    whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)
+    parameters = None
+    if model_parameters is not None:
+        parameters = parameters_of("initialize", "model_parameters", model_parameters)
+    source, origin = choose_source(config, config_params, args)
+    # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
+    # torch.distributed for their rank even where they are alone.
+    unchanged = is_dropin_imported()
+    raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
+    if dist_init_required is not False:
+        (init_distributed if unchanged else join)(distributed_port=distributed_port)
+    if unchanged:
+        refuse_miscount()
+        end_engine_of(module_of(model))
+    request = Request(
+        model, optimizer, parameters, lr_scheduler, training_data, collate_fn, drops_idle_schedule=unchanged
+    )
+    engine = start(raw, request, DeepSpeedEngine)
+    assert isinstance(engine, DeepSpeedEngine)
+    if engine.config.zero_optimization.stage == 3:
+        show_ds_names(engine.runtime)
+        if engine.optimizer is not None:
+            vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
+    _engines[engine.module] = weakref.ref(engine)
+    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", action="store_true", help="use the engine (a flag for the script to read)")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    group.add_argument("--deepscale", action="store_true", help="deprecated spelling of --deepspeed")
+    group.add_argument("--deepscale_config", type=str, default=None, help="deprecated spelling of --deepspeed_config")
+    return parser
+
+
+# Model -> its engine, both weakly.
+_engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+
+
+def end_engine_of(model: nn.Module) -> None:
+    """Destroy the engine the model is in, if there is one; what its last step left to do is done first."""
+    reference = _engines.pop(model, None)
+    engine = reference() if reference is not None else None
+    owners = {owner_of(param) for param in model.parameters()}
+    for group in [owner for owner in owners if isinstance(owner, ParamGroup)]:
+        optimizer = group.optimizer()
+        if optimizer is not None:
+            optimizer.finish()
+        runtime = group.runtime()
+        if engine is None and runtime is not None:  # the engine is gone already; its optimizer is still held
+            runtime.remove_hooks()
+    if engine is not None:
+        engine.destroy()
+
+
+def refuse_miscount() -> None:
+    """Raise where accelerate drives this process as DeepSpeed's launcher and counted another world.
+
+    accelerate counts before DeepSpeed starts the group, and takes CPU ranks for one process each unless it is told how
+    they talk.  Its batch sizes are then those of one process, and its loaders give every rank the same batches: an
+    error, even where the sizes happen to fit.  Local, and the same on every rank.
+    """
+    size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    counted = _counted_by_accelerate()
+    if counted is None or counted == size:
+        return
+    raise UsageError(
+        f"accelerate counted {counted} {'process' if counted == 1 else 'processes'}, and this world has {size}.",
+        "Its batch sizes would not fit, and every rank would be given the same batches.  On CPUs it counts 1 unless it "
+        "is told how they talk.",
+        'pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator, or start one process; '
+        "docs/how-to/accelerate.md and trainer.md have programs that run.",
+    )
+
+
+def _counted_by_accelerate() -> int | None:
+    """Its number of processes, where it was started for DeepSpeed; asked of a module that others have imported."""
+    state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
+    shared = getattr(state, "_shared_state", None)
+    if not isinstance(shared, Mapping) or "DEEPSPEED" not in str(shared.get("distributed_type")):
+        return None
+    count = shared.get("num_processes")
+    return count if isinstance(count, int) else None

@@ -1,0 +1,106 @@
+"""DeepSpeed's leaf modules: blocks that travel as one piece (mixtures of experts), marked before wrapping.
+
+The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test;
+planner/auto_wrap_policy.py reads it when units are chosen.  Re-exported by `deepseek_zero.utils`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from ...base.errors import UsageError
+from ...sharding.handle import owner_of
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark every module of these classes (types, class names, or full class names); returns them."""
+    return _mark(
+        model,
+        lambda name, module: _is_one_of(module, leaf_module_classes),
+        True,
+        raise_if_not_found,
+        leaf_module_classes,
+    )
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Take the mark off every module of these classes; returns them."""
+    return _mark(
+        model,
+        lambda name, module: _is_one_of(module, leaf_module_classes),
+        False,
+        raise_if_not_found,
+        leaf_module_classes,
+    )
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules by their full names in the model; returns them."""
+    return _mark(model, lambda name, module: name in module_names, True, raise_if_not_found, module_names)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Mark modules whose full names end like this; returns them."""
+    ends = tuple(module_name_suffixes)
+    return _mark(model, lambda name, module: name.endswith(ends), True, raise_if_not_found, module_name_suffixes)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """The marked modules."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark off."""
+    _refuse_wrapped(model)
+    model._z3_leaf = flag  # type: ignore[assignment]
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether this very module is marked."""
+    return bool(model.__dict__.get("_z3_leaf", False))
+
+
+def z3_leaf_parameter(param: nn.Parameter) -> bool:
+    """Whether a parameter was marked as belonging to a leaf module; parameters are never marked here."""
+    return False
+
+
+def _mark(
+    model: nn.Module, wanted: Callable[[str, nn.Module], bool], flag: bool, must_find: bool, asked: Sequence[object]
+) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if wanted(name, module)]
+    if must_find and not found:
+        classes = sorted({type(module).__name__ for module in model.modules()})
+        raise UsageError(
+            f"no module of the model matches {', '.join(str(each) for each in asked)}.",
+            fix=f"name one of the classes {', '.join(classes)}, or pass raise_if_not_found=False.",
+        )
+    for module in found:
+        set_z3_leaf_module(module, flag)
+    return found
+
+
+def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
+    kind = type(module)
+    names = {kind.__name__, kind.__qualname__, f"{kind.__module__}.{kind.__qualname__}"}
+    return any(each in names if isinstance(each, str) else isinstance(module, each) for each in classes)
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    if any(owner_of(param) is not None for param in module.parameters()):
+        raise UsageError(
+            f"{type(module).__name__} is already wrapped, so its units are chosen.",
+            "Leaf modules decide where the model is cut.",
+            "mark leaf modules before initialize, or name them in zero_optimization.leaf_module.",
+        )

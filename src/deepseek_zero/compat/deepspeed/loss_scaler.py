@@ -1,0 +1,121 @@
+"""DeepSpeed's loss scalers as objects of their own, for programs that scale a loss themselves.
+
+An engine has its own scaler; the rule of the dynamic one is precision/loss_scale.py's.  Reached through the drop-in
+(`deepspeed.runtime.fp16.loss_scaler`), which is also where pickles of genuine checkpoints look for these classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...precision.loss_scale import LossScaleError, LossScaleSettings
+from ...precision.loss_scale import LossScaler as Rule
+
+INITIAL_LOSS_SCALE = "init_scale"
+SCALE_WINDOW = "scale_window"
+DELAYED_SHIFT = "delayed_shift"
+CONSECUTIVE_HYSTERESIS = "consecutive_hysteresis"
+MIN_LOSS_SCALE = "min_scale"
+
+
+class LossScalerBase:
+    """A scale for losses; `update_scale` is told after each step whether its gradients overflowed."""
+
+    dynamic = False
+
+    def __init__(self, cur_scale: float) -> None:
+        self.cur_scale = cur_scale
+
+    @property
+    def loss_scale(self) -> float:
+        return self.cur_scale
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss * self.cur_scale
+
+    def scale_gradient(self, module: Any, grad_in: tuple[Tensor, ...], grad_out: Any) -> tuple[Tensor, ...]:
+        return tuple(self.cur_scale * grad for grad in grad_in)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> None:
+        self.scale_loss(loss).backward(retain_graph=retain_graph)
+
+    def update_scale(self, overflow: bool) -> None:
+        """A scale that never moves."""
+
+
+class LossScaler(LossScalerBase):
+    """A scale that stays."""
+
+    def __init__(self, scale: float = 1) -> None:
+        super().__init__(scale)
+
+    def has_overflow(self, params: Any) -> bool:
+        return False
+
+
+class DynamicLossScaler(LossScalerBase):
+    """A scale that halves after overflows and doubles after `scale_window` good steps."""
+
+    dynamic = True
+
+    def __init__(
+        self,
+        init_scale: float,
+        scale_window: int,
+        min_scale: float,
+        delayed_shift: int,
+        consecutive_hysteresis: bool,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
+    ) -> None:
+        super().__init__(init_scale)
+        self.scale_window, self.min_scale = scale_window, min_scale
+        self.delayed_shift = self.cur_hysteresis = delayed_shift
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.raise_error_at_min_scale, self.dtype = raise_error_at_min_scale, dtype
+        self.cur_iter, self.last_overflow_iter, self.scale_factor = 0, -1, 2.0
+
+    def has_overflow_serial(self, params: Any) -> bool:
+        """Whether a gradient of these parameters is not finite, on this rank."""
+        return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
+
+    has_overflow = has_overflow_serial
+
+    def update_scale(self, overflow: bool) -> None:
+        """Follow the rule; at the smallest scale an overflow is a LossScaleError unless raise_error_at_min_scale is
+        false.
+        """
+        rule = self._rule()
+        with suppress(*(() if self.raise_error_at_min_scale else (LossScaleError,))):
+            rule.update(overflow)
+        self.cur_scale, self.cur_hysteresis = rule.scale, rule.cur_hysteresis
+        self.last_overflow_iter = self.cur_iter if overflow else self.last_overflow_iter
+        self.cur_iter += 1
+
+    def _rule(self) -> Rule:
+        """The house's scaler in the state of this one."""
+        settings = LossScaleSettings(
+            initial_scale_power=127,  # not used: the scale is set below
+            loss_scale_window=self.scale_window,
+            hysteresis=self.delayed_shift,
+            consecutive_hysteresis=self.consecutive_hysteresis,
+            min_loss_scale=self.min_scale,
+        )
+        rule = Rule(settings)
+        rule.scale, rule.cur_hysteresis = self.cur_scale, self.cur_hysteresis
+        rule.cur_iter, rule.last_overflow_iter = self.cur_iter, self.last_overflow_iter
+        return rule
+
+
+def CreateLossScaler(
+    dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: Mapping[str, Any] | None
+) -> LossScalerBase:
+    """The scaler of a dtype: other than fp16 needs none, and gets a scale of 1."""
+    if dtype is torch.half and dynamic_scaling:
+        return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
+    return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

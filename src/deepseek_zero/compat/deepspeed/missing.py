@@ -1,0 +1,293 @@
+"""DeepSpeed's public names that are not here: which, whether they come, and why not or what serves instead.
+
+The one table of it.  The package (`deepseek_zero.X`), the engine (`engine.x`) and the drop-in (`deepspeed.y.X`) raise
+from it, and docs/reference/deepspeed-names.md shows it.  Names that no room of ours needs to speak of (DeepSpeed's own
+constants and inner functions) are left out: they are AttributeErrors, too, with what the module has.
+
+A few of these names can be imported and not used (UNSUPPORTED): clients import them at the top of a file whether they
+need them or not, and Python turns an error at `from deepspeed.x import y` into an ImportError of its own, without our
+explanation.  Such a name raises at its first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NoReturn
+
+from ...base.errors import UnknownNameError
+
+
+class When(Enum):
+    """Whether a name comes."""
+
+    LATER = "later"
+    NEVER = "not planned"
+
+
+@dataclass(frozen=True)
+class MissingName:
+    """One name that is not here."""
+
+    when: When
+    reason: str
+
+
+ENGINE = "DeepSpeedEngine"  # the rows of an engine's attributes
+PAGE = "docs/reference/deepspeed-names.md"
+
+PIPELINE = "pipeline parallelism is a later part"
+TENSOR = "tensor parallelism is a later part"
+SEQUENCE = "sequence parallelism is a later part"
+SPARSE = "sparse attention is a later part"
+MOE = "DeepSpeed's own expert layers are not planned; a model's own experts train sharded"
+INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
+KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
+ONE_OPTIMIZER = "one optimizer serves every stage and precision; isinstance() of DeepSpeedOptimizer, or engine getters"
+GATHERS = "gathering is the engine's business; zero.GatheredParameters is the way in"
+COMPRESSED = "compressed communication is a later part"
+UNIVERSAL = "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
+BY_CONFIG = "the configuration decides; see docs/reference/config.md"
+DATA = "curricula and data efficiency are not planned"
+TIERS = "states have one tier for a run; the configuration chooses it (offload_optimizer, offload_param)"
+REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
+LAUNCH = "`deepseek-zero run` launches"
+SHED = "`offload_*` and `vertical_micro_batches` serve"
+LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
+
+L, N = When.LATER, When.NEVER
+Rows = tuple[tuple[When, str, str], ...]
+
+# module: (whether it comes, why, names)
+MISSING: dict[str, Rows] = {
+    "deepspeed": (
+        (L, PIPELINE, "PipelineModule PipelineEngine pipe DualPipeVEngine DualPipeVModule"),
+        (L, TENSOR, "tp_model_init set_autotp_mode"),
+        (L, SEQUENCE, "sequence"),
+        (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
+        (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
+        (N, "it always is: engine.compile()", "is_compile_supported"),
+        (N, "__version__ says what is installed", "git_version_info version git_hash git_branch"),
+        (N, MOE, "moe"),
+        (
+            N,
+            INFERENCE,
+            "init_inference default_inference_config InferenceEngine DeepSpeedInferenceConfig inference "
+            "DeepSpeedHybridEngine module_inject replace_transformer_layer revert_transformer_layer",
+        ),
+        (N, KERNELS, "DeepSpeedTransformerLayer DeepSpeedTransformerConfig"),
+        (N, "Domino is not planned", "domino"),
+        (N, "compression training is not planned", "compression"),
+        (N, "autotuning is not planned", "autotuning"),
+        (N, "Nebula is not planned", "nebula"),
+        (N, "its quantised and low-rank layers are not planned; PEFT's train sharded", "linear"),
+        (N, "DeepCompile is not planned; engine.compile() compiles unit by unit", "compile"),
+        (N, REPORT, "env_report"),
+    ),
+    "deepspeed.accelerator": ((N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),),
+    "deepspeed.checkpoint": (
+        (N, UNIVERSAL, "ds_to_universal universal_checkpoint enable_universal_checkpoint DeepSpeedCheckpoint"),
+        (N, UNIVERSAL, "ZeROCheckpoint reshape_meg_2d_parallel get_model_3d_descriptor SubparamShape merge_state"),
+    ),
+    "deepspeed.checkpointing": (
+        (L, TENSOR, "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"),
+        (L, TENSOR, "partition_activations_in_checkpoint"),
+        (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
+    ),
+    "deepspeed.elasticity": (
+        (N, "`deepseek-zero run --max-restarts` starts ranks again", "DSElasticAgent elastic_agent"),
+        (N, "the batch is computed from the section alone", "ensure_immutable_elastic_config"),
+    ),
+    "deepspeed.launcher": ((N, LAUNCH, "launch multinode_runner"),),
+    "deepspeed.launcher.runner": ((N, LAUNCH, "main parse_args fetch_hostfile parse_resource_filter"),),
+    "deepspeed.monitor": ((N, BY_CONFIG, "tensorboard csv_monitor wandb comet"),),
+    "deepspeed.monitor.config": ((N, BY_CONFIG, "DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig"),),
+    "deepspeed.ops": (
+        (L, SPARSE, "sparse_attention"),
+        (N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),
+    ),
+    "deepspeed.ops.adam": (
+        (N, "ZenFlow is not planned; " + SHED, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
+    ),
+    "deepspeed.runtime": (
+        (L, PIPELINE, "pipe"),
+        (L, COMPRESSED, "comm compression"),
+        (N, ONE_OPTIMIZER, "bf16_optimizer"),
+        (N, "the disk tier serves (offload device nvme)", "swap_tensor"),
+        (N, INFERENCE, "hybrid_engine"),
+        (N, DATA, "data_pipeline progressive_layer_drop"),
+        (N, "super_offload in the configuration serves", "superoffload"),
+        (N, "ZenFlow is not planned; " + SHED, "zenflow"),
+        (N, "Domino is not planned", "domino"),
+        (N, "on-policy rollouts are not planned; zero.unwrap_model_for_generation gathers once", "rollout"),
+        (N, "quantised training is not planned", "quantize weight_quantizer eigenvalue"),
+    ),
+    "deepspeed.runtime.activation_checkpointing": (
+        (N, "activation_checkpointing.device parks them", "offload_activations"),
+    ),
+    "deepspeed.runtime.config": ((N, "engine.config is the resolved configuration", "DeepSpeedConfig"),),
+    "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
+    "deepspeed.runtime.fp16": (
+        (L, COMPRESSED, "onebit"),
+        (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
+        (
+            L,
+            SEQUENCE,
+            "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute sequence_tiled_compute TiledMLP "
+            "TiledFusedLogitsLoss",
+        ),
+    ),
+    "deepspeed.runtime.utils": (
+        (N, "gradient_clipping, or torch's clip_grad_norm_, which reads sharded gradients", "clip_grad_norm_"),
+        (N, "gradient_clipping, or torch's clip_grad_norm_, which reads sharded gradients", "get_global_norm"),
+        (N, "the step's verdict is engine.optimizer.overflow", "CheckOverflow has_inf_or_nan"),
+        (N, "an engine without an optimizer has none", "DummyOptim"),
+        (N, "see_memory_usage and engine.memory_report() say it", "memory_status get_ma_status empty_cache"),
+        (L, PIPELINE, "partition_uniform partition_balanced PartitionedTensor"),
+    ),
+    "deepspeed.runtime.zero": (
+        (L, "MiCS is a later part", "mics MiCS_Init"),
+        (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload linear utils"),
+        (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
+        (N, "Muon is an optimizer by name (`optimizer.type`)", "muon"),
+        (N, TIERS, "offload_states"),
+    ),
+    "deepspeed.runtime.zero.config": ((N, BY_CONFIG, "DeepSpeedZeroConfig get_zero_config"),),
+    "deepspeed.runtime.zero.offload_config": (
+        (N, BY_CONFIG, "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"),
+        (N, TIERS, "OffloadStateTypeEnum"),
+    ),
+    "deepspeed.runtime.zero.partition_parameters": (
+        (N, GATHERS, "AllGatherHandle AllGatherCoalescedHandle free_param shutdown_init_context restore_init_context"),
+        (N, GATHERS, "InsertPostInitMethodToModuleSubClasses DeepSpeedTensorOverride"),
+    ),
+    "deepspeed.runtime.zero.stage3": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),),
+    "deepspeed.runtime.zero.stage_1_and_2": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer"),),
+    "deepspeed.utils": (
+        (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params"),
+        (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),
+        (N, "DeepSpeed's debugging prints are not planned", "debug print_rank print_rank0"),
+        (N, "ranks are bound to cores by their affinity", "get_numactl_cmd"),
+        (N, "engine.explain() and the records say what was sent", "comms_logging get_caller_func"),
+    ),
+    "deepspeed.utils.groups": (
+        (L, TENSOR, "set_tensor_model_parallel_world_size set_tensor_model_parallel_rank"),
+        (N, MOE, "_get_expert_parallel_group _get_expert_data_parallel_group _get_expert_parallel_world_size"),
+        (N, MOE, "_get_expert_parallel_rank _get_expert_data_parallel_rank _get_expert_data_parallel_world_size"),
+    ),
+    "deepspeed.utils.tensor_fragment": (
+        (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad"),
+    ),
+    ENGINE: (
+        (N, TIERS, "offload_states reload_states"),
+        (L, PIPELINE, "train_batch eval_batch set_dataiterator set_dataloader is_first_stage is_last_stage"),
+        (L, PIPELINE, "is_pipe_partitioned"),
+        (N, DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule curriculum_params_legacy"),
+        (N, DATA, "curriculum_learning_config data_efficiency_config random_ltd_config pld_params pld_theta"),
+        (N, "gradients of a unit travel together already", "coalesce_grad_reduction"),
+        (N, "DeepCompile's passes are not planned; compile() compiles unit by unit", "register_compile_pass"),
+        (N, "quantised training is not planned", "quantize_training eigenvalue_params"),
+        (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),
+        (N, "compute_elastic_config does the arithmetic", "elasticity_config"),
+        (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
+        (N, "samples per second stand in observer.record", "tput_timer"),
+        (N, "use save_checkpoint, which works at any number of ranks", "optimizer_state_dict"),
+        (L, SEQUENCE, "get_sequence_parallel_group"),
+        (L, "it gathers tensor-parallel weights; see module_state_dict", "_consolidated_16bit_state_dict"),
+        (L, "secondary shards (hpZ) are a later part", "zero_hpz_partition_size"),
+        (L, "MiCS is a later part", "mics_shard_size"),
+        (N, "super_offload in the configuration serves", "superoffload"),
+        (N, "ZenFlow is not planned; " + SHED, "zenflow"),
+    ),
+}
+SAME = {  # two paths to one module
+    "deepspeed.zero": "deepspeed.runtime.zero",
+    "deepspeed.runtime.activation_checkpointing.checkpointing": "deepspeed.checkpointing",
+    "deepspeed.elasticity.elasticity": "deepspeed.elasticity",
+}
+
+
+def missing_names(module: str) -> dict[str, MissingName]:
+    """The names of one module of DeepSpeed's that are not here."""
+    rows = MISSING.get(SAME.get(module, module), ())
+    return {name: MissingName(when, reason) for when, reason, names in rows for name in names.split()}
+
+
+def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNameError:
+    """The error for a name of the drop-in's that this library does not answer to.  public: what the module has."""
+    found = missing_names(module).get(name)
+    why = f"{found.reason[:1].upper()}{found.reason[1:]}." if found else ""
+    return UnknownNameError(
+        f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
+        why,
+        f"what {module} has: {', '.join(public)} ({PAGE}).",
+    )
+
+
+# What the drop-in gives at its top and this package does not.
+IN_THE_DROPIN = frozenset(
+    "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops profiling runtime "
+    "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON "
+    "add_tuning_arguments DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
+)
+CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"
+
+
+def package_name_missing(name: str) -> UnknownNameError | None:
+    """The error for `deepseek_zero.name`, None for a name that is not DeepSpeed's."""
+    found = missing_names("deepspeed").get(name)
+    reason = CLIENTS if name in IN_THE_DROPIN else found.reason if found else None
+    if reason is None:
+        return None
+    return UnknownNameError(
+        f"deepseek_zero.{name} is DeepSpeed's and is not built: {reason}.",
+        fix="what is there: dir(deepseek_zero), and the rooms zero, utils, comm, checkpointing.",
+    )
+
+
+def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
+    """The error for an attribute of the engine's.  there: names to look for near ones in."""
+    near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
+    return UnknownNameError(
+        f"engine.{name} is DeepSpeed's and is not built: {missing_names(ENGINE)[name].reason}.",
+        fix=f"what is there: {', '.join(near or there[:20])} ({PAGE} lists every name).",
+    )
+
+
+class UnsupportedName:
+    """A class or function of DeepSpeed's that can be imported and raises when it is called or looked into."""
+
+    def __init__(self, name: str, why: str) -> None:
+        self.__name__, self._why = name, why
+
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise self._error()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise self._error(f".{name}")
+
+    def _error(self, attribute: str = "") -> UnknownNameError:
+        return UnknownNameError(
+            f"{self.__name__}{attribute} is DeepSpeed's and is not built.",
+            self._why,
+            "leave it out; docs/reference/deepspeed-names.md lists what there is.",
+        )
+
+
+_SEQUENCE_PARALLEL = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+UNSUPPORTED: dict[str, UnsupportedName] = {
+    name: UnsupportedName(
+        f"{_SEQUENCE_PARALLEL}.{name}",
+        "Sequence parallelism comes with a later part; a long sequence is cut by checkpointing and offload today.",
+    )
+    for name in missing_names(_SEQUENCE_PARALLEL)
+}
+
+
+def __getattr__(name: str) -> UnsupportedName:
+    if name in UNSUPPORTED:
+        return UNSUPPORTED[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,106 @@
+"""DeepSpeed's `deepspeed.ops`: its optimizer classes, and the op builders that say whether a kernel can be had.
+
+There is one class per optimizer rule, on CPU and GPU alike; the registry (optim/registry.py) turns DeepSpeed's
+arguments into it.  Nothing here is compiled, so nothing is built: a builder says whether its use is served, by torch or
+by a tier (OPS).  A builder's `load()` would hand out a C++ module, and says why there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from torch.optim import Optimizer
+
+from ...base.errors import NotBuiltError
+from ...optim.registry import resolve_optimizer
+
+
+def DeepSpeedCPUAdam(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
+    """Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
+    return resolve_optimizer("Adam", {"lr": lr, **options}).build(model_params)
+
+
+def FusedAdam(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
+    """Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
+    return resolve_optimizer("Adam", {"lr": lr, **options}).build(params)
+
+
+def DeepSpeedCPUAdagrad(model_params: Iterable[Any], lr: float = 1e-2, **options: Any) -> Optimizer:
+    """Adagrad."""
+    return resolve_optimizer("Adagrad", {"lr": lr, **options}).build(model_params)
+
+
+def DeepSpeedCPULion(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
+    """Lion."""
+    return resolve_optimizer("Lion", {"lr": lr, **options}).build(model_params)
+
+
+def FusedLion(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
+    """Lion."""
+    return resolve_optimizer("Lion", {"lr": lr, **options}).build(params)
+
+
+def FusedLamb(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
+    """LAMB."""
+    return resolve_optimizer("Lamb", {"lr": lr, **options}).build(params)
+
+
+# Builder: (DeepSpeed's name of the op, what serves here or "")
+OPS: dict[str, tuple[str, str]] = {
+    "CPUAdamBuilder": ("cpu_adam", "torch's fused Adam"),
+    "FusedAdamBuilder": ("fused_adam", "torch's fused Adam"),
+    "CPUAdagradBuilder": ("cpu_adagrad", "torch's Adagrad"),
+    "CPULionBuilder": ("cpu_lion", "optim/lion.py"),
+    "FusedLionBuilder": ("fused_lion", "optim/lion.py"),
+    "FusedLambBuilder": ("fused_lamb", "optim/lamb.py"),
+    "AsyncIOBuilder": ("async_io", "the disk tier (offload device nvme): threads, no libaio"),
+    "UtilsBuilder": ("utils", "torch"),
+    "PinMemoryBuilder": ("pin_memory", "torch"),
+    "GDSBuilder": ("gds", ""),
+    "QuantizerBuilder": ("quantizer", ""),
+    "FPQuantizerBuilder": ("fp_quantizer", ""),
+    "SparseAttnBuilder": ("sparse_attn", ""),
+    "EvoformerAttnBuilder": ("evoformer_attn", ""),
+    "TransformerBuilder": ("transformer", ""),
+    "StochasticTransformerBuilder": ("stochastic_transformer", ""),
+    "InferenceBuilder": ("transformer_inference", ""),
+    "RandomLTDBuilder": ("random_ltd", ""),
+    "SpatialInferenceBuilder": ("spatial_inference", ""),
+}
+
+
+class OpBuilder:
+    """One op of DeepSpeed's: whether its use is served here."""
+
+    NAME = ""
+    SERVED_BY = ""
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        return bool(self.SERVED_BY)
+
+    def builder_name(self) -> str:
+        return type(self).__name__
+
+    def load(self, verbose: bool = True) -> NoReturn:
+        """There is no compiled module to hand out."""
+        served = f"its use is served by {self.SERVED_BY}" if self.SERVED_BY else "its use is not built"
+        raise NotBuiltError(
+            f"{type(self).__name__}.load() has no compiled module to return.",
+            f"Nothing here needs a compiler; {served}.",
+            "use the optimizer or tier itself; docs/reference/deepspeed-names.md lists what there is.",
+        )
+
+
+BUILDERS: dict[str, Any] = {
+    builder: type(builder, (OpBuilder,), {"NAME": name, "SERVED_BY": served, "__module__": __name__})
+    for builder, (name, served) in OPS.items()
+}
+ALL_OPS = {builder.NAME: builder for builder in BUILDERS.values()}
+__compatible_ops__ = {name: builder().is_compatible() for name, builder in ALL_OPS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in BUILDERS:
+        return BUILDERS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,246 @@
+"""What programs read and write of a sharded parameter in DeepSpeed's words: `ds_*`, `safe_get_*` and `safe_set_*`.
+
+`ds_*` (VIEWS) ask the engine at each read.  They stand on `torch.nn.Parameter`, because that is what a gathered
+parameter is; one that no stage 3 engine and no zero.Init has sharded does not have them.  Nothing of ours reads them.
+They go with the last engine and zero.Init.
+
+`safe_*_full_*` reads or writes a whole value: every rank calls it with the same parameter.  `safe_*_local_*` reads or
+writes this rank's part, flat.  `deepseek_zero.utils` re-exports them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...base.errors import UnknownNameError
+from ...optim import access
+from ...planner.layout import Slot
+from ...sharding.access import full_grad, full_master
+from ...sharding.group import ParamGroup
+from ...sharding.handle import ShardedParameter, owner_of
+from ...sharding.init import InitShard
+from ...tiers.tier import Tier
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter is whole on this rank."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+class ZeroParamType(Enum):
+    """Which parameters are sharded; DeepSpeed's word."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+Owner = ParamGroup | InitShard
+
+
+def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
+    return owner.members[owner.index[id(param)]].slot
+
+
+def _number(owner: Owner, param: nn.Parameter) -> int:
+    """Its place in the model's parameters(), which every rank has alike."""
+    if isinstance(owner, InitShard):
+        return owner.number
+    return next(number for number, each in enumerate(owner.runtime().units[0].module.parameters()) if each is param)
+
+
+def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
+    """The elements of the weight that this rank keeps, flat: the very bytes."""
+    if isinstance(owner, InitShard):
+        return owner.slice
+    if owner.plan.weight.tier is not Tier.DEVICE:
+        raise UnknownNameError(
+            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on {owner.plan.weight.tier.value}.",
+            fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
+        )
+    return owner.weight.local_part(_slot(owner, param), owner.comm_ctx.comm.rank)[2]
+
+
+def _numel_here(owner: Owner, param: nn.Parameter) -> int:
+    if isinstance(owner, InitShard):
+        return owner.slice.numel()
+    start, stop = owner.layout.owned(_slot(owner, param), owner.comm_ctx.comm.rank)
+    return max(0, stop - start) if owner.is_sharded else param.numel()
+
+
+def _status(owner: Owner, param: nn.Parameter) -> ZeroParamStatus:
+    return ZeroParamStatus.NOT_AVAILABLE if isinstance(param, ShardedParameter) else ZeroParamStatus.AVAILABLE
+
+
+def _summary(owner: Owner, param: nn.Parameter) -> dict[str, Any]:
+    return {
+        "id": _number(owner, param),
+        "status": _status(owner, param).name,
+        "numel": param.numel(),
+        "shape": tuple(param.shape),
+        "requires_grad": param.requires_grad,
+        "partition_numel": _numel_here(owner, param),
+        "persist": VIEWS["ds_persist"](owner, param),
+    }
+
+
+VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
+    "ds_id": _number,
+    "ds_shape": lambda owner, param: param.shape,
+    "ds_numel": lambda owner, param: param.numel(),
+    "ds_status": _status,
+    "ds_tensor": _slice,
+    "ds_persist": lambda owner, param: isinstance(owner, ParamGroup) and not owner.is_sharded,
+    "ds_process_group": lambda owner, param: dist.group.WORLD if dist.is_initialized() else None,
+    "ds_active_sub_modules": lambda owner, param: set(),  # who uses it now is the schedule's business
+    "partition_numel": lambda owner, param: lambda: _numel_here(owner, param),
+    "ds_summary": lambda owner, param: lambda: _summary(owner, param),
+}
+
+
+class _View:
+    """A name that is computed from the parameter's owner; an attribute of that name which somebody set comes first."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.read = name, VIEWS[name]
+
+    def __get__(self, param: nn.Parameter | None, kind: type) -> Any:
+        owner = owner_of(param) if param is not None else None
+        sharded = isinstance(owner, InitShard) or (isinstance(owner, ParamGroup) and _stage(owner) == 3)
+        if param is None or not sharded:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        return self.read(owner, param)
+
+
+def _stage(owner: ParamGroup) -> int | None:
+    runtime = owner.runtime()
+    return runtime.settings.stage if runtime is not None else None
+
+
+_needed_by: set[int] = set()
+
+
+def show_ds_names(user: object) -> None:
+    """Let parameters answer to DeepSpeed's names while `user` lives: an engine of stage 3, or a zero.Init."""
+    if not _needed_by:
+        for name in VIEWS:
+            setattr(nn.Parameter, name, _View(name))
+    if id(user) not in _needed_by:
+        _needed_by.add(id(user))
+        weakref.finalize(user, _no_longer, id(user)).atexit = False
+
+
+def _no_longer(user: int) -> None:
+    """`torch.nn.Parameter` is torch's own again when the last user is gone."""
+    _needed_by.discard(user)
+    if not _needed_by:
+        for name in VIEWS:
+            delattr(nn.Parameter, name)
+
+
+class ParameterOffload:
+    """What TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
+
+    A forward gathers by itself and leaves alone what is gathered already.  `module` is where it looks for parameters to
+    tidy up.
+    """
+
+    def __init__(self) -> None:
+        self.forward_hooks: list[Any] = []
+        self.backward_hooks: list[Any] = []
+        self.module = self
+
+    def named_parameters(self, recurse: bool = True) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def ds_external_parameters(self) -> Iterator[tuple[str, Any]]:
+        return iter(())
+
+    def _register_deepspeed_module(self, module: Any) -> None:
+        """Nothing was taken off."""
+
+
+def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """The whole fp32 master of a parameter; None for frozen ones.  Collective."""
+    found = full_master(param)
+    return found.float() if found is not None else None
+
+
+def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
+    """The whole reduced gradient, between backward and step; None otherwise.  Collective.
+
+    Under fp16 it is still multiplied by the loss scale, as it is held.
+    """
+    return full_grad(param)
+
+
+def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """A whole element-wise optimizer state ("exp_avg"); None before the first step.  Collective."""
+    return access.full_state(param, optim_state_key)
+
+
+def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace a parameter's master and weight; every rank passes the same whole value."""
+    access.set_full_master(param, value)
+
+
+def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace a parameter's reduced gradient; every rank passes the same whole value."""
+    access.set_grad(param, value, local=False)
+
+
+def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace an element-wise optimizer state; every rank passes the same whole value."""
+    access.set_full_state(param, value, optim_state_key)
+
+
+def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the fp32 master, flat; None for frozen parameters."""
+    found = access.local_master(param)
+    return found.float() if found is not None else None
+
+
+def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
+    """This rank's part of the reduced gradient, flat, between backward and step; None otherwise."""
+    return access.local_grad(param)
+
+
+def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    """This rank's part of an optimizer state, flat; None where it has none."""
+    return access.local_state(param, optim_state_key)
+
+
+def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's part of master and weight, flat.  Collective: other ranks' copies follow."""
+    access.set_local_master(param, value)
+
+
+def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
+    """Replace this rank's part of the reduced gradient, flat."""
+    access.set_grad(param, value, local=True)
+
+
+def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
+    """Replace this rank's part of an optimizer state, flat."""
+    access.set_local_state(param, value, optim_state_key)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replace whole gradients by a function of (gradient, parameter), the same on every rank.  Collective."""
+    with torch.no_grad():
+        for param in param_list:
+            grad = full_grad(param)
+            if grad is not None:
+                access.set_grad(param, update_func(grad, param), local=False)

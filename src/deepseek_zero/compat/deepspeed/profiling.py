@@ -1,0 +1,326 @@
+"""DeepSpeed's profiler, timers and monitor configuration, in its words.
+
+What is counted, timed and written is report/'s: flops.py, timers.py and monitor.py.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.device import allocated_bytes, default_device, synchronize
+from ...base.errors import UsageError
+from ...base.quantities import format_bytes, format_count, format_seconds
+from ...config import Config
+from ...config.load import load
+from ...engine.assemble import observer_settings_of
+from ...report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
+from ...report.monitor import MonitorSettings
+from ...report.timers import Timer as Watch
+from .utils import log_dist
+
+
+class FlopsProfiler:
+    """Counts the forwards of a model between start_profile and stop_profile.
+
+    recompute_fwd_factor: forwards that backward repeats (1 with activation checkpointing), for the printed step.
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.started = False
+        self._cost = ForwardCost(model)
+
+    def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
+        """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they compute nothing."""
+        self.started = True
+        self._cost.reset()
+        self._cost.watch()
+
+    def stop_profile(self) -> None:
+        """Stop watching; the counts stay until end_profile."""
+        self._cost.stop()
+
+    def reset_profile(self) -> None:
+        """Forget the counts."""
+        self._cost.reset()
+
+    def end_profile(self) -> None:
+        """Stop, and forget everything."""
+        self._cost.stop()
+        self._cost, self.started = ForwardCost(self.model), False
+
+    def get_total_flops(self, as_string: bool = False) -> Any:
+        """Floating-point operations of the watched forwards on this rank."""
+        return flops_to_string(self._total.flops) if as_string else self._total.flops
+
+    def get_total_macs(self, as_string: bool = False) -> Any:
+        """Multiplications with their additions: half the operations."""
+        macs = self._total.flops // 2
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> Any:
+        """Seconds of the watched forwards."""
+        return duration_to_string(self._total.seconds) if as_string else self._total.seconds
+
+    def get_total_params(self, as_string: bool = False) -> Any:
+        """Parameters of the model, whole."""
+        return params_to_string(self._total.params) if as_string else self._total.params
+
+    @property
+    def _total(self) -> ModuleCost:
+        if "" not in self._cost.rows:
+            raise UsageError("the flops profiler has not watched anything.", fix="call start_profile() first.")
+        return self._cost.rows[""]
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Print the totals and, if `detailed`, each module down to `module_depth` (-1: all); or write them to a file.
+
+        top_modules: accepted; every module is listed, in the model's order.
+        """
+        _ = self._total  # or the error that nothing was watched
+        settings = FlopsSettings(profile_step, self.recompute_fwd_factor, module_depth, detailed)
+        text = flops_table(self._cost, settings) + "\n"
+        Path(output_file).write_text(text, encoding="utf-8") if output_file else sys.stdout.write(text)
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Sequence[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[Any, Any, Any]:
+    """(flops, macs, parameters) of one forward (mode "generate": of model.generate) without gradients.
+
+    input_shape: the model is given zeros of this shape, in its own dtype; else args and kwargs are passed.
+    """
+    if input_shape is not None:
+        like = next(model.parameters(), torch.empty(()))
+        args = [torch.zeros(input_shape, dtype=like.dtype, device=like.device)]
+    if not args and not kwargs:
+        raise UsageError(
+            "args and/or kwargs must be specified if input_shape is None",
+            fix="pass input_shape=(2, 3), or what the model is called with.",
+        )
+    profiler, was_training = FlopsProfiler(model), model.training
+    call = model.generate if mode == "generate" else model
+    model.eval()
+    with torch.no_grad():
+        for _ in range(warm_up):
+            call(*args, **(kwargs or {}))  # type: ignore[operator]
+        profiler.start_profile(ignore_modules)
+        call(*args, **(kwargs or {}))  # type: ignore[operator]
+        profiler.stop_profile()
+    model.train(was_training)
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    found = (
+        profiler.get_total_flops(as_string),
+        profiler.get_total_macs(as_string),
+        profiler.get_total_params(as_string),
+    )
+    profiler.end_profile()
+    return found
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """1.5e12 -> "1.50TFLOPS"."""
+    return f"{format_count(flops)}FLOPS"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """1.5e12 -> "1.50TMACs"."""
+    return f"{format_count(macs)}MACs"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """1.5e9 -> "1.50G"."""
+    return format_count(params_num)
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """0.0123 -> "12.3 ms"."""
+    return format_seconds(duration)
+
+
+class Timer:
+    """One name of SynchronizedWallClockTimer."""
+
+    def __init__(self, name: str, watch: Watch) -> None:
+        self.name_, self._watch, self.started_ = name, watch, False
+
+    def start(self) -> None:
+        self._watch.start()
+        self.started_ = True
+
+    def stop(self, reset: bool = False, record: bool = False) -> None:
+        """End a call.  reset: forget the calls before it."""
+        if reset:
+            self._watch.seconds, self._watch.calls = 0.0, 0
+        self._watch.stop()
+        self.started_ = False
+
+    def reset(self) -> None:
+        self._watch.reset()
+        self.started_ = False
+
+    def elapsed(self, reset: bool = True) -> float:
+        """Milliseconds in all calls since the last reset."""
+        found = self._watch.seconds * 1000
+        if reset:
+            self._watch.reset()
+        return found
+
+    def mean(self) -> float:
+        """Milliseconds of a call."""
+        return self._watch.mean * 1000
+
+
+class SynchronizedWallClockTimer:
+    """Timers by name; on a GPU each waits for the kernels queued before it."""
+
+    def __init__(self) -> None:
+        self.timers: dict[str, Timer] = {}
+        self._wait = partial(synchronize, default_device())
+
+    def __call__(self, name: str) -> Timer:
+        return self.timers.setdefault(name, Timer(name, Watch(name, self._wait)))
+
+    def get_timers(self) -> dict[str, Timer]:
+        return self.timers
+
+    def has_timer(self, name: str) -> bool:
+        return name in self.timers
+
+    @staticmethod
+    def memory_usage() -> str:
+        """What this process holds, in words."""
+        return f"allocated {format_bytes(allocated_bytes(default_device()))}"
+
+    def log(
+        self,
+        names: Sequence[str],
+        normalizer: float = 1.0,
+        reset: bool = True,
+        memory_breakdown: bool = False,
+        ranks: Sequence[int] | None = None,
+    ) -> None:
+        """Log milliseconds by name, on rank 0 unless `ranks` says otherwise."""
+        spans = [
+            f"{name}: {self.timers[name].elapsed(reset) / normalizer:.2f}" for name in names if name in self.timers
+        ]
+        memory = f" | {self.memory_usage()}" if memory_breakdown else ""
+        log_dist(f"time (ms) | {' | '.join(spans)}{memory}", ranks=list(ranks or [0]))
+
+    def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
+        """Mean milliseconds by name."""
+        found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
+        for name in found if reset else ():
+            self.timers[name].reset()
+        return found
+
+
+class NoopTimer:
+    """Takes the calls of SynchronizedWallClockTimer and times nothing."""
+
+    def __call__(self, name: str) -> NoopTimer:
+        return self
+
+    def start(self) -> None: ...
+
+    def stop(self, reset: bool = False, record: bool = False) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def elapsed(self, reset: bool = True) -> float:
+        return 0.0
+
+    def mean(self) -> float:
+        return 0.0
+
+    def has_timer(self, name: str) -> bool:
+        return True
+
+    def log(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ThroughputTimer:
+    """Samples per second over global steps, from step `start_step` on."""
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int | None,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], None] | None = None,
+    ) -> None:
+        self.enabled = bool(getattr(config, "enabled", True))
+        self.batch_size, self.start_step = max(1, batch_size or 1), start_step
+        self.steps_per_output, self.logging = steps_per_output, logging_fn or (lambda text: log_dist(text, ranks=[0]))
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._wait, self._began = partial(synchronize, default_device()), 0.0
+
+    def update_epoch_count(self) -> None:
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        if self.enabled:
+            self._wait()
+            self._began = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """End a micro-step.  global_step: it ends a step, too."""
+        if not self.enabled or not self._began:
+            return
+        self._wait()
+        elapsed, self._began = time.perf_counter() - self._began, 0.0
+        counts = self.global_step_count >= self.start_step
+        self.total_elapsed_time += elapsed if counts else 0.0
+        self.micro_step_count += 1
+        self.global_step_count += int(global_step)
+        every = self.steps_per_output
+        if global_step and report_speed and counts and every and self.global_step_count % every == 0:
+            self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.3g} samples/s")
+
+    def avg_samples_per_sec(self) -> float:
+        """Samples per second; -inf before the steps that count, as in DeepSpeed."""
+        steps = self.global_step_count - self.start_step
+        if steps > 0 and self.total_elapsed_time:
+            return self.batch_size * steps / self.total_elapsed_time
+        return float("-inf")
+
+
+SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
+    """What a whole configuration says of monitors; `MonitorMaster` takes it."""
+    stated = {name: param_dict[name] for name in SECTIONS if name in param_dict}
+    return observer_settings_of(Config.model_validate(load(stated).values)).monitor

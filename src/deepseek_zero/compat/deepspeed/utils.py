@@ -1,0 +1,208 @@
+"""DeepSpeed's `deepspeed.utils`: logging, memory in the log, RepeatingLoader, OnDevice and what scripts borrow.
+
+`deepseek_zero.utils` and its submodules re-export what users know.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import reduce
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from ...base import world
+from ...base.device import allocated_bytes, default_device
+from ...base.errors import UsageError
+from ...base.log import logger, speak
+from ...sharding.access import GatheredParameters
+
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
+_SAID: set[str] = set()
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on some ranks; None or a list with -1 means every rank."""
+    speak()
+    if not ranks or -1 in ranks or world.rank() in ranks:
+        logger.log(level, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, and a message that was logged already is not said again."""
+    if message not in _SAID:
+        _SAID.add(message)
+        log_dist(message, ranks, level)
+
+
+def warning_once(message: str) -> None:
+    """Warn of something once."""
+    log_dist_once(message, level=logging.WARNING)
+
+
+def set_log_level_from_string(level: str) -> None:
+    """Set the library's logger to "debug", "info", "warning", "error" or "critical"."""
+    logger.setLevel(LEVELS[level.lower()])
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Log this process's memory on every rank; nothing unless `force`, as in DeepSpeed."""
+    if not force:
+        return
+    speak()
+    device = default_device()
+    host = psutil.virtual_memory()
+    parts = [f"allocated {allocated_bytes(device) / 2**30:.2f} GiB"]
+    if device.type == "cuda":
+        parts.append(f"peak {torch.cuda.max_memory_allocated(device) / 2**30:.2f} GiB")
+        parts.append(f"reserved {torch.cuda.memory_reserved(device) / 2**30:.2f} GiB")
+    parts.append(f"host in use {host.used / 2**30:.2f} GiB ({host.percent:.0f} %)")
+    logger.info("%s: %s", message, ", ".join(parts))
+
+
+class RepeatingLoader:
+    """A loader that starts again when it ends; `next()` never raises StopIteration unless the loader is empty."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter: Iterator[Any] = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+class OnDevice:
+    """What is made inside is made on `device`, and floating values in `dtype`.
+
+    "meta": shapes without values.  To train a model larger than memory, build it under zero.Init, which gives each rank
+    its slices.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._inside = ExitStack()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            before = torch.get_default_dtype()
+            self._inside.callback(torch.set_default_dtype, before)
+            torch.set_default_dtype(self.dtype)
+            self._inside.enter_context(torch.device(self.device))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._inside.close()
+
+
+def zero_wrapper_for_fp_tensor_constructor(constructor: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
+    """DeepSpeed's zero.Init wraps torch's constructors and transformers replaces the wrapper for a while.  Ours wraps
+    none, so nothing calls this.
+    """
+    return constructor
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested dicts, lists and tuples in which each tensor has bytes of its own, so that no buffer around a
+    view is saved with it.
+    """
+    if isinstance(item, Tensor):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, Mapping):
+        return type(item)((key, clone_tensors_for_torch_save(value, device)) for key, value in item.items())  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    return item
+
+
+@contextmanager
+def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
+    """The engine with all its weights gathered once, for many forwards.  Collective; the weights may be read only."""
+    with GatheredParameters(model):
+        yield model
+
+
+def move_to_device(
+    item: Any, device: torch.device | str, criterion_func: Callable[[Tensor], bool] | None = None
+) -> Any:
+    """Nested dicts, lists and tuples with their tensors (those that meet the criterion) on a device."""
+    if isinstance(item, Tensor):
+        return item.to(device) if criterion_func is None or criterion_func(item) else item
+    if isinstance(item, Mapping):
+        return type(item)((key, move_to_device(value, device, criterion_func)) for key, value in item.items())  # type: ignore[call-arg]
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device, criterion_func) for value in item)
+    return item
+
+
+def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself."""
+    return func
+
+
+instrument_w_nvtx = (
+    noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours undecorated
+)
+
+
+def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
+    """Make the folder that a file will lie in."""
+    Path(filename).parent.mkdir(parents=True, exist_ok=True)
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed Python's, numpy's (where it is) and torch's generators."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if find_spec("numpy") is not None:
+        import_module("numpy").random.seed(seed % 2**32)
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    """`model.a.b` from "a.b"."""
+    return reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    """Assign `model.a.b` from "a.b"."""
+    *path, last = module_name.split(".")
+    setattr(reduce(getattr, path, model), last, module)
+
+
+def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
+    """Whether torch's version lies within these bounds, as DeepSpeed asks: 2.1 is below 2.13."""
+    found = _version(torch.__version__)
+    above = min_version is None or found >= _version(str(min_version))
+    return above and (max_version is None or found <= _version(str(max_version)))
+
+
+def _version(text: str) -> tuple[int, int]:
+    major, _, rest = text.partition(".")
+    return int(major), int(rest.partition(".")[0] or 0)
+
+
+def parse_range_list(range_str: str) -> list[int]:
+    """ "0,2-4" -> [0, 2, 3, 4]; rising, as a list of cores is."""
+    found: list[int] = []
+    for part in range_str.split(","):
+        first, _, last = part.strip().partition("-")
+        found += range(int(first), int(last or first) + 1)
+    if found != sorted(set(found)):
+        raise UsageError(f"the list {range_str!r} does not rise.", fix="write it as in 0,2-4.")
+    return found

@@ -1,0 +1,107 @@
+"""DeepSpeed's `deepspeed.zero`: Init with its arguments, and the announcement of external parameters.
+
+`deepseek_zero.zero` re-exports them beside what needs no translation.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...base.errors import UsageError
+from ...base.given import refuse
+from ...checkpoint import weights
+from ...sharding import init
+from ...sharding.group import ParamGroup
+from ...sharding.handle import owner_of
+from ...sharding.runtime import Runtime
+from ...sharding.unit import Unit
+from .comm import init_distributed
+from .dropin import is_dropin_imported
+from .parameters import show_ds_names
+
+# Arguments of DeepSpeed's zero.Init that change nothing here.
+WITHOUT_EFFECT = frozenset(
+    "data_parallel_group mem_efficient_linear remote_device pin_memory config mpu zero_param_parallel_group "
+    "zero_quantized_weights zero_quantized_nontrainable_weights sequence_data_parallel_group param_swapper".split()
+)
+
+
+class Init(init.Init):
+    """Context in which modules are built sharded.  Collective: every rank builds the same model.
+
+    module: shard one that exists already. dtype: cast the values when they are cut. enabled=False does nothing.
+    Without a launcher (a world of one) each slice is the whole parameter and the same code runs.  DeepSpeed's other
+    arguments are accepted and change nothing; a model built so answers to `ds_*` before there is an engine.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        *,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        config_dict_or_path: Any = None,
+        **deepspeed_words: Any,
+    ) -> None:
+        if unknown := sorted(set(deepspeed_words) - WITHOUT_EFFECT):
+            known = ", ".join(sorted(WITHOUT_EFFECT))
+            raise UsageError(f"zero.Init does not know {', '.join(unknown)}.", "", f"its words are {known}.")
+        for name, value in (("config_dict_or_path", config_dict_or_path), ("config", deepspeed_words.get("config"))):
+            if not isinstance(value, Mapping | str | os.PathLike | None):
+                raise refuse("zero.Init", name, value, "a configuration", "pass a dict or a path, or leave it out.")
+        if enabled:
+            show_ds_names(self)
+            if is_dropin_imported():
+                init_distributed()  # as DeepSpeed's does: behind its name stand programs that ask torch for their rank
+        super().__init__(module, dtype=dtype, enabled=enabled)
+
+
+def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> None:
+    """Give a model the weights of a safetensors folder or file.  Collective where ranks share the model.
+
+    A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta device or built
+    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
+    """
+    weights.load_weights(model, path, strict)
+    for session in {shard.session for shard in map(owner_of, model.parameters()) if isinstance(shard, init.InitShard)}:
+        show_ds_names(session)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Announce that a module's forward reads a parameter of another unit.  Local; every rank announces the same.
+
+    Found by itself at the first use inside a forward; announcing it saves that first search.
+    """
+    runtime, owner = _home(parameter)
+    for reader in _units_around(module, runtime):
+        runtime.gatherer.remember_external(reader, owner)
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Take an announcement back.  Local; every rank does the same.  Should the module read it again, it is found."""
+    runtime, owner = _home(parameter)
+    for reader in _units_around(module, runtime):
+        runtime.gatherer.forget_external(reader, owner)
+
+
+def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
+    """The engine and the unit of a wrapped parameter."""
+    owner = owner_of(parameter)
+    runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+    if runtime is None or not isinstance(owner, ParamGroup):
+        raise UsageError(
+            "an external parameter was announced that no engine has wrapped.",
+            "Only a wrapped parameter has a unit to gather.",
+            "call it after initialize (or DeepSeekZeRO3).",
+        )
+    return runtime, runtime.unit_of(owner)
+
+
+def _units_around(module: nn.Module, runtime: Runtime) -> list[Unit]:
+    return [unit for unit in runtime.units[1:] if any(each is module for each in unit.module.modules())]

@@ -1,0 +1,188 @@
+"""DeepSpeed's `zero_to_fp32` in its words: whole fp32 weights out of a checkpoint folder, ours or a genuine one.
+
+One process, no process group, no GPU.  Re-exported by `deepseek_zero.utils.zero_to_fp32`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import re
+import shutil
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...base.errors import CheckpointError
+from ...checkpoint import files
+from ...checkpoint.convert import convert_to_safetensors
+from ...checkpoint.deepspeed_read import MODEL, MODEL_OF_RANK
+from ...checkpoint.export import save_torch
+from ...checkpoint.format import MANIFEST
+from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
+from ...checkpoint.read import LazyTensor, open_source, tensors_of
+from ...checkpoint.safetensors_file import dtype_of
+from ...checkpoint.staging import StagedOutput
+
+M = TypeVar("M", bound=nn.Module)
+BIN_INDEX = "pytorch_model.bin.index.json"
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
+) -> dict[str, Any]:
+    """The whole state dict in fp32, tied weights under each name.
+
+    lazy_mode: values with `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor; memory: that tensor.
+    """
+    lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
+    if lazy_mode:
+        return dict(lazy)
+    whole = {each.name: each.contiguous() for each in lazy.values()}
+    return {name: whole[each.name] for name, each in lazy.items()}
+
+
+def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: str | Path, tag: str | None = None) -> M:
+    """Move a plain model to the CPU and give it the checkpoint's weights; names it lacks are passed over."""
+    model = model.cpu()
+    model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag), strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write fp32 weights into `output_dir`, as safetensors or as `pytorch_model.bin`."""
+    settings: dict[str, Any] = {"max_shard_size": max_shard_size, "safe_serialization": safe_serialization}
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir, output_dir, tag=tag, exclude_frozen_parameters=exclude_frozen_parameters, **settings
+    )
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | Path,
+    output_dir: str | Path,
+    dtype: torch.dtype | str = torch.float32,
+    **settings: Any,
+) -> None:
+    """As `convert_zero_checkpoint_to_fp32_state_dict`, in another dtype."""
+    size, safe = settings.pop("max_shard_size", "5GB"), settings.pop("safe_serialization", False)
+    tag, skip = settings.pop("tag", None), settings.pop("exclude_frozen_parameters", False)
+    if settings:
+        raise TypeError(f"unexpected arguments: {', '.join(settings)}")
+    most, source, out = _bytes_of(size), Path(checkpoint_dir), Path(output_dir)
+    if safe:
+        convert_to_safetensors(source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip)
+    else:
+        _write_torch_shards(_lazy_state(source, tag, dtype, skip), out, most)
+
+
+def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
+    """Rank 0's model file in DeepSpeed's layout; of a checkpoint in ours a file with what is beside the tensors."""
+    names = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    path = _in_deepspeeds_layout(Path(checkpoint_dir)) / names
+    if not path.exists():
+        raise FileNotFoundError(f"can't find model states file at '{path}'")
+    return str(path)
+
+
+def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
+    """Every rank's optimizer file in DeepSpeed's layout, in the order of ranks; one that names the stage in ours."""
+    found = [str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")]
+    if not found:
+        raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
+    return sorted(found, key=lambda name: [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)])
+
+
+def _in_deepspeeds_layout(folder: Path) -> Path:
+    """The folder itself, or for one in our layout a folder with DeepSpeed's two files and no tensors in them.
+
+    Lightning's conversion asks them for the stage and for its own state.  The folder goes with the process.
+    """
+    if not (folder / MANIFEST).exists():
+        return folder
+    with ExitStack() as stack:
+        source = open_source(folder, None, stack)
+    out = Path(tempfile.mkdtemp(prefix="deepseek_zero_"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    name = (MODEL_OF_RANK if source.manifest.stage == 3 else MODEL).format(0)
+    save_torch({**(source.plain["client"] or {}), "module": {}}, out / name)
+    stage = {"zero_stage": source.manifest.stage}
+    save_torch({"optimizer_state_dict": stage}, out / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    return out
+
+
+def _lazy_state(
+    path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
+) -> dict[str, LazyTensor]:
+    source = open_source(Path(path), tag, ExitStack())  # its files stay open for as long as somebody may read them
+    found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
+    return found | {name: found[first] for name, first in source.tied.items() if first in found}
+
+
+def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
+    """One file in memory at a time; tied names stand in the file of their tensor."""
+    draft = StagedOutput(out)
+    draft.open()
+    try:
+        _write_torch_files(lazy, draft.path, most)
+        draft.publish_folder(("pytorch_model.bin", "pytorch_model-*-of-*.bin", BIN_INDEX), BIN_INDEX)
+    finally:
+        draft.discard()  # nothing, once it is in place
+
+
+def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
+    shards = plan_shards([each.entry for name, each in lazy.items() if name == each.name], most)
+    names = shard_names(len(shards), "pytorch_model", "bin")
+    where: dict[str, str] = {}
+    for file, entries in zip(names, shards, strict=True):
+        whole = {entry.name: lazy[entry.name].contiguous() for entry in entries}
+        state = {name: whole[each.name] for name, each in lazy.items() if each.name in whole}
+        save_torch(state, out / file)
+        where |= dict.fromkeys(state, file)
+    if len(names) > 1:
+        total = sum(entry.nbytes for entries in shards for entry in entries)
+        text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
+        files.write_text(out / BIN_INDEX, text + "\n")
+
+
+def _bytes_of(size: str | int | None) -> int:
+    """ "5GB", "500MB", "1GiB" or a number of bytes; None: everything in one file."""
+    if size is None:
+        return 1 << 62
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(size).strip().upper())
+    if isinstance(size, str) and found is None:
+        raise CheckpointError(f"{size!r} is no size.", fix='write "5GB", "500MB" or "1GiB".')
+    return int(float(found[1]) * UNITS[found[2]]) if found is not None else int(size)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """`zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR`: the script that DeepSpeed leaves beside checkpoints."""
+    parser = argparse.ArgumentParser(description="Write the whole fp32 weights of a checkpoint.")
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given, or one checkpoint in it")
+    parser.add_argument("output_dir", help="where to write the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help=f"of one file (default 5GB, {MAX_SHARD_BYTES} bytes)")
+    parser.add_argument("--safe_serialization", action="store_true", help="write safetensors, not torch files")
+    parser.add_argument("-t", "--tag", default=None, help="which checkpoint; what `latest` names if left out")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave out what was not trained")
+    parser.add_argument("-d", "--debug", action="store_true", help="accepted; errors say what is wrong without it")
+    given = parser.parse_args(arguments)
+    convert_zero_checkpoint_to_fp32_state_dict(
+        given.checkpoint_dir,
+        given.output_dir,
+        given.max_shard_size,
+        given.safe_serialization,
+        given.tag,
+        given.exclude_frozen_parameters,
+    )

@@ -1,0 +1,231 @@
+"""Seed 000's words: `DeepSeekZeRO3(model, **zero_config)` and `ZeroOptimizer(params, lr=, optimizer_type=)`.
+
+The model is wrapped in place and used as before, by itself or through what `DeepSeekZeRO3` returns: `model(...)`,
+`loss.backward()`, `optimizer.step()`.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Unpack
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from .base.device import ScalesItself, default_device
+from .base.errors import UsageError, shown
+from .base.given import refuse
+from .base.log import log_once
+from .base.mesh import current_mesh
+from .config import resolve
+from .config.keywords import ZeroKeywords
+from .config.load import load
+from .engine import exporting
+from .engine.assemble import Parts, adopting, assemble, granularities
+from .engine.engine import StandsForModule
+from .engine.start import Request, facts_of, module_of, parameters_of
+from .optim.registry import resolve_optimizer
+from .optim.sharded import ShardedOptimizer
+from .sharding.group import ParamGroup
+from .sharding.handle import owner_of
+from .sharding.runtime import Runtime
+
+# What only an engine of `initialize` reads; nothing is ignored silently.
+ENGINE_ONLY = (
+    *("scheduler", "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "records"),
+    *("tensorboard", "csv_monitor", "wandb", "comet", "flops_profiler", "checkpoint", "dataloader_drop_last"),
+    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+)
+_ZERO = "zero_optimization"
+
+
+def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The keywords of `DeepSeekZeRO3` (`stage` of seed 000, and top-level keys) as a configuration of stage 3."""
+    config = dict(keywords)
+    section = config.get(_ZERO, {})
+    if not isinstance(section, Mapping):
+        if type(section) is not int or section not in range(4):
+            return config  # for `load` to refuse
+        fix = f'write {{"stage": {section}}}, or stage={section} without it.'
+        raise UsageError(f"DeepSeekZeRO3: {_ZERO} = {shown(section)}", f"{_ZERO} is a section of keys.", fix)
+    stage = config.pop("stage", None)
+    twice = stage is not None and "stage" in section
+    if twice and not (type(stage) is type(section["stage"]) is int and stage == section["stage"]):
+        raise UsageError(
+            f"DeepSeekZeRO3 was given stage={shown(stage)} and {_ZERO}={{'stage': {shown(section['stage'])}}}.",
+            "They name one thing, and differ.",
+            "keep one of the two.",
+        )
+    config[_ZERO] = {"stage": 3 if stage is None else stage, **section}
+    optimizer, rate = config.get("optimizer"), config.pop("lr", None)
+    if isinstance(optimizer, str):
+        resolve_optimizer(config.pop("optimizer"), {} if rate is None else {"lr": rate})
+    elif optimizer is not None and (not isinstance(optimizer, Mapping) or {"type", "params"} & optimizer.keys()):
+        wanted = "the name of the optimizer that ZeroOptimizer will be"
+        raise refuse(_DOOR, "optimizer", optimizer, wanted, "give type and arguments to ZeroOptimizer.")
+    if rate is not None and (isinstance(rate, bool) or not isinstance(rate, int | float | torch.Tensor)):
+        raise refuse(_DOOR, "lr", rate, "the learning rate that ZeroOptimizer will have", "pass a number.")
+    return config
+
+
+def _asks(stated: Any) -> bool:
+    """Whether a key, or one of a section, was stated to some effect: switched off and empty it asks for nothing."""
+    return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
+
+
+_DOOR = "DeepSeekZeRO3"
+
+
+class DeepSeekZeRO3(StandsForModule):
+    """Shards a model in place, by seed 000's keywords or any key of the configuration.  Collective.
+
+    The name says 3; `stage` may be 0 to 3.  The object stands for the model it has wrapped (`module`): it computes what
+    the model computes and has the model's names, without a prefix, so `model = DeepSeekZeRO3(model)` and going on with
+    the model itself are equally good.  It tells (`explain`), exports, and can be dropped.
+    """
+
+    def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
+        super().__init__()
+        module_of(model)
+        keywords: dict[str, Any] = dict(zero_config)
+        mesh, raw = current_mesh(default_device()), load(configuration_of(keywords))
+        if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
+            told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
+            log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
+        self.config = resolve(raw, facts_of(Request(model), mesh))
+        parts = assemble(self.config, model, mesh, None, None)
+        parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
+        self.module, self.runtime = model, parts.runtime
+        # The model keeps what drives it: a caller who drops this object still trains.
+        model.register_forward_pre_hook(_Keep(parts))
+        _parts[parts.runtime] = weakref.ref(parts)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward on this rank's micro-batch."""
+        return self.module(*args, **kwargs)
+
+    def explain(self) -> str:
+        """The schedule of gathers, uses, releases and reductions."""
+        return str(self.runtime.gatherer.schedule)
+
+    def export(self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any) -> Path:
+        """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.  Collective."""
+        return exporting.export(self.runtime, path, dtype, **settings)
+
+    def load_weights(self, path: str | Path, strict: bool = True) -> None:
+        """Take weights from safetensors, each rank its slices alone.  Collective."""
+        exporting.load_weights(self.runtime, path, strict)
+
+    # -- the model's names: what nn.Module would spell with this object's own attribute in front
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.named_modules(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors under the model's names, on every rank.  Collective."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Take whole tensors under the model's names; every rank passes them and keeps its slices."""
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+
+# What this door has wrapped, for the optimizers that come later; both weakly, since the model holds the parts (_Keep).
+_parts: weakref.WeakKeyDictionary[Runtime, weakref.ref[Parts]] = weakref.WeakKeyDictionary()
+
+
+class _Keep:
+    """A hook that does nothing but hold the parts."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        return None
+
+
+class ZeroOptimizer(ScalesItself, Optimizer):
+    """An optimizer over a model that is, or will be, wrapped by `DeepSeekZeRO3`.
+
+    params: parameters or groups. optimizer_type: any name of the registry.  Other keywords are the optimizer's own.
+    Gradients stay until `zero_grad`, as with torch's optimizers.
+    """
+
+    def __init__(self, params: Iterable[Any], lr: float = 1e-3, optimizer_type: str = "adam", **options: Any) -> None:
+        groups = parameters_of("ZeroOptimizer", "params", params)
+        self.client = resolve_optimizer(optimizer_type, {"lr": lr, **options}).build(groups)
+        self.asked = {"optimizer": str(optimizer_type), "lr": lr}
+        self.sharded: ShardedOptimizer | None = None
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self.client.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.client.state
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self.client.defaults
+
+    def _attach(self) -> ShardedOptimizer | Optimizer:
+        """The sharded optimizer once the parameters are wrapped; before that, the plain one."""
+        if self.sharded is None:
+            owner = owner_of(self.client.param_groups[0]["params"][0])
+            runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+            if runtime is None:
+                return self.client
+            parts = _parts_of(runtime)
+            for name, told in parts.told.items():
+                if str(told).lower() != str(self.asked[name]).lower():
+                    own = f"the optimizer has {name}={self.asked[name]}"
+                    log_once(f"DeepSeekZeRO3 was told {name}={told}, {own}, which holds.", logging.WARNING)
+            settings = replace(
+                parts.step_settings, keep_grads=True, granularity=granularities(self.client, self.client.param_groups)
+            )
+            groups = list(self.client.param_groups)
+            self.sharded = ShardedOptimizer(runtime, groups, adopting(self.client), settings, parts.scaler)
+        return self.sharded
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Update the weights; collective once the model is wrapped."""
+        self._attach().step(closure)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Update more parameters; once the model is wrapped, of that model."""
+        self._attach().add_param_group(param_group)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._attach().zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._attach().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._attach().load_state_dict(state_dict)
+
+    def __repr__(self) -> str:
+        return f"ZeroOptimizer({self.client!r})"
+
+
+def _parts_of(runtime: Runtime) -> Parts:
+    reference = _parts.get(runtime)
+    if reference is not None and (parts := reference()) is not None:
+        return parts
+    raise UsageError(
+        "the model belongs to an engine made by initialize(), which has its own optimizer.",
+        "Two optimizers would update the same slices.",
+        "use engine.step(), or wrap the model with DeepSeekZeRO3.",
+    )

@@ -1,0 +1,152 @@
+"""The drop-in: what stands under DeepSpeed's name, that it is ours, and that nothing genuine is touched."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import NotBuiltError, UnknownNameError, UsageError
+from deepseek_zero.compat.deepspeed import dropin
+from deepseek_zero.compat.deepspeed.module_stub import VERSION
+
+SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
+PACKAGE = dropin.DIRECTORY / "deepspeed"
+MOST_IMPORT_SECONDS = 0.3  # of CPU; 0.2 was measured
+
+
+def modules() -> list[str]:
+    """Every module of the drop-in by its dotted name."""
+    paths = [path.relative_to(dropin.DIRECTORY).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
+    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A fresh Python; it finds the house and nothing else of ours unless `environment` says more."""
+    given = {name: value for name, value in os.environ.items() if name != dropin.SWITCH}
+    given |= {"PYTHONPATH": SOURCE} | environment
+    return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
+
+
+def test_every_name_is_the_object_of_its_home(as_deepspeed: None) -> None:
+    seen = 0
+    for module in modules():
+        stand_in = importlib.import_module(module)
+        tables = [
+            {key.value: value.value for key, value in zip(node.keys, node.values, strict=True)}
+            for node in ast.walk(ast.parse(Path(str(stand_in.__file__)).read_text(encoding="utf-8")))
+            if isinstance(node, ast.Dict)
+        ]
+        for home, names in (pair for table in tables for pair in table.items()):
+            for name in names.split():
+                assert getattr(stand_in, name) is getattr(importlib.import_module(home), name), f"{module}.{name}"
+                seen += 1
+        for name in dir(stand_in):
+            assert getattr(stand_in, name) is not None
+    assert seen > 80
+
+
+def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) -> None:
+    import deepspeed
+
+    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert deepspeed.zero.Init is deepspeed.runtime.zero.partition_parameters.Init is deepseek_zero.zero.Init
+    assert deepspeed.DeepSpeedEngine is deepspeed.runtime.engine.DeepSpeedEngine is deepseek_zero.DeepSpeedEngine
+    assert deepspeed.comm.get_rank() == 0
+    assert deepspeed.accelerator.get_accelerator().device_count() >= 1
+    with pytest.raises(AttributeError):
+        deepspeed.__wrapped__  # noqa: B018
+
+
+def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
+    import deepspeed
+
+    with pytest.raises(UnknownNameError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3") as caught:
+        _ = deepspeed.init_inference
+    assert isinstance(caught.value, AttributeError) and isinstance(caught.value, NotImplementedError)
+    assert "initialize" in str(caught.value)
+    with pytest.raises(NotBuiltError, match=r"deepspeed\.zero\.MiCS_Init .*\n.*later part.\n.*GatheredParameters"):
+        _ = deepspeed.zero.MiCS_Init
+    assert not hasattr(deepspeed, "init_inference") and not hasattr(deepspeed.utils, "debug")
+
+
+def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -> None:
+    folder = Path(__file__).parents[2] / "data" / "deepspeed" / "stage3_fp16" / "global_step2"
+    read = torch.load(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", weights_only=False)["optimizer_state_dict"]
+    assert type(read["loss_scaler"]).__module__ == "deepseek_zero.compat.deepspeed.loss_scaler"
+    read["loss_scaler"].update_scale(False)  # it goes on where it was
+    assert read["loss_scaler"].loss_scale >= 1 and read["zero_stage"] == 3
+
+
+def test_metadata_and_module_agree_on_the_version(as_deepspeed: None) -> None:
+    import deepspeed
+
+    assert importlib.metadata.version("deepspeed") == deepspeed.__version__ == VERSION
+    assert "not DeepSpeed" in importlib.metadata.metadata("deepspeed")["Summary"]
+
+
+def test_it_comes_and_goes(as_deepspeed: None) -> None:
+    assert dropin.is_dropin_active() and not dropin.is_dropin_imported()
+    importlib.import_module("deepspeed.runtime.zero")
+    assert dropin.is_dropin_imported()
+    assert dropin.install_as_deepspeed() == dropin.DIRECTORY  # twice is harmless
+    assert sys.path.count(str(dropin.DIRECTORY)) == 1
+    assert os.environ["PYTHONPATH"].split(os.pathsep).count(str(dropin.DIRECTORY)) == 1
+    dropin.uninstall_as_deepspeed()
+    assert not dropin.is_dropin_active() and "deepspeed.runtime" not in sys.modules
+    assert str(dropin.DIRECTORY) not in os.environ["PYTHONPATH"]
+
+
+def test_a_genuine_deepspeed_that_is_imported_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = ModuleType("deepspeed")
+    genuine.__file__ = "/somewhere/deepspeed/__init__.py"
+    monkeypatch.setitem(sys.modules, "deepspeed", genuine)
+    with pytest.raises(UsageError, match=r"deepspeed is imported already, from /somewhere"):
+        dropin.install_as_deepspeed()
+    assert sys.modules["deepspeed"] is genuine and not dropin.is_dropin_active()
+
+
+def test_a_client_that_is_imported_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "accelerate", ModuleType("accelerate"))
+    with pytest.raises(UsageError, match=r"accelerate.* is imported already.*\n.*remembers"):
+        dropin.install_as_deepspeed()
+
+
+def test_an_installed_genuine_is_shadowed_and_not_touched(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").mkdir()
+    (tmp_path / "deepspeed" / "__init__.py").write_text("__version__ = '0.19.8'")
+    code = "import deepspeed; print(deepspeed.__version__)"
+    beside = os.pathsep.join([SOURCE, str(tmp_path)])
+    assert python(code, PYTHONPATH=beside).stdout.strip() == "0.19.8"
+    ours = python(f"import deepseek_zero; deepseek_zero.install_as_deepspeed(); {code}", PYTHONPATH=beside)
+    assert ours.stdout.strip() == VERSION, ours.stderr
+
+
+def test_the_line_for_pythons_start_waits_for_its_switch() -> None:
+    line = Path(SOURCE, "deepseek_zero_dropin.pth").read_text(encoding="utf-8")
+    assert line.startswith("import ") and line.count("\n") == 1  # site runs such a line, and only if it is one
+    code = f"exec({line!r})\nimport importlib.util\nprint(importlib.util.find_spec('deepspeed').origin)"
+    assert str(dropin.DIRECTORY) in python(code, **{dropin.SWITCH: "1"}).stdout
+    assert str(dropin.DIRECTORY) not in python(code).stdout
+
+
+def test_the_import_adds_little_to_that_of_torch(tmp_path: Path) -> None:
+    # accelerate asks for the engine's class in every unwrap_model; pydantic alone costs more than all of ours
+    code = (
+        "import sys, time, torch; start = time.process_time(); from deepspeed import DeepSpeedEngine; "
+        "print(time.process_time() - start, *{'pydantic', 'rich', 'torch._dynamo'} & sys.modules.keys())"
+    )
+    path = os.pathsep.join([str(dropin.DIRECTORY), SOURCE])
+    compiled = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(tmp_path)}  # once, as an install does
+    runs = [python(code, PYTHONPATH=path, **compiled).stdout.split() for _ in range(3)]
+    assert min(float(seconds) for seconds, *_ in runs) < MOST_IMPORT_SECONDS
+    assert not any(others for _, *others in runs)
