@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "deepseek_zero"
 DOOR = PACKAGE / "checkpoint" / "files.py"
 WATCHED = [
     *sorted((PACKAGE / "checkpoint").glob("*.py")),
+    *sorted((PACKAGE / "compat" / "deepspeed" / "checkpoint").glob("*.py")),
     PACKAGE / "engine" / "saving.py",
     PACKAGE / "engine" / "exporting.py",
     PACKAGE / "compat" / "deepspeed" / "zero_to_fp32.py",

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.deepspeed_read import open_file
 from deepseek_zero.compat.deepspeed import engine as door
+from deepseek_zero.compat.deepspeed.checkpoint.reader import open_file
 from tests.crash import names_in
 from tests.data.deepspeed.make import CASES, config, small, train
 from tests.plain import here
@@ -185,9 +185,13 @@ def test_what_the_layout_has_no_place_for_is_refused(tmp_path: Path) -> None:
 def test_a_save_that_fails_leaves_nothing_of_it_and_the_one_before(tmp_path: Path) -> None:
     engine = start(2, "fp32", checkpoint={"layout": "deepspeed"})
     engine.save_checkpoint(tmp_path, tag="good")
-    for what in ("deepspeed_save.write_rank", "files.write", "deepspeed_save.publish"):
+    for what in (
+        "compat.deepspeed.checkpoint.layout.write_rank",
+        "checkpoint.files.write",
+        "compat.deepspeed.checkpoint.layout.publish",
+    ):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(f"deepseek_zero.checkpoint.{what}", _full_disk)
+            patch.setattr(f"deepseek_zero.{what}", _full_disk)
             with pytest.raises(CheckpointError, match="No space left on device"):
                 engine.save_checkpoint(tmp_path, tag="bad")
         dist.barrier()  # rank 0 has tidied up

@@ -40,9 +40,8 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
-from .deepspeed_read import is_deepspeed
 from .format import LATEST, MANIFEST, NEWEST, Manifest, run_and_gather
-from .layouts import Layout, layout_of
+from .layouts import SLICES, Layout, is_checkpoint, layout_of
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
 
@@ -54,7 +53,7 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a directory, ours or in DeepSpeed's layout.  manifest: None where it cannot be read.  faults:
+    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.  faults:
     as far as was looked.
     """
 
@@ -204,12 +203,6 @@ def is_single_checkpoint(path: Path) -> bool:
     return layout is not None and (layout.has_states or not tags_in(path))
 
 
-def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint of ours or DeepSpeed's, or one that lost some of its files."""
-    is_ours = (path / MANIFEST).exists() or any(path.glob("rank_*.safetensors"))
-    return path.is_dir() and (is_ours or is_deepspeed(path))
-
-
 def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
     """(path, tag, state) of every hidden name of ours."""
     if not directory.is_dir():
@@ -281,10 +274,10 @@ def outdated(entries: Sequence[CheckpointInfo], latest: str | None, keep: Retent
     """Those that need not be kept, of entries newest first.
 
     Only complete ones count as kept, and nothing goes unless a complete one is newer.  What `latest` names stays, and
-    so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in DeepSpeed's
-    layout are nobody's to remove: another program may have written them.
+    so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in
+    another layout than ours are never removed: another program may have written them.
     """
-    entries = [entry for entry in entries if entry.layout is not Layout.DEEPSPEED]
+    entries = [entry for entry in entries if entry.layout in (SLICES, None)]
     complete = [entry for entry in entries if entry.is_complete]
     if keep.last is None or not complete:
         return []

@@ -6,31 +6,16 @@ The checkpoint may be of any known layout (layouts.py); any number of ranks may 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from ..base.errors import CheckpointError
-from .deepspeed_write import DeepSpeedTarget, write_rank
 from .export import save_torch
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
-from .layouts import layout_of
-from .read import open_source, tensors_of
+from .read import open_checkpoint, tensors_of
 from .safetensors_file import SafetensorsWriter, dtype_of
-from .staging import StagedOutput
-
-
-@contextmanager
-def _staged(out: Path) -> Iterator[StagedOutput]:
-    """Nothing of it is left where the block fails."""
-    draft = StagedOutput(out)
-    draft.open()
-    try:
-        yield draft
-    finally:
-        draft.discard()  # nothing, once it is in place
+from .staging import staged_output
 
 
 def convert_to_safetensors(
@@ -47,10 +32,10 @@ def convert_to_safetensors(
     dtype: of floating-point tensors; None: the most precise form that was saved.  Memory: one stretch of one tensor.
     """
     with ExitStack() as stack:
-        tensors = tensors_of(open_source(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
+        tensors = tensors_of(open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
         names, run = shard_names(len(shards)), secrets.token_hex(8)
-        draft = stack.enter_context(_staged(out))
+        draft = stack.enter_context(staged_output(out))
         for name, entries in zip(names, shards, strict=True):
             with SafetensorsWriter(draft.path / name, entries, run) as file:
                 for entry in entries:
@@ -75,34 +60,10 @@ def convert_to_pth(
     Memory: the whole model in `dtype`, since torch.save wants everything at once.
     """
     with ExitStack() as stack:
-        source = open_source(path, tag, stack)
+        source = open_checkpoint(path, tag, stack)
         tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
         state = {name: lazy.contiguous() for name, lazy in tensors.items()}
         state |= {name: state[first] for name, first in source.tied.items() if first in state}
-    with _staged(out) as draft:
+    with staged_output(out) as draft:
         save_torch(state, draft.path / out.name)
         draft.publish_file()
-
-
-def convert_to_deepspeed(
-    path: Path, out: Path, *, tag: str | None = None, stage: int | None = None, ranks: int | None = None
-) -> None:
-    """Write a checkpoint in DeepSpeed's layout into the folder `out`.
-
-    stage, ranks: those DeepSpeed will run with, which must match; left out: the checkpoint's own.  Memory: one rank's
-    part of masters and moments, and at stages 0 to 2 all weights.
-    """
-    with ExitStack() as stack:
-        source = open_source(path, tag, stack)
-        found = layout_of(source.folder)
-        if found is not None and not found.has_states:
-            raise CheckpointError(
-                f"{source.folder} holds weights alone.",
-                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it without them.",
-                "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
-            )
-        layout = DeepSpeedTarget.of(source, stage, ranks)
-        draft = stack.enter_context(_staged(out))
-        for rank in layout.files:
-            write_rank(source, draft.path, layout, rank)
-        draft.publish_folder()

@@ -44,6 +44,16 @@ VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a ran
 
 
 @dataclass(frozen=True)
+class FileRecord:
+    """Bytes [start, stop) of a file that have a name, and their CRC-32; None where the file has none."""
+
+    name: str
+    start: int
+    stop: int
+    crc: int | None
+
+
+@dataclass(frozen=True)
 class SavedChunk:
     """Elements [start, stop) of one state of one parameter or buffer. key: the optimizer's name of a moment, else
     empty.

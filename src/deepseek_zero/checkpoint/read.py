@@ -1,8 +1,8 @@
 """Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by name.
 
 `CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files open on first use,
-and ranges that are known in advance are read ahead (readahead.py).  `open_source` opens a folder of any layout for one
-process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
+and ranges that are known in advance are read ahead (readahead.py).  `open_checkpoint` opens a folder of any layout for
+one process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
 from .catalogue import is_single_checkpoint, latest_tag
-from .deepspeed_read import read_deepspeed, read_state_dict
 from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
-from .hf_folder import SafetensorsFolder
-from .layouts import Layout, layout_of
+from .layouts import ForeignLayout, OpenCheckpoint, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
 from .safetensors_file import SafetensorsReader, TensorInfo, cast, damaged_file, dtype_named
-from .verify import compare_checksum, foreign_manifest, raise_faults, verify
+from .verify import compare_checksum, raise_faults, verify
 
 StateRange = tuple[str, str, str, int, int]  # kind, name, key, and elements [start, stop)
 
@@ -145,40 +143,11 @@ class CheckpointReader:
 READ_NUMEL = 1 << 24  # elements that are read at once
 
 
-class StateReader(Protocol):
-    """Flat ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state."""
-
-    def has(self, kind: str, name: str, key: str = "") -> bool: ...
-
-    def keys(self, kind: str, name: str) -> list[str]: ...
-
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]: ...
-
-    def whole(self, name: str, key: str) -> Tensor: ...
-
-    def of_rank(self, name: str, rank: int) -> Tensor: ...
-
-
-@dataclass(frozen=True)
-class CheckpointSource:
-    """An open checkpoint.  plain: {"groups": ..., "trainer": ..., "client": ...}, decoded."""
-
-    folder: Path
-    manifest: Manifest
-    plain: dict[str, Any]
-    values: StateReader
-
-    @property
-    def tied(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first one."""
-        return {name: first for name, first in self.manifest.extra.get("names", {}).items() if name != first}
-
-
 @dataclass(frozen=True)
 class LazyTensor:
     """One weight or buffer of a checkpoint, read when it is asked for."""
 
-    source: CheckpointSource
+    source: OpenCheckpoint
     name: str
     shape: torch.Size
     dtype: torch.dtype
@@ -193,7 +162,7 @@ class LazyTensor:
             yield from self.source.values.read(WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel))
 
     def contiguous(self) -> Tensor:
-        """The whole tensor; DeepSpeed's word for it."""
+        """The whole tensor in its own shape, in memory of its own; DeepSpeed's lazy tensors have this method too."""
         whole = torch.empty(self.shape.numel(), dtype=self.dtype)
         for low, part in self.parts():
             whole[low : low + part.numel()] = cast(part.reshape(-1), self.dtype)
@@ -204,29 +173,7 @@ class LazyTensor:
         return TensorInfo(self.name, tuple(self.shape), self.dtype)
 
 
-@dataclass(frozen=True)
-class WeightsReader:
-    """`StateReader` of an export, which has weights alone."""
-
-    files: SafetensorsFolder
-
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        return kind == WEIGHT and name in self.files.shapes
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        return []
-
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        return self.files.read(name, start, stop)
-
-    def whole(self, name: str, key: str) -> Tensor:
-        raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
-
-    def of_rank(self, name: str, rank: int) -> Tensor:
-        return self.files.whole(name).reshape(-1)
-
-
-def open_source(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> CheckpointSource:
+def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> OpenCheckpoint:
     """The checkpoint or export at `path`: one of them, or the folder of several that has `latest` (or `tag`) in it.
 
     checks: read every byte first, and raise where one is not what was written.
@@ -235,16 +182,10 @@ def open_source(path: Path, tag: str | None, stack: ExitStack, *, checks: bool =
     if checks:
         raise_faults(folder, verify(folder, again=True))
     layout = layout_of(folder)
-    if layout is Layout.SAFETENSORS:
-        nothing: dict[str, Any] = {"groups": [], "trainer": {}, "client": {}}
-        return CheckpointSource(
-            folder, foreign_manifest(folder, layout), nothing, WeightsReader(SafetensorsFolder(folder, stack))
-        )
-    if layout in (Layout.DEEPSPEED, Layout.TORCH):
-        found = read_deepspeed(folder) if layout is Layout.DEEPSPEED else read_state_dict(folder)
-        return CheckpointSource(folder, found.manifest, found.plain, found)
+    if isinstance(layout, ForeignLayout):
+        return layout.open_at(folder, stack)
     manifest = Manifest.read(folder / MANIFEST)
-    return CheckpointSource(
+    return OpenCheckpoint(
         folder, manifest, plain_values(folder, manifest), CheckpointReader(folder, manifest.chunks, stack)
     )
 
@@ -263,7 +204,7 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 
 
 def tensors_of(
-    source: CheckpointSource, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
+    source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
     """Every weight and buffer by its first name.  dtype: of floating-point tensors; None: the most precise there is."""
     manifest = source.manifest
@@ -278,7 +219,7 @@ def tensors_of(
     return found
 
 
-def _lazy_tensor(source: CheckpointSource, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> LazyTensor:
+def _lazy_tensor(source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> LazyTensor:
     own: torch.dtype = dtype_named(facts["dtype"])
     wanted = dtype if dtype is not None and own.is_floating_point else own
     return LazyTensor(source, name, torch.Size(facts["shape"]), wanted)

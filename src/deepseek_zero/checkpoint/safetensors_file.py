@@ -92,11 +92,16 @@ def encode_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) ->
     place = 0
     for entry in entries:
         ends = [place, place + entry.nbytes]
-        header[entry.name] = {"dtype": _dtype_name(entry), "shape": list(entry.shape), "data_offsets": ends}
+        header[entry.name] = {"dtype": _format_dtype(entry), "shape": list(entry.shape), "data_offsets": ends}
         place = ends[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Torch's name of a dtype, as manifests have it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:
@@ -318,7 +323,7 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _dtype_name(entry: TensorInfo) -> str:
+def _format_dtype(entry: TensorInfo) -> str:
     if entry.dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"'{entry.name}' is {entry.dtype}, which the safetensors format has no name for.",

@@ -31,16 +31,16 @@ from ..base.memory import no_collection
 from ..optim.flow import PrefetchSettings, TilePrefetcher
 from ..sharding.group import ParamGroup
 from . import files
-from .catalogue import is_checkpoint, remove_replaced, replaced_path
+from .catalogue import remove_replaced, replaced_path
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save
-from .safetensors_file import StreamingWriter, TensorInfo
+from .layouts import is_checkpoint
+from .safetensors_file import StreamingWriter, TensorInfo, dtype_name
 from .staging import StagedOutput
 from .state import (
     Contents,
     WriteGroup,
     WriteItem,
     capture_rng,
-    dtype_name,
     exact_dtype,
     optimizer_scalars,
     persistent_buffers,

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ..base.errors import CheckpointError
@@ -117,3 +117,14 @@ class StagedOutput:
                 ) from None
             except OSError:  # a file system without locks
                 return
+
+
+@contextmanager
+def staged_output(out: Path) -> Iterator[StagedOutput]:
+    """Open a `StagedOutput` for `out`, and remove it again where the block does not publish it."""
+    output = StagedOutput(out)
+    output.open()
+    try:
+        yield output
+    finally:
+        output.discard()  # nothing, once it is in place

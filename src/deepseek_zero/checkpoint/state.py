@@ -27,6 +27,7 @@ from ..planner.spec import R
 from ..sharding.group import ParamGroup
 from ..sharding.runtime import Runtime
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
+from .safetensors_file import dtype_name
 
 
 @dataclass
@@ -39,10 +40,6 @@ class Contents:
     optimizer: ShardedOptimizer | None
     trainer: dict[str, Any] = field(default_factory=dict)
     client: Any = None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:

@@ -9,19 +9,14 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ..base.errors import CheckpointError
-from .deepspeed_read import TorchRecord, read_deepspeed, read_state_dict, records_of
-from .deepspeed_read import deepspeed_files as deepspeeds_files
-from .format import MANIFEST, MOMENT, WEIGHT, Manifest, SavedChunk
-from .hf_folder import safetensors_files
-from .layouts import Layout, layout_of
+from .format import MANIFEST, MOMENT, WEIGHT, FileRecord, Manifest, SavedChunk
+from .layouts import ForeignLayout, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
-from .safetensors_file import RUN_KEY, SafetensorsHeader, TensorLocation, read_header
+from .safetensors_file import SafetensorsHeader, TensorLocation, read_header
 
 OnBytes = Callable[[int], None]
 
@@ -52,7 +47,8 @@ NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 def check_headers(folder: Path, share: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
-    if (layout := layout_of(folder)) not in (Layout.SLICES, None):
+    layout = layout_of(folder)
+    if isinstance(layout, ForeignLayout):
         return _check_foreign(folder, layout)
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
@@ -69,11 +65,11 @@ def verify(
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
     will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
-    if (layout := layout_of(folder)) not in (Layout.SLICES, None):
+    layout = layout_of(folder)
+    if isinstance(layout, ForeignLayout):
         faults = _check_foreign(folder, layout)[1] if share.rank == 0 else []
-        check = _check_export if layout is Layout.SAFETENSORS else _check_zip
-        paths = _files_of(folder, layout)[share.rank :: share.of]
-        return faults + [fault for path in paths for fault in check(path, seen or _ignore)]
+        paths = layout.files(folder)[share.rank :: share.of]
+        return faults + [fault for path in paths for fault in _check_records(path, layout, seen or _ignore)]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
@@ -97,102 +93,31 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
         return Fault(MANIFEST, f"cannot be used: {error.what}")
 
 
-def _check_foreign(path: Path, layout: Layout) -> tuple[Manifest | None, list[Fault]]:
-    """What files that are no slices say of themselves, in the words of our manifest."""
+def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, list[Fault]]:
+    """What files without a manifest say of themselves, in the words of our manifest."""
     try:
-        found = foreign_manifest(path, layout)
+        found = layout.manifest(path)
     except CheckpointError as error:
         return None, [Fault(path.name, f"cannot be used: {error.what}")]
     return found, []
 
 
-def _files_of(path: Path, layout: Layout) -> list[Path]:
-    """The files that are compared with what they say of themselves; missing ones are the glance's to tell."""
-    if layout is Layout.DEEPSPEED:
-        return deepspeeds_files(path)
-    if layout is Layout.TORCH:
-        return [path]
-    with suppress(CheckpointError):
-        return [each for each in safetensors_files(path) if each.is_file()]
-    return []
-
-
-def foreign_manifest(path: Path, layout: Layout) -> Manifest:
-    """Names, shapes and dtypes out of files that have no manifest; a CheckpointError where they cannot be used."""
-    if layout is Layout.SAFETENSORS:
-        return _export_manifest(path)
-    found = read_deepspeed(path) if layout is Layout.DEEPSPEED else read_state_dict(path)
-    found.manifest.plain = {"trainer": found.plain.get("trainer", {})}
-    return found.manifest
-
-
-def _export_manifest(path: Path) -> Manifest:
-    paths = safetensors_files(path)
-    headers = {each: read_header(each) for each in paths}
-    runs = {header.metadata.get(RUN_KEY) for header in headers.values()}
-    if len(runs) > 1:
-        raise CheckpointError(
-            f"the files of {path} are of different exports: {', '.join(sorted(map(str, runs)))}.",
-            "An export that was cut off may have replaced some of an older one's.",
-            "export again into an empty folder.",
-        )
-    parameters: dict[str, dict[str, Any]] = {}
-    for each, header in headers.items():
-        for name, place in header.locations.items():
-            if name in parameters:
-                raise CheckpointError(
-                    f"'{name}' is in {each.name} and in another file of {path} too.",
-                    fix="export again into an empty folder.",
-                )
-            parameters[name] = {"shape": list(place.shape), "dtype": str(place.dtype)[6:], "trained": True}
-    run = next(iter(runs), None) or ""
-    return Manifest(1, 0, {}, parameters, {}, [], None, {}, [], plain={"trainer": {}}, run=run, format="safetensors")
-
-
-def _check_export(path: Path, seen: OnBytes) -> Iterator[Fault]:
-    """Compare every tensor with the CRC-32 that an export of ours has in its header; others are only read."""
-    try:
-        header = read_header(path)
-    except CheckpointError as error:
-        yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
-        return
-    records = [
-        TorchRecord(name, place.start, place.stop, header.tensor_crcs.get(name))
-        for name, place in header.locations.items()
-    ]
-    yield from _check_records(path, records, seen)
-
-
 def checksum_coverage(path: Path) -> str:
     """What a verdict of `verify` rests on where it is not a checksum for every chunk; empty where it is."""
     layout = layout_of(path)
-    if layout is Layout.DEEPSPEED:
-        with suppress(CheckpointError):
-            if read_deepspeed(path).manifest.run:
-                return ""
-        return "torch's CRC-32 of each record is all these files have: one of another rank or save is not told apart"
-    if layout is Layout.TORCH:
-        return "torch's CRC-32 of each record is all this file has"
-    if layout is Layout.SAFETENSORS and not all(read_header(each).tensor_crcs for each in _files_of(path, layout)):
-        return "another program wrote this, without checksums: its tensors were only read"
-    return ""
+    return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
 
-def _check_zip(path: Path, seen: OnBytes) -> Iterator[Fault]:
-    """Compare every record of a file of torch.save with the CRC-32 that its directory has."""
+def _check_records(path: Path, layout: ForeignLayout, seen: OnBytes) -> Iterator[Fault]:
+    """Compare every record of a file with its CRC-32; one without is only read."""
     try:
-        records = records_of(path)
+        records = sorted(layout.records(path), key=lambda each: each.start)
     except CheckpointError as error:
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
-    yield from _check_records(path, records, seen)
-
-
-def _check_records(path: Path, records: Sequence[TorchRecord], seen: OnBytes) -> Iterator[Fault]:
-    records = sorted(records, key=lambda each: each.start)
     with open(path, "rb", buffering=0) as file:
         spans = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
-        sums: dict[TorchRecord, int | OSError] = dict.fromkeys(records, 0)
+        sums: dict[FileRecord, int | OSError] = dict.fromkeys(records, 0)
         for piece in read_ahead(spans):
             sums[spans[piece.range]] = _checksum(piece, sums[spans[piece.range]])
             seen(piece.stop - piece.start)

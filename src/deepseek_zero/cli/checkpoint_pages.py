@@ -23,14 +23,17 @@ from deepseek_zero.base.errors import CheckpointError, UsageError
 from deepseek_zero.base.quantities import format_bytes, format_count
 from deepseek_zero.checkpoint import catalogue
 from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
-from deepseek_zero.checkpoint.convert import convert_to_deepspeed, convert_to_pth, convert_to_safetensors
-from deepseek_zero.checkpoint.layouts import Layout
+from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetensors
+from deepseek_zero.checkpoint.format import MOMENT, WHOLE, Manifest
+from deepseek_zero.checkpoint.layouts import SLICES, register_layout
+from deepseek_zero.checkpoint.read import open_checkpoint
+from deepseek_zero.checkpoint.safetensors_file import dtype_named, read_header
 from deepseek_zero.checkpoint.verify import Fault, OnBytes, checksum_coverage, num_without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
+from deepseek_zero.compat.deepspeed.checkpoint.layout import DEEPSPEED
+from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
 
-from ..checkpoint.format import MOMENT, WHOLE, Manifest
-from ..checkpoint.read import open_source
-from ..checkpoint.safetensors_file import dtype_named, read_header
+register_layout(DEEPSPEED)
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
 
@@ -101,7 +104,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
         "faults": [_fault(fault) for fault in entry.faults],
     }
     layout = entry.layout
-    facts["layout"] = layout.value if layout is not None else None
+    facts["layout"] = layout.name if layout is not None else None
     if manifest is not None:
         has_states = layout is not None and layout.has_states
         facts |= {
@@ -111,7 +114,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
             "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
             "chunks": len(manifest.chunks),
             "chunks_without_checksum": num_without_checksum(manifest),
-            "format": f"{manifest.format} {manifest.version}" if layout is Layout.SLICES else manifest.format,
+            "format": f"{manifest.format} {manifest.version}" if layout is SLICES else manifest.format,
             "run": getattr(manifest, "run", None),
         }
     return facts
@@ -123,7 +126,7 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
     assert manifest is not None
     found = {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()}
     found |= {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.buffers.items()}
-    if entry.layout is not Layout.SLICES:
+    if entry.layout is not SLICES:
         return _foreign_tensors(entry, found)
     headers = {}
     for file in {chunk.file for chunk in manifest.chunks} - {fault.file for fault in entry.faults}:
@@ -142,7 +145,7 @@ def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
 def _foreign_tensors(entry: CheckpointInfo, found: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Of files without a manifest of ours."""
     with ExitStack() as stack:
-        source = open_source(entry.folder, None, stack, checks=False)
+        source = open_checkpoint(entry.folder, None, stack, checks=False)
         for name, facts in found.items():
             facts["states"] = source.values.keys(MOMENT, name)
             count = math.prod(facts["shape"]) * (1 + len(facts["states"]))

@@ -22,15 +22,12 @@ from ..checkpoint.catalogue import (
     Retention,
     WriterLock,
     apply_retention,
-    is_checkpoint,
     latest_tag,
     newest_good_of_all,
     tags_in,
 )
-from ..checkpoint.deepspeed_load import load_deepspeed
-from ..checkpoint.deepspeed_read import is_deepspeed
-from ..checkpoint.deepspeed_save import save_deepspeed, unsupported_reason
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, run_and_gather, tag_to_save
+from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
 from ..checkpoint.load import IMPLEMENTATION_OPTIONS, Loaded, LoadSettings, existing_folder, load
 from ..checkpoint.save import PendingSave, SaveSettings
 from ..checkpoint.state import Contents
@@ -125,11 +122,14 @@ def save_checkpoint(
     client: Any,
     settings: SaveSettings,
     *,
-    prefers_deepspeed: bool = False,
+    preferred: EngineLayout | None = None,
 ) -> Path:
-    """Write `directory/tag` (`global_step<N>` without a tag).  Collective; the end of an accumulation is the time for
-    it.  Without `settings.wait` a later step, or `Saver.finish`, makes it visible.  prefers_deepspeed: where the
-    configuration leaves the layout open, DeepSpeed's is written if it can hold what is saved.
+    """Write `directory/tag` (`global_step<N>` without a tag) and return its path.  Collective; the end of an
+    accumulation is the time for it.
+
+    preferred: the layout that a door would have where the configuration leaves it open, and it can hold what is saved.
+    Without `settings.wait` a later step, or `Saver.finish`, makes the checkpoint visible.  CheckpointError on every
+    rank where one rank cannot write; the checkpoint before stays as it is.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
@@ -151,8 +151,9 @@ def save_checkpoint(
     engine.parts.saver.finish()
     engine.parts.saver.claim_directory(engine.runtime.comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
-    if _is_deepspeed_layout(engine, contents, settings, prefers_deepspeed):
-        return save_deepspeed(Path(directory), name, contents, settings)
+    foreign = _foreign_layout(engine, contents, settings, preferred)
+    if foreign is not None:
+        return foreign.save(Path(directory), name, contents, settings)
     saving = engine.parts.saver.current = PendingSave(Path(directory), name, contents, settings)
     if settings.wait:
         engine.parts.saver.finish()
@@ -166,26 +167,27 @@ def _position(loader: Any, begun: int) -> Any:
     return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
-def _is_deepspeed_layout(engine: Engine, contents: Contents, settings: SaveSettings, is_preferred: bool) -> bool:
-    """Whether the files are DeepSpeed's.  Collective.
+def _foreign_layout(
+    engine: Engine, contents: Contents, settings: SaveSettings, preferred: EngineLayout | None
+) -> EngineLayout | None:
+    """The layout to save in where it is not our own.  Collective.
 
-    Where the configuration leaves it open, they are if the door prefers them (`is_preferred`), unless something is
-    asked for that only slices have.  Stage 0's files name no parameter of the optimizer: those of several groups could
-    not be read back.
+    Where the configuration leaves it open: the preferred one, unless something is asked for that only slices have.
+    Stage 0's files name no parameter of the optimizer in it: those of several groups could not be read back.
     """
-    told = engine.parts.saving_settings
-    if told.layout != "auto":
-        return told.layout == "deepspeed"
-    wants_slices = not settings.wait or told.keep.last is not None or told.on_signal is not None
-    if wants_slices or engine.runtime.settings.stage == 0 or not is_preferred:
-        return False
-    problem = next(
-        filter(None, run_and_gather(engine.runtime.comm, "saving: the layout", lambda: unsupported_reason(contents))),
-        "",
-    )
-    if problem:
-        log_once(f"saved as slices, not in DeepSpeed's layout: {problem}.")
-    return not problem
+    chosen = engine.parts.saving_settings
+    if chosen.layout != "auto":
+        named = layout_named(chosen.layout)
+        return named if isinstance(named, EngineLayout) else None
+    wants_slices = not settings.wait or chosen.keep.last is not None or chosen.on_signal is not None
+    if preferred is None or wants_slices or engine.runtime.settings.stage == 0:
+        return None
+    reasons = run_and_gather(engine.runtime.comm, "saving: the layout", lambda: preferred.unsupported_reason(contents))
+    reason = next(filter(None, reasons), "")
+    if reason:
+        log_once(f"saved as slices, not in {preferred.title}: {reason}.")
+        return None
+    return preferred
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
@@ -204,12 +206,14 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
     moments = restore.moments and not restore.module_only
     contents = Contents(engine.runtime, engine.optimizer)
 
-    def layout() -> str:
-        return "DeepSpeed's" if is_deepspeed(existing_folder(folder, chosen)) else ""
+    def name_of_layout() -> str:
+        layout = layout_of(existing_folder(folder, chosen))
+        return layout.name if isinstance(layout, EngineLayout) else ""
 
-    theirs = run_and_gather(comm, "loading: the layout", layout)
-    read = load_deepspeed if theirs[0] else load
+    name = run_and_gather(comm, "loading: the layout", name_of_layout)[0]
+    layout = layout_named(name) if name else None
     settings = LoadSettings(restore.strict, moments, restore.rng and not restore.module_only, verify)
+    read = layout.load if isinstance(layout, EngineLayout) else load
     loaded = read(folder, chosen, contents, settings)
     if not restore.module_only:
         _restore_counters(engine, loaded, restore)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.checkpoint.convert import convert_to_deepspeed
-from deepseek_zero.checkpoint.deepspeed_read import StandIn, open_file
+from deepseek_zero.compat.deepspeed.checkpoint.reader import StandIn, open_file
+from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
 from tests.data.deepspeed.make import CASES
 
 DATA = Path(__file__).parents[2] / "data" / "deepspeed"

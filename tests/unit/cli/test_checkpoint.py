@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import CheckpointError, UsageError
-from deepseek_zero.checkpoint.deepspeed_read import records_of
+from deepseek_zero.checkpoint.torch_file import torch_records
 from tests.crash import flip
 
 SHARD = "rank_00000.safetensors"
@@ -225,7 +225,7 @@ def test_verify_finds_a_flipped_bit_in_every_layout(forms: dict[str, Path], tmp_
         source, copy = forms[name], tmp_path / name
         shutil.copytree(source, copy) if source.is_dir() else shutil.copy(source, copy)
         path = copy if copy.is_file() else max(copy.glob("*.[sp]*t*"), key=lambda each: each.stat().st_size)
-        records = records_of(path) if path.suffix in (".pt", ".pth") else []
+        records = torch_records(path) if path.suffix in (".pt", ".pth") else []
         largest = max(records, key=lambda each: each.stop - each.start, default=None)
         flip(path, largest.stop - 1 if largest is not None else int(path.stat().st_size * 0.6))
         assert call("verify", copy).exit_code == 1, name
@@ -237,7 +237,8 @@ def test_verify_finds_a_flipped_bit_in_every_layout(forms: dict[str, Path], tmp_
 def test_a_mistake_of_ours_in_a_converter_is_no_refusal(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
 ) -> None:
-    monkeypatch.setattr("deepseek_zero.checkpoint.convert.open_source", _mistaken)
+    monkeypatch.setattr("deepseek_zero.checkpoint.convert.open_checkpoint", _mistaken)
+    monkeypatch.setattr("deepseek_zero.compat.deepspeed.checkpoint.writer.open_checkpoint", _mistaken)
     result = call("convert", directory, tmp_path / "out", "--to", form)
     assert type(result.exception) is AttributeError
 

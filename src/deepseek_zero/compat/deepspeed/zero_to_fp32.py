@@ -21,13 +21,17 @@ from torch import nn
 from ...base.errors import CheckpointError
 from ...checkpoint import files
 from ...checkpoint.convert import convert_to_safetensors
-from ...checkpoint.deepspeed_read import MODEL, MODEL_OF_RANK
 from ...checkpoint.export import save_torch
 from ...checkpoint.format import MANIFEST
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
-from ...checkpoint.read import LazyTensor, open_source, tensors_of
+from ...checkpoint.layouts import register_layout
+from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
 from ...checkpoint.staging import StagedOutput
+from .checkpoint.layout import DEEPSPEED
+from .checkpoint.reader import MODEL, MODEL_OF_RANK
+
+register_layout(DEEPSPEED)
 
 M = TypeVar("M", bound=nn.Module)
 BIN_INDEX = "pytorch_model.bin.index.json"
@@ -113,7 +117,7 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
     if not (folder / MANIFEST).exists():
         return folder
     with ExitStack() as stack:
-        source = open_source(folder, None, stack)
+        source = open_checkpoint(folder, None, stack)
     out = Path(tempfile.mkdtemp(prefix="deepseek_zero_"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     name = (MODEL_OF_RANK if source.manifest.stage == 3 else MODEL).format(0)
@@ -126,7 +130,7 @@ def _in_deepspeeds_layout(folder: Path) -> Path:
 def _lazy_state(
     path: str | Path, tag: str | None, dtype: torch.dtype | str, exclude_frozen: bool
 ) -> dict[str, LazyTensor]:
-    source = open_source(Path(path), tag, ExitStack())  # its files stay open for as long as somebody may read them
+    source = open_checkpoint(Path(path), tag, ExitStack())  # its files stay open for as long as somebody may read them
     found = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
     return found | {name: found[first] for name, first in source.tied.items() if first in found}
 

@@ -6,27 +6,26 @@
 
 The files are pickles.  They are read with weights_only=True, which builds tensors and plain values, and with stand-ins
 for the four classes of DeepSpeed's own that they hold; anything else in them is an error.  Tensors are mapped: a rank
-reads from the disk only what it copies.  Called by deepspeed_load.py and source.py.
+reads from the disk only what it copies.
 """
 
 from __future__ import annotations
 
 import re
-import struct
-import zipfile
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from math import prod
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError, brief
-from .format import BUFFER, MOMENT, WEIGHT, Manifest, missing_elements
-from .state import dtype_name
+from ....base.errors import CheckpointError, brief
+from ....checkpoint.format import MOMENT, WEIGHT, Manifest, missing_elements
+from ....checkpoint.safetensors_file import dtype_name
+from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_facts
 
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -75,101 +74,18 @@ def deepspeed_files(folder: Path) -> list[Path]:
     return [path for path in paths if MODEL_FILE.fullmatch(path.name) or OPTIMIZER_FILE.fullmatch(path.name)]
 
 
-@dataclass(frozen=True)
-class TorchRecord:
-    """Where one record of a file of torch.save lies, and its CRC-32; None: it was saved without one."""
-
-    name: str
-    start: int
-    stop: int
-    crc: int | None
-
-
-def records_of(path: Path) -> list[TorchRecord]:
-    """The records of a file of torch.save, which is a zip archive without compression; a CheckpointError where it is
-    damaged.  None of a file in the form that torch wrote before 1.6, which has no checksums.
-    """
-    try:
-        with open(path, "rb") as file:
-            if file.read(2) == b"\x80\x02":  # the older form: a pickle from its first byte on
-                return []
-            with zipfile.ZipFile(file) as archive:
-                return [_record(file, info) for info in archive.infolist()]
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.name} is missing.", fix="copy the whole folder, or load another tag.") from None
-    except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
-        raise CheckpointError(
-            f"{path.name} is no file of torch.save: {brief(error)}.",
-            "It is damaged, or was cut short.",
-            "bring it back from a copy, or load another tag.",
-        ) from error
-
-
-def _record(file: BinaryIO, info: zipfile.ZipInfo) -> TorchRecord:
-    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
-        raise zipfile.BadZipFile(f"'{info.filename}' is compressed")
-    file.seek(info.header_offset)
-    head = file.read(30)
-    name, extra = struct.unpack_from("<HH", head, 26)
-    if head[:4] != b"PK\3\4" or file.read(name) != info.orig_filename.encode("utf-8", "surrogateescape"):
-        raise zipfile.BadZipFile(f"'{info.filename}' is not where the directory says")
-    start = info.header_offset + 30 + name + extra
-    # torch.serialization.set_crc32_options(False) leaves zero.
-    return TorchRecord(info.filename, start, start + info.file_size, info.CRC or None)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """The elements of a state from `start` on, flat, where they lie in a mapped file."""
-
-    start: int
-    values: Tensor
-
-
 @dataclass
-class DeepSpeedCheckpoint:
-    """What such a folder holds, with the words of our manifest; reads ranges as load.Reader does.
+class DeepSpeedCheckpoint(MappedCheckpoint):
+    """A folder in DeepSpeed's layout.  moments_problem: why there are no moments although the files hold some."""
 
-    trouble: why there are no moments although the files hold some.
-    """
-
-    folder: Path
-    manifest: Manifest
-    plain: dict[str, Any] = field(default_factory=dict)
     moments_problem: str = ""
-    segments: dict[tuple[str, str], dict[str, list[Segment]]] = field(default_factory=dict)
-    buffers: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
-        """There is more of a state."""
-        flat = values.detach().reshape(-1)
-        if flat.numel():
-            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, flat))
 
-    def has(self, kind: str, name: str, key: str = "") -> bool:
-        return name in self.buffers[0] if kind == BUFFER else key in self.segments.get((kind, name), ())
-
-    def keys(self, kind: str, name: str) -> list[str]:
-        return list(self.segments.get((kind, name), ()))
-
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) in parts, each with its place; a CheckpointError if some are missing."""
-        reached = start
-        of_key = self.segments.get((kind, name), {}).get(key, [])
-        for segment in sorted(of_key, key=lambda each: each.start):
-            high = min(segment.start + segment.values.numel(), stop)
-            if segment.start <= reached < high:
-                yield reached, segment.values[reached - segment.start : high - segment.start]
-                reached = high
-        if reached < stop:
-            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
-
-    def whole(self, name: str, key: str) -> Tensor:
-        raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
-
-    def of_rank(self, name: str, rank: int) -> Tensor:
-        """A rank's buffer, flat; rank 0's where that rank wrote none."""
-        return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
+def open_file(path: Path) -> dict[str, Any]:
+    """One of the files, its tensors mapped, with stand-ins for objects of DeepSpeed's; CheckpointError where it is
+    missing, damaged, or holds anything else.
+    """
+    return load_mapped(path, STAND_INS, ", and four classes of DeepSpeed's,")
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
@@ -212,7 +128,7 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     if is_third:
         _add_partitioned(found, models, optimizers)
     else:
-        _add_module(found, first, buffers)
+        found.add_weights(first["module"], leave_out=buffers)
         if optimizers:
             _add_flat(found, first["param_shapes"], optimizers)
         elif first.get("optimizer"):
@@ -228,22 +144,6 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     return found
 
 
-def read_state_dict(path: Path) -> DeepSpeedCheckpoint:
-    """The tensors of a file of torch.save that holds a state dict: weights alone, mapped."""
-    state = open_file(path)
-    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
-        raise CheckpointError(f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights.")
-    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
-    names = {name: name for name in tensors}
-    found = DeepSpeedCheckpoint(path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names}))
-    found.manifest.format, found.manifest.version, found.buffers = "torch.save", 1, [{}]
-    _add_module(found, {"module": tensors}, set())
-    for facts in found.manifest.parameters.values():
-        facts["trained"] = True
-    found.plain = {"groups": [], "trainer": {}, "client": {}}
-    return found
-
-
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
     """Raise unless every weight, and every moment that there is, is in the files from its first element to its last."""
     wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
@@ -256,28 +156,6 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
             raise missing_elements(
                 found.folder, f"elements {reached} to {numel} of '{name}' ({f'{kind} {key}'.strip()})"
             )
-
-
-def open_file(path: Path) -> dict[str, Any]:
-    """One of the files, its tensors mapped; nothing in it is run."""
-    try:
-        with torch.serialization.safe_globals(list(STAND_INS.items())):
-            found: dict[str, Any] = torch.load(
-                path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
-            )
-            return found
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path} is missing.", "Every rank writes files of its own.", "copy the whole folder, or load another tag."
-        ) from None
-    except Exception as error:  # a damaged pickle may raise anything
-        refused = re.search(r"GLOBAL (\S+)", str(error))
-        what = f"holds a {refused[1]}" if refused else f"cannot be read: {brief(error)}"
-        raise CheckpointError(
-            f"{path} {what}.",
-            "Only tensors, plain values and four classes of DeepSpeed's are taken, so that a file cannot run code.",
-            "save it again with a client_state of plain values, or load another tag.",
-        ) from None
 
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
@@ -336,28 +214,10 @@ def _base(optimizer: Mapping[str, Any]) -> Any:
 # -- stages 0 to 2: the whole weights are there
 
 
-def _add_module(found: DeepSpeedCheckpoint, first: Mapping[str, Any], buffers: set[str]) -> None:
-    places: dict[Any, str] = {}
-    for name, value in first["module"].items():
-        if name in buffers or not isinstance(value, Tensor):
-            continue
-        place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
-        same = places.setdefault(place, name) if value.numel() else name
-        if same != name:
-            found.manifest.extra["names"][name] = same
-            continue
-        found.manifest.parameters[name] = _facts(value.shape, value.dtype, trained=False)
-        found.add(WEIGHT, name, "", 0, value)
-
-
-def _facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
-    return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
-
-
 def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
     """A parameter's master is in the files: it is what is read as the weight."""
     found.segments.pop((WEIGHT, name), None)
-    found.manifest.parameters[name] = _facts(shape, dtype, trained=True)
+    found.manifest.parameters[name] = parameter_facts(shape, dtype, trained=True)
 
 
 # -- stages 1 and 2: each parameter group end to end, cut into as many parts as ranks
@@ -424,7 +284,7 @@ def _add_partitioned(
     found.manifest.extra["groups"] = [[] for _ in groups]
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
         parts = [model["frozen_param_fragments"][name] for model in models]
-        found.manifest.parameters[name] = _facts(shape, parts[0].dtype, trained=False)
+        found.manifest.parameters[name] = parameter_facts(shape, parts[0].dtype, trained=False)
         for rank, part in enumerate(parts):
             cut = partition_slice(prod(shape), rank, ranks)
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])

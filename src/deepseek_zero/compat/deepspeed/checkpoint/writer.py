@@ -2,7 +2,6 @@
 
 The files are what DeepSpeed itself would have written for so many ranks at that stage, so that DeepSpeed loads them and
 its tools work on them.  They hold tensors and plain values, and objects of two of DeepSpeed's classes, by name alone.
-Called by convert.py and engine/saving.py.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import pickle
 import secrets
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -21,11 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.errors import CheckpointError
-from ..base.log import log_once
-from ..precision.loss_scale import LossScaleSettings
-from . import files
-from .deepspeed_read import (
+from ....base.errors import CheckpointError
+from ....base.log import log_once
+from ....checkpoint import files
+from ....checkpoint.format import MOMENT, WEIGHT, WHOLE
+from ....checkpoint.layouts import OpenCheckpoint, layout_of
+from ....checkpoint.load import IMPLEMENTATION_OPTIONS
+from ....checkpoint.read import open_checkpoint, tensors_of
+from ....checkpoint.safetensors_file import cast, dtype_named
+from ....checkpoint.staging import staged_output
+from ....precision.loss_scale import LossScaleSettings
+from .reader import (
     IDENTITY_KEY,
     MODEL,
     MODEL_OF_RANK,
@@ -36,10 +42,6 @@ from .deepspeed_read import (
     LossScaler,
     partition_slice,
 )
-from .format import MOMENT, WEIGHT, WHOLE
-from .load import IMPLEMENTATION_OPTIONS
-from .read import CheckpointSource, tensors_of
-from .safetensors_file import cast, dtype_named
 
 LAYOUT = "0.19.8"  # the version of DeepSpeed whose layout this is
 SUB_GROUP_NUMEL = 1_000_000_000  # elements of a rank's part after which stage 3 starts another flat tensor: its default
@@ -65,7 +67,7 @@ class DeepSpeedTarget:
     scaling: LossScaleSettings = field(default_factory=LossScaleSettings)
 
     @classmethod
-    def of(cls, source: CheckpointSource, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
+    def of(cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
         """That of the checkpoint itself where nothing else is asked for."""
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
@@ -79,7 +81,7 @@ class DeepSpeedTarget:
         return list(range(self.ranks if self.stage else 1))
 
 
-def write_rank(source: CheckpointSource, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
+def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
     """Write a rank's files.  Memory: its part of masters and moments; rank 0's at stages 0 to 2: all weights."""
     groups = _groups(source)
     if layout.stage == 3 or rank == 0:
@@ -102,7 +104,7 @@ def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
     }
 
 
-def _groups(source: CheckpointSource) -> list[list[str]]:
+def _groups(source: OpenCheckpoint) -> list[list[str]]:
     """Names by parameter group, in the optimizer's order."""
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
@@ -123,11 +125,35 @@ def _groups(source: CheckpointSource) -> list[list[str]]:
     return groups
 
 
+def convert_to_deepspeed(
+    path: Path, out: Path, *, tag: str | None = None, stage: int | None = None, ranks: int | None = None
+) -> None:
+    """Write a checkpoint in DeepSpeed's layout into the folder `out`.
+
+    stage, ranks: those DeepSpeed will run with, which must match; left out: the checkpoint's own.  Memory: one rank's
+    part of masters and moments, and at stages 0 to 2 all weights.
+    """
+    with ExitStack() as stack:
+        source = open_checkpoint(path, tag, stack)
+        found = layout_of(source.folder)
+        if found is not None and not found.has_states:
+            raise CheckpointError(
+                f"{source.folder} holds weights alone.",
+                "DeepSpeed's layout is of masters and moments, and DeepSpeed does not load it without them.",
+                "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
+            )
+        layout = DeepSpeedTarget.of(source, stage, ranks)
+        draft = stack.enter_context(staged_output(out))
+        for rank in layout.files:
+            write_rank(source, draft.path, layout, rank)
+        draft.publish_folder()
+
+
 # -- model files
 
 
 def _model_state(
-    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     manifest, trainer = source.manifest, source.plain["trainer"]
     trained = {name for group in groups for name in group}
@@ -158,7 +184,7 @@ def _model_state(
     }
 
 
-def _client(source: CheckpointSource) -> dict[str, Any]:
+def _client(source: OpenCheckpoint) -> dict[str, Any]:
     """The caller's values, which stand among DeepSpeed's own in this layout."""
     client = dict(source.plain["client"] or {})
     taken = sorted(RESERVED_KEYS & client.keys())
@@ -171,7 +197,7 @@ def _client(source: CheckpointSource) -> dict[str, Any]:
     return client
 
 
-def _module(source: CheckpointSource, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
+def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
     """Weights as they compute; at stage 3 nothing of them.  Buffers are this rank's at stage 3, rank 0's otherwise."""
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
@@ -189,7 +215,7 @@ def _computes_in(own: torch.dtype, layout: DeepSpeedTarget) -> torch.dtype:
     return layout.dtype if own.is_floating_point else own
 
 
-def _frozen(source: CheckpointSource, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
+def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
     facts = source.manifest.parameters[name]
     numel, own = prod(facts["shape"]), dtype_named(facts["dtype"])
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
@@ -200,25 +226,25 @@ def _frozen(source: CheckpointSource, layout: DeepSpeedTarget, name: str, rank: 
     return values if layout.stage == 3 else values.view(facts["shape"])
 
 
-def _shapes(source: CheckpointSource, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
+def _shapes(source: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, torch.Size]:
     return OrderedDict((name, torch.Size(source.manifest.parameters[name]["shape"])) for name in names)
 
 
 # -- optimizer states
 
 
-def _fill(source: CheckpointSource, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
+def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
     """The elements [start, stop) of a state; zeros where a parameter never had it."""
     if source.values.has(*what):
         for low, part in source.values.read(*what, cut.start, cut.stop):
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
 
 
-def _keys(source: CheckpointSource, names: Sequence[str]) -> list[str]:
+def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(key for name in names for key in source.values.keys(MOMENT, name)))
 
 
-def _numbers(source: CheckpointSource, names: Sequence[str]) -> dict[str, Any]:
+def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
     """The counters, which the parameters of a group share in these files: those of the one updated most often."""
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
     found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
@@ -234,7 +260,7 @@ def _numbers(source: CheckpointSource, names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _group(source: CheckpointSource, number: int, params: list[int]) -> dict[str, Any]:
+def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, Any]:
     """Hyper-parameters; what says how to compute is left to the program that loads them."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
     kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
@@ -243,7 +269,7 @@ def _group(source: CheckpointSource, number: int, params: list[int]) -> dict[str
 
 
 def _flat(
-    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
     masters, states, paddings, addresses = [], {}, [], []
@@ -289,7 +315,7 @@ def _flat(
 class _Vector:
     """A flat tensor to be: which part of each parameter it holds, and where."""
 
-    source: CheckpointSource
+    source: OpenCheckpoint
     here: dict[str, tuple[slice, int]]
     numel: int
 
@@ -300,7 +326,7 @@ class _Vector:
         return values
 
 
-def _sub_groups(source: CheckpointSource, names: Sequence[str], layout: DeepSpeedTarget) -> list[list[str]]:
+def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget) -> list[list[str]]:
     """Stage 3's flat tensors: a group's parameters until a rank's parts are large enough."""
     found: list[list[str]] = [[]]
     filled = 0
@@ -314,7 +340,7 @@ def _sub_groups(source: CheckpointSource, names: Sequence[str], layout: DeepSpee
 
 
 def _partitioned(
-    source: CheckpointSource, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
+    source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
     """Stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
     masters: list[Tensor] = []
@@ -343,7 +369,7 @@ def _partitioned(
     }
 
 
-def _replicated(source: CheckpointSource, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
+def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
     """Stage 0: the inner optimizer's own state; below fp32 beside masters, of what is trained alone."""
     if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
         names = source.manifest.extra.get("names") or {}
@@ -381,7 +407,7 @@ def _replicated(source: CheckpointSource, layout: DeepSpeedTarget, groups: Seque
     }
 
 
-def _scaler(source: CheckpointSource, layout: DeepSpeedTarget) -> dict[str, Any]:
+def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
     """The loss scaler as an object of DeepSpeed's, which stage 3 cannot do without."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))

@@ -1,0 +1,168 @@
+"""Files of torch.save, read without running anything in them: their records, and the tensors mapped into memory.
+
+Such a file is a zip archive without compression, so each record has a place in the file and a CRC-32, and a tensor can
+be mapped: a rank reads from the disk only what it copies.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..base.errors import CheckpointError, brief
+from .format import BUFFER, WEIGHT, FileRecord, Manifest, missing_elements
+from .safetensors_file import dtype_name
+
+
+def torch_records(path: Path) -> list[FileRecord]:
+    """The records of a file of torch.save, in the order of its directory; [] for the form that torch wrote before 1.6,
+    which has no checksums.  CheckpointError where the file is missing or damaged.
+    """
+    try:
+        with open(path, "rb") as file:
+            if file.read(2) == b"\x80\x02":  # the older form: a pickle from its first byte on
+                return []
+            with zipfile.ZipFile(file) as archive:
+                return [_record(file, info) for info in archive.infolist()]
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.name} is missing.", fix="copy the whole folder, or load another tag.") from None
+    except (OSError, ValueError, RuntimeError, struct.error, zipfile.BadZipFile, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path.name} is no file of torch.save: {brief(error)}.",
+            "It is damaged, or was cut short.",
+            "bring it back from a copy, or load another tag.",
+        ) from error
+
+
+def _record(file: BinaryIO, info: zipfile.ZipInfo) -> FileRecord:
+    if info.compress_type != zipfile.ZIP_STORED or info.compress_size != info.file_size:
+        raise zipfile.BadZipFile(f"'{info.filename}' is compressed")
+    file.seek(info.header_offset)
+    head = file.read(30)
+    name, extra = struct.unpack_from("<HH", head, 26)
+    if head[:4] != b"PK\3\4" or file.read(name) != info.orig_filename.encode("utf-8", "surrogateescape"):
+        raise zipfile.BadZipFile(f"'{info.filename}' is not where the directory says")
+    start = info.header_offset + 30 + name + extra
+    # torch.serialization.set_crc32_options(False) leaves zero.
+    return FileRecord(info.filename, start, start + info.file_size, info.CRC or None)
+
+
+def load_mapped(path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = "") -> dict[str, Any]:
+    """The object in a file of torch.save, its tensors mapped; weights_only=True, so that nothing in it is run.
+
+    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what they are called in
+    the error that another class causes, a CheckpointError like every other failure.
+    """
+    try:
+        with torch.serialization.safe_globals(list((stand_ins or {}).items())):
+            found: dict[str, Any] = torch.load(
+                path, map_location="cpu", mmap=zipfile.is_zipfile(path), weights_only=True
+            )
+            return found
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} is missing.", "Every rank writes files of its own.", "copy the whole folder, or load another tag."
+        ) from None
+    except Exception as error:  # a damaged pickle may raise anything
+        refused = re.search(r"GLOBAL (\S+)", str(error))
+        what = f"holds a {refused[1]}" if refused else f"cannot be read: {brief(error)}"
+        raise CheckpointError(
+            f"{path} {what}.",
+            f"Only tensors and plain values{of_others} are taken, so that a file cannot run code.",
+            "save it again with a client_state of plain values, or load another tag.",
+        ) from None
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The elements of a state from `start` on, flat, where they lie in a mapped file."""
+
+    start: int
+    values: Tensor
+
+
+@dataclass
+class MappedCheckpoint:
+    """States that lie in mapped files, described in the words of our manifest; a `StateReader`."""
+
+    folder: Path
+    manifest: Manifest
+    plain: dict[str, Any] = field(default_factory=dict)
+    segments: dict[tuple[str, str], dict[str, list[Segment]]] = field(default_factory=dict)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+
+    def add(self, kind: str, name: str, key: str, start: int, values: Tensor) -> None:
+        """Add the elements from `start` on of a state; any shape, read flat."""
+        flat = values.detach().reshape(-1)
+        if flat.numel():
+            self.segments.setdefault((kind, name), {}).setdefault(key, []).append(Segment(start, flat))
+
+    def add_weights(self, state: Mapping[str, Any], leave_out: Collection[str] = ()) -> None:
+        """Add the tensors of a state dict as weights; those that share their memory are one, with several names."""
+        places: dict[Any, str] = {}
+        for name, value in state.items():
+            if name in leave_out or not isinstance(value, Tensor):
+                continue
+            place = (value.untyped_storage().data_ptr(), value.storage_offset(), value.shape)
+            same = places.setdefault(place, name) if value.numel() else name
+            if same != name:
+                self.manifest.extra["names"][name] = same
+                continue
+            self.manifest.parameters[name] = parameter_facts(value.shape, value.dtype, trained=False)
+            self.add(WEIGHT, name, "", 0, value)
+
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        return name in self.buffers[0] if kind == BUFFER else key in self.segments.get((kind, name), ())
+
+    def keys(self, kind: str, name: str) -> list[str]:
+        return list(self.segments.get((kind, name), ()))
+
+    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """Yield (position, flat values) parts of the elements [start, stop), in order; CheckpointError if some are
+        missing.
+        """
+        reached = start
+        of_key = self.segments.get((kind, name), {}).get(key, [])
+        for segment in sorted(of_key, key=lambda each: each.start):
+            high = min(segment.start + segment.values.numel(), stop)
+            if segment.start <= reached < high:
+                yield reached, segment.values[reached - segment.start : high - segment.start]
+                reached = high
+        if reached < stop:
+            raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
+
+    def whole(self, name: str, key: str) -> Tensor:
+        raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
+
+    def of_rank(self, name: str, rank: int) -> Tensor:
+        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
+
+
+def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
+    """What a manifest says of a parameter."""
+    return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
+
+
+def read_state_dict(path: Path) -> MappedCheckpoint:
+    """Map the tensors of a file of torch.save that holds a state dict: weights alone."""
+    state = load_mapped(path)
+    if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights.")
+    tensors = {str(name): value for name, value in state.items() if isinstance(value, Tensor)}
+    names = {name: name for name in tensors}
+    found = MappedCheckpoint(path, Manifest(1, 0, {}, {}, {}, [], None, {}, [], extra={"names": names}))
+    found.manifest.format, found.manifest.version, found.buffers = "torch.save", 1, [{}]
+    found.add_weights(tensors)
+    for facts in found.manifest.parameters.values():
+        facts["trained"] = True
+    found.plain = {"groups": [], "trainer": {}, "client": {}}
+    return found

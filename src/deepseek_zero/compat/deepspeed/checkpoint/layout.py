@@ -1,0 +1,265 @@
+"""DeepSpeed's layout as an object: how the core recognises, checks and opens it, and how an engine saves and loads it.
+
+A save writes our own slices first; then each rank turns them into its DeepSpeed files, reading the slices back by
+range, so that no rank gathers anything but what its own files hold.  The slices are removed when the checkpoint has
+its name.  A load is the same reshape as a load of ours: by name and flat range, at any world size and stage.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ....base.errors import CheckpointError
+from ....checkpoint import files
+from ....checkpoint.catalogue import remove_replaced
+from ....checkpoint.format import MOMENT, FileRecord, Manifest, run_and_gather
+from ....checkpoint.layouts import EngineLayout, OpenCheckpoint
+from ....checkpoint.load import (
+    Loaded,
+    LoadSettings,
+    check,
+    replace_states,
+    restore_buffers,
+    restore_optimizer,
+    restore_weights,
+    split_as_saved,
+)
+from ....checkpoint.read import open_checkpoint
+from ....checkpoint.save import SaveSettings, publish, refuse_foreign_files, save
+from ....checkpoint.staging import StagedOutput
+from ....checkpoint.state import Contents, is_scalar_state
+from ....checkpoint.torch_file import torch_records
+from ....checkpoint.verify import FileSubset, raise_faults, verify
+from ....optim.sharded import ShardedOptimizer
+from ....precision.loss_scale import LossScaleSettings
+from .reader import RESERVED_KEYS, DeepSpeedCheckpoint, deepspeed_files, read_deepspeed
+from .writer import SCRIPT, DeepSpeedTarget, write_rank
+
+# States of an optimizer with elements, where it has them from its first step on: what tells one from another in a file
+# that says no name.
+STATES = {
+    "Adam": {"exp_avg", "exp_avg_sq"},
+    "AdamW": {"exp_avg", "exp_avg_sq"},
+    "Lamb": {"exp_avg", "exp_avg_sq"},
+    "Lion": {"exp_avg"},
+    "Adagrad": {"sum"},
+    "SGD": {"momentum_buffer"},
+}
+
+
+class DeepSpeedLayout(EngineLayout):
+    name, title = "deepspeed", "DeepSpeed's layout"
+
+    def is_at(self, path: Path) -> bool:
+        return bool(deepspeed_files(path))
+
+    def files(self, path: Path) -> list[Path]:
+        return deepspeed_files(path)
+
+    def records(self, file: Path) -> list[FileRecord]:
+        return torch_records(file)
+
+    def manifest(self, path: Path) -> Manifest:
+        found = read_deepspeed(path)
+        found.manifest.plain = {"trainer": found.plain.get("trainer", {})}
+        return found.manifest
+
+    def checksum_coverage(self, path: Path) -> str:
+        with suppress(CheckpointError):
+            if read_deepspeed(path).manifest.run:
+                return ""
+        return "torch's CRC-32 of each record is all these files have: one of another rank or save is not told apart"
+
+    def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
+        found = read_deepspeed(path)
+        return OpenCheckpoint(path, found.manifest, found.plain, found)
+
+    def unsupported_reason(self, contents: Contents) -> str:
+        return unsupported_reason(contents)
+
+    def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
+        return save_deepspeed(directory, tag, contents, settings)
+
+    def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
+        return load_deepspeed(directory, tag, contents, settings)
+
+
+DEEPSPEED = DeepSpeedLayout()
+
+
+# -- loading
+
+
+def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
+    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`.  Collective.
+
+    settings.verify: compare the records of the files with the CRC-32s in them first, which is all they have: each rank
+    reads its share of the files.
+    """
+    runtime, folder = contents.runtime, directory / tag
+    opened: list[DeepSpeedCheckpoint] = []
+    runtime.follow_requires_grad()
+    trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
+
+    def look() -> str:
+        found = read_deepspeed(folder, trained)
+        check(found.manifest, contents, replace(settings, moments=False))
+        if settings.moments and contents.optimizer is not None:
+            _check_states(found, contents.optimizer)
+            split_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
+        opened.append(found)
+        return ""
+
+    def fill() -> str:
+        reader: Any = found  # reads as load.Reader does
+        restore_weights(reader, contents)
+        restore_buffers(reader, found.manifest, contents)
+        if settings.moments and contents.optimizer is not None:
+            groups = _known(found.plain["groups"], contents.optimizer)
+            restore_optimizer(reader, found.manifest, groups, contents.optimizer)
+        return ""
+
+    def check_bytes() -> str:
+        raise_faults(folder, verify(folder, FileSubset(runtime.comm.rank, runtime.comm.size)))
+        return ""
+
+    if settings.verify:
+        run_and_gather(runtime.comm, f"loading {tag}: checksums", check_bytes)
+    run_and_gather(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
+    found = opened[0]
+    replace_states(contents, tag, fill)
+    return Loaded(folder, found.plain["trainer"], found.plain["client"])
+
+
+def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:
+    """Raise if the files' moments are another optimizer's."""
+    fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
+    if found.moments_problem:
+        raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix)
+    mine = type(optimizer.inner).__name__
+    there = {key for (kind, _), states in found.segments.items() if kind == MOMENT for key in states}
+    wanted = STATES.get(mine)
+    if wanted is not None and there and there != wanted:
+        raise CheckpointError(
+            f"the checkpoint has the states {', '.join(sorted(there))}; {mine} has {', '.join(sorted(wanted))}.",
+            fix=fix,
+        )
+    groups = len(found.plain["groups"])
+    if groups != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"the checkpoint has {groups} parameter groups, the optimizer has {len(optimizer.param_groups)}.", fix=fix
+        )
+
+
+def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
+    """Of the saved hyper-parameters those that the optimizer has too; DeepSpeed's kernels have words of their own."""
+    return [
+        {key: value for key, value in saved.items() if key in mine}
+        for saved, mine in zip(groups, optimizer.param_groups, strict=True)
+    ]
+
+
+# -- saving
+
+
+def unsupported_reason(contents: Contents) -> str:
+    """What of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
+    taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
+    if taken:
+        return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
+    if contents.trainer.get("owed") is not None:
+        return "an update is owed (delayed_update_after), which DeepSpeed's layout has no place for"
+    optimizer = contents.optimizer
+    states = optimizer.inner.state if optimizer is not None else {}
+    for piece in optimizer.pieces() if optimizer is not None else ():
+        for key, value in states.get(piece.param, {}).items():
+            if (
+                isinstance(value, Tensor)
+                and not is_scalar_state(value, piece.param)
+                and value.shape != piece.param.shape
+            ):
+                return f"the optimizer's state '{key}' of '{piece.names[0]}' has a shape of its own"
+    return ""
+
+
+def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
+    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints."""
+    comm, slices = contents.runtime.comm, directory / ".slices.saving"
+    run_and_gather(
+        comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(unsupported_reason(contents), directory / tag)
+    )
+    made: list[Path] = []
+    draft: StagedOutput | None = None
+    try:
+        folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
+        final = directory / folder.name
+        made, opened = [folder], StagedOutput(final)
+        draft = opened
+        _rewrite(folder, draft, contents)
+        run_and_gather(comm, "saving: the name", lambda: _finish(opened, slices, settings) if comm.rank == 0 else "")
+    except CheckpointError:
+        if comm.rank == 0:
+            if draft is not None:
+                draft.discard()
+            _abandon(made, slices)
+        raise
+    return final
+
+
+def _abandon(made: list[Path], slices: Path) -> None:
+    """What was written takes room and is good for nothing."""
+    for folder in made:
+        with suppress(OSError):
+            files.remove_folder(folder)
+    with suppress(OSError):  # another job's may be there
+        files.remove_empty_folder(slices)
+
+
+def _refuse(problem: str, final: Path) -> str:
+    refuse_foreign_files(final)
+    if problem:
+        raise CheckpointError(
+            f"{problem}.", "It would be lost.", 'give the key another name, or set checkpoint.layout to "slices".'
+        )
+    return ""
+
+
+def _rewrite(folder: Path, draft: StagedOutput, contents: Contents) -> None:
+    """Make DeepSpeed's files of the slices in `folder`."""
+    comm = contents.runtime.comm
+    scaler = contents.optimizer.scaler if contents.optimizer is not None else None
+    scaling = scaler.settings if scaler is not None else LossScaleSettings()
+
+    def write() -> str:
+        with ExitStack() as stack:
+            source = open_checkpoint(folder, None, stack, checks=False)  # written just now
+            layout = replace(DeepSpeedTarget.of(source), scaling=scaling)
+            if comm.rank in layout.files:
+                with files.describing_errors(f"writing '{draft.path}'"):
+                    write_rank(source, draft.path, layout, comm.rank)
+        return ""
+
+    run_and_gather(comm, "saving: DeepSpeed's folder", lambda: _open(draft) if comm.rank == 0 else "")
+    run_and_gather(comm, "saving: DeepSpeed's files", write)
+
+
+def _open(draft: StagedOutput) -> str:
+    draft.open()
+    return ""
+
+
+def _finish(draft: StagedOutput, slices: Path, settings: SaveSettings) -> str:
+    final = draft.final
+    with files.describing_errors(f"completing '{final}'"):
+        draft.finish()
+        files.replace_text(final.parent / "zero_to_fp32.py", SCRIPT)
+        publish(draft.path, final, latest=settings.latest)
+        draft.unlock()
+        remove_replaced(final)
+        files.remove_folder(slices)
+    return ""
