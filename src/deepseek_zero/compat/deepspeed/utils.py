@@ -157,7 +157,7 @@ def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 instrument_w_nvtx = (
-    noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours undecorated
+    noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
 )
 
 
