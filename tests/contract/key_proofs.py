@@ -20,8 +20,7 @@ from typing import Any
 
 import deepseek_zero
 from deepseek_zero.config import Config
-from deepseek_zero.config.fields import Section
-from deepseek_zero.config.table import subsection
+from deepseek_zero.config.fields import Section, subsection
 
 PACKAGE = str(Path(deepseek_zero.__file__).parent)
 PASS_ON = ("/engine/assemble.py",)

@@ -8,9 +8,9 @@ import pytest
 
 from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.config import Config, Facts, FieldRow, Status, off_default_config, resolve
-from deepseek_zero.config import checks as checks_room
+from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.load import load
-from deepseek_zero.config.raw import lookup
+from deepseek_zero.config.raw_config import lookup
 from deepseek_zero.config.reference import render
 
 ROOT = Path(__file__).resolve().parents[2]

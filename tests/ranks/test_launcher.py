@@ -24,9 +24,8 @@ import psutil
 import pytest
 
 import deepseek_zero
-from deepseek_zero.cli.failure import Death
 from deepseek_zero.cli.orphans import Launch
-from deepseek_zero.cli.ranks import Command, Ranks, Target
+from deepseek_zero.cli.ranks import Command, Death, Ranks, Target
 
 MOST_SECONDS = 5.0
 """From the death of a rank to the end of all: the launcher's promise."""

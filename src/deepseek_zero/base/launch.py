@@ -5,8 +5,7 @@
     $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
 
 The variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it is not
-set: then nothing is written, and every signal is a request.  Standard library only.  Called by cli/ranks.py and
-engine/preemption.py.
+set: then nothing is written, and every signal is a request.  Standard library only.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from rich.console import Console
 from deepseek_zero.base.errors import DeepSeekZeroError
 from deepseek_zero.base.log import logger, speak
 from deepseek_zero.cli.checkpoint import app as checkpoint_app
-from deepseek_zero.cli.dropin import EXEC_HELP, exec_command, show_path
+from deepseek_zero.cli.exec import EXEC_HELP, exec_command, show_path
 from deepseek_zero.cli.run import HELP as RUN_HELP
 from deepseek_zero.cli.run import RunOptions
 from deepseek_zero.cli.run import run as run_script

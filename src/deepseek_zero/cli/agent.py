@@ -35,10 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SAVED_EXIT_CODE
 from deepseek_zero.base.log import logger
-from deepseek_zero.cli.failure import Death, Outcome
-from deepseek_zero.cli.machine import visible_gpus
-from deepseek_zero.cli.nodes import NodePlan
-from deepseek_zero.cli.ranks import Command, Ranks
+from deepseek_zero.cli.nodes import NodePlan, visible_gpus
+from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 
 ROLE = "default"
 

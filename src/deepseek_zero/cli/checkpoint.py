@@ -2,7 +2,6 @@
 
 What they do and print is cli/checkpoint_pages.py's, which imports torch and is therefore imported late.  Exit codes: 0;
 1 where `verify` finds damage; 2 where the command cannot be done (nothing there, a file in the way, a wrong option).
-Called by cli/__init__.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What `deepseek-zero checkpoint ...` does and prints: tables for people, JSON for programs.
 
-Called by cli/checkpoint.py, which imports it late because it imports torch.
+checkpoint.py imports it late, because it imports torch.
 """
 
 from __future__ import annotations

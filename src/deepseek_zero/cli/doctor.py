@@ -28,7 +28,7 @@ from rich.table import Table
 from deepseek_zero.base import memory
 from deepseek_zero.base.errors import StorageError
 from deepseek_zero.cli.agent import gpus_of_this_machine
-from deepseek_zero.cli.machine import THREAD_VARIABLES, Machine, allowed_cores
+from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
 from deepseek_zero.tiers.disk import Disk
 

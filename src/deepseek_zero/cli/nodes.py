@@ -6,29 +6,27 @@
     --nproc                                 processes on this machine; else its GPUs, else one per pair of cores
     --node_rank, else our own host name     which node this machine is
 
-Pure: `Asked` and the machine's facts in, `NodePlan` out.  Called by cli/run.py.
+Pure: `Asked` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library only, so that a command line
+without GPUs to count needs no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+import os
+from collections.abc import Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.cli.hosts import Slots, filter_slots, parse_filter, read_hostfile
-from deepseek_zero.cli.machine import Machine
+from deepseek_zero.compat.deepspeed.launcher import START_EACH, Slots, filter_slots, parse_filter, read_hostfile
 
 LAST_PORT = 65_535
 DEFAULT_PORT = 29500
 """Where several nodes meet if --master_port is not given; a single node takes any free port."""
 
 LOCALHOST = "localhost"
-
-START_EACH = (
-    "Nothing is started over ssh: run this same command on every host, each with its own --node_rank (0, 1, ...) and "
-    "all with the same --master_addr; or name the hosts in the hostfile as they name themselves."
-)
 
 
 @dataclass(frozen=True)
@@ -217,3 +215,42 @@ def _crowded(nproc: int, machine: Machine) -> str:
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}{plural}"
+
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """cores: CPU cores this process may use; gpus: names of the visible GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+
+    cores: int
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def default_nproc(self) -> int:
+        """One process per GPU; without GPUs one per pair of cores, at least one."""
+        return len(self.gpus) or max(1, self.cores // 2)
+
+    def thread_environment(self, nproc: int, environment: Mapping[str, str]) -> dict[str, str]:
+        """Threads per rank so that `nproc` ranks share the cores; what the user has set stays."""
+        threads = max(1, self.cores // nproc)
+        return {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
+
+
+def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
+    """CPU cores this process may use: its affinity, and the container's quota rounded up."""
+    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with suppress(OSError, ValueError):
+        quota, period = quota_file.read_text().split()
+        if quota != "max":
+            return max(1, min(affinity, math.ceil(int(quota) / int(period))))
+    return affinity
+
+
+def visible_gpus(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the visible GPUs; count: as the driver reports it with CUDA_VISIBLE_DEVICES applied."""
+    listed = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return tuple(listed[:count]) if listed else tuple(str(index) for index in range(count))

@@ -3,7 +3,7 @@
 A launch is recognised in two ways: each rank leads its own process group, and each rank's environment carries the
 launch's mark, which its children inherit (data loader workers too, even those that left the group).  The guard is this
 file run as a script: its standard input says which groups there are, and the end of that input without "done" means
-that the launcher is gone.  Standard library only: the guard must start at once and stay small.  Called by cli/ranks.py.
+that the launcher is gone.  Standard library only: the guard must start at once and stay small.
 """
 
 from __future__ import annotations

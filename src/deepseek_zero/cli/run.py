@@ -3,7 +3,7 @@
     deepseek-zero run [options] script.py args...
 
 The options are the fields of `RunOptions`; the first word that is not an option is the script, and everything after it
-belongs to the script, whatever it is called.  Called by cli/__init__.py.
+belongs to the script, whatever it is called.
 """
 
 from __future__ import annotations
@@ -23,13 +23,19 @@ from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.log import logger
-from deepseek_zero.cli.failure import Outcome
-from deepseek_zero.cli.foreign import ForeignOptions, pid_file, refuse, refuse_launcher, speak
-from deepseek_zero.cli.local_rank import accepts_local_rank, find_module
-from deepseek_zero.cli.machine import Machine, allowed_cores
-from deepseek_zero.cli.nodes import START_EACH, Asked, NodePlan, plan_node
-from deepseek_zero.cli.ranks import Command, Target
+from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
+from deepseek_zero.cli.ranks import Command, Outcome, Target
 from deepseek_zero.compat.deepspeed.dropin import child_environment
+from deepseek_zero.compat.deepspeed.launcher import (
+    START_EACH,
+    LauncherOptions,
+    accepts_local_rank,
+    find_module,
+    pid_file,
+    refuse_launcher,
+    refuse_options,
+    set_log_level,
+)
 
 DEFAULT_HOSTFILE = Path("/job/hostfile")
 """DeepSpeed's place for it; used where it exists and --hostfile names no other."""
@@ -48,7 +54,7 @@ def _option(*names: str, text: str, panel: str) -> Any:
 
 
 @dataclass(frozen=True)
-class RunOptions(ForeignOptions):
+class RunOptions(LauncherOptions):
     """The command line of `run`; each field is one option, and cli/__init__.py builds the command from them."""
 
     nproc: Annotated[
@@ -118,8 +124,8 @@ def run(options: RunOptions) -> int:
 
     0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that ended the launcher.
     """
-    refuse(options)
-    speak(options)
+    refuse_options(options)
+    set_log_level(options)
     for option, value in (("--max-restarts", options.max_restarts), ("--save-grace", options.save_grace)):
         if not value >= 0:  # not a number, too
             raise UsageError(
@@ -129,7 +135,7 @@ def run(options: RunOptions) -> int:
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
     plan = plan_node(_asked(options), machine, own_names())
-    refuse_launcher(options, plan)
+    refuse_launcher(options, plan.num_nodes)
     if plan.num_nodes > 1 and options.max_restarts:
         raise UsageError(
             "--max-restarts works on a single machine only.",

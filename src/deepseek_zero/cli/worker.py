@@ -2,7 +2,7 @@
 
 Run by path, never imported by the package, standard library only: a rank pays nothing for having been launched, and
 `sys.path`, `sys.argv`, `__main__` and pickling are those of a plain start.  An exception is written to the rank's error
-file instead of the terminal, so that the launcher shows the first one, once.  Called by cli/ranks.py.
+file instead of the terminal, so that the launcher shows the first one, once.
 """
 
 from __future__ import annotations

@@ -11,13 +11,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deepseek_zero.config.auto import Facts, resolve
-    from deepseek_zero.config.batch import Batch, BatchRequest, solve
-    from deepseek_zero.config.fields import Status
-    from deepseek_zero.config.load import choose_source
-    from deepseek_zero.config.raw import Decision, RawConfig
-    from deepseek_zero.config.schema import Config, off_default_config, off_default_example
-    from deepseek_zero.config.table import FieldRow
+    from .auto import Facts, resolve
+    from .batch import Batch, BatchRequest, solve
+    from .fields import FieldRow, Status
+    from .load import choose_source
+    from .raw_config import Decision, RawConfig
+    from .schema import Config, off_default_config, off_default_example
 
 __all__ = [
     "Batch",
@@ -39,9 +38,9 @@ _HOMES = {
     **dict.fromkeys(("Facts", "resolve"), "auto"),
     **dict.fromkeys(("Batch", "BatchRequest", "solve"), "batch"),
     **dict.fromkeys(("choose_source",), "load"),
-    **dict.fromkeys(("Decision", "RawConfig"), "raw"),
+    **dict.fromkeys(("Decision", "RawConfig"), "raw_config"),
     **dict.fromkeys(("Config", "off_default_config", "off_default_example"), "schema"),
-    "FieldRow": "table",
+    "FieldRow": "fields",
     "Status": "fields",
 }
 

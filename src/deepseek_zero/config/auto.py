@@ -1,7 +1,7 @@
 """`resolve`: a `RawConfig` and the facts of this run -> `Config`, every "auto" replaced and the reason recorded.
 
 The rules are Hugging Face's where it has some (bucket sizes from the hidden size), DeepSpeed's and torch's defaults
-elsewhere. Called by the doors once model, ranks and the program's own objects are known.
+elsewhere.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from deepseek_zero.base.log import log_once
-from deepseek_zero.config.batch import Batch, BatchRequest, attempt
-from deepseek_zero.config.load import validate
-from deepseek_zero.config.problems import Problem, Problems
-from deepseek_zero.config.raw import Decision, RawConfig, copied, lookup, put
-from deepseek_zero.config.schema import Config
+from ..base.log import log_once
+from .batch import Batch, BatchRequest, attempt
+from .load import validate
+from .raw_config import Decision, Problem, Problems, RawConfig, copied, lookup, put
+from .schema import Config
 
 _ZERO = "zero_optimization."
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")

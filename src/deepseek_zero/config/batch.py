@@ -1,14 +1,14 @@
 """The batch-size triangle: train_batch = micro_batch x accumulation x data-parallel ranks, solved for what is missing.
 
 Follows DeepSpeed's rules and words; adds the data loader's batch size and the case where nothing is stated.  Pure
-arithmetic; called by `auto.resolve` and by doors that change one member later.
+arithmetic.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from deepseek_zero.config.problems import Problem, as_error
+from .raw_config import Problem, as_error
 
 NOTHING_STATED = "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
 

@@ -1,27 +1,28 @@
 """`load`: a dict, JSON file, JSON text or base64 -> `RawConfig`, or one error that lists every problem.
 
-Nothing is resolved here: "auto" stays open until the model and the ranks are known (`auto.resolve`).  Called by the
-doors.
+Each key is normalised, the model checks its bounds, and `check` finds what cannot be right although every key is: keys
+that are not built, contradictions, missing packages.  Nothing is resolved here: "auto" stays open until the model and
+the ranks are known (`auto.resolve`).
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Set
 from functools import cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import ValidationError
+from pydantic.fields import FieldInfo
 
-from deepseek_zero.base.errors import ConfigError, shown
-from deepseek_zero.base.log import log_first, log_once, speak
-from deepseek_zero.config.checks import check
-from deepseek_zero.config.normalise import Normaliser
-from deepseek_zero.config.problems import Problems
-from deepseek_zero.config.raw import RawConfig, lookup
-from deepseek_zero.config.schema import Config
-from deepseek_zero.config.table import advice
-from deepseek_zero.config.text import Source, read
+from ..base.errors import ConfigError, shown
+from ..base.log import log_first, log_once, speak
+from .fields import Part, Section, Status, advice, declared, subsection
+from .normalise import Normaliser
+from .raw_config import Problem, Problems, RawConfig, lookup
+from .schema import Config
+from .text import Source, read
 
 BOTH_GIVEN = (
     "Not sure how to proceed, we were given deepspeed configs in the deepspeed arguments and deepspeed.initialize() "
@@ -85,3 +86,274 @@ def validate(values: Mapping[str, Any], problems: Problems) -> Config | None:
 def _warn(note: str) -> None:
     """Once per process and note: zero.Init and initialize often read the same file."""
     log_once(note, logging.WARNING)
+
+
+MAX_GRAD_NORM = (
+    "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed parameter "
+    "'gradient_clipping'"
+)
+# Optimizers that DeepSpeed knows by name and this library does not have.
+OTHER_OPTIMIZERS = {
+    "onebitadam": "its compressed communication comes with " + Part.SPEED,
+    "zerooneadam": "its compressed communication comes with " + Part.SPEED,
+    "onebitlamb": "its compressed communication comes with " + Part.SPEED,
+    "muadam": "it scales by the width of layers that the mup package marks, which is not planned",
+    "muadamw": "it scales by the width of layers that the mup package marks, which is not planned",
+    "musgd": "it scales by the width of layers that the mup package marks, which is not planned",
+}
+# section -> (module to import, how to install it)
+PACKAGES = {
+    "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
+    "wandb": ("wandb", "pip install wandb"),
+    "comet": ("comet_ml", "pip install comet-ml"),
+}
+_PRECISION_SECTIONS = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
+
+
+def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
+    """Every check that needs only what was stated, and which keys said "auto"."""
+    _precision(values, problems)
+    _loss_scale(values, problems)
+    _optimizer(values, problems)
+    _types(values, autos, problems)
+    _tiers(values, problems)
+    _vertical(values, problems)
+    _schedules(values, problems)
+    _parking(values, problems)
+    _packages(values, problems)
+    _not_built(Config, values, "", None, problems)
+
+
+def _precision(values: Mapping[str, Any], problems: Problems) -> None:
+    on = [name for name, key in _PRECISION_SECTIONS.items() if lookup(values, key)]
+    if len(on) == 2:
+        problems.add(
+            "fp16.enabled", "bfloat16 and fp16 modes cannot be simultaneously enabled", "switch one of them off", True
+        )
+    if on and lookup(values, "torch_autocast.enabled"):
+        problems.add(
+            "torch_autocast.enabled",
+            f"{on[0]}.enabled casts the model itself; autocast wants it in fp32",
+            f"switch {on[0]} or torch_autocast off",
+            True,
+        )
+    if values.get("precision") == "auto" and (
+        lookup(values, "bf16.master") == "none" or lookup(values, "bf16.bf16_master_weights_and_grads")
+    ):
+        fix = 'keep a master ("split" or "fp32"), or name the precision'
+        problems.add("bf16.master", "leaves nothing to lift a unit from where precision is auto", fix, "none")
+    wanted = values.get("precision")
+    for name in on:
+        if wanted not in (None, "auto", name):
+            problems.add(
+                "precision", f"contradicts {name}.enabled = true", f"remove precision, or set it to {name!r}", wanted
+            )
+
+
+def _loss_scale(values: Mapping[str, Any], problems: Problems) -> None:
+    if lookup(values, "fp16.loss_scale", 0):
+        return
+    for key in ("fp16.loss_scale_window", "fp16.min_loss_scale"):
+        value = lookup(values, key, 1)
+        if value <= 0:
+            problems.add(
+                key, "must be greater than 0 while the loss scale is dynamic", "remove it or set it to 1", value
+            )
+
+
+def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
+    params = lookup(values, "optimizer.params", {})
+    if "max_grad_norm" in params:
+        norm = params["max_grad_norm"]
+        problems.add(
+            "optimizer.params.max_grad_norm",
+            MAX_GRAD_NORM,
+            f'remove it and write "gradient_clipping": {norm} at the top',
+            norm,
+        )
+    name = str(lookup(values, "optimizer.type", "")).lower()
+    if name in OTHER_OPTIMIZERS:
+        fix = "take another optimizer, for example AdamW"
+        problems.found.append(
+            Problem("optimizer.type", f"is not built: {OTHER_OPTIMIZERS[name]}", fix, name, not_built=True)
+        )
+
+
+def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
+    """Offloading needs something sharded to offload, and a disk needs a directory."""
+    stage = lookup(values, "zero_optimization.stage", 0) or 0
+    paths = {}
+    for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        key = f"zero_optimization.{name}"
+        device = lookup(values, f"{key}.device")
+        if device in (None, "none"):
+            continue
+        if device == "auto":
+            if path := lookup(values, f"{key}.nvme_path"):
+                paths[name] = path
+            continue
+        if stage < least:
+            problems.add(
+                f"{key}.device",
+                f"needs stage {least} or more: at stage {stage} every rank holds all of it",
+                f'write "stage": {least}, or "device": "none"',
+                device,
+            )
+        if device == "nvme":
+            paths[name] = lookup(values, f"{key}.nvme_path")
+            if not paths[name]:
+                problems.add(f"{key}.nvme_path", "is missing", "name a directory on a fast local disk", paths[name])
+    _open_places(values, problems)
+    if len(set(paths.values())) > 1:
+        problems.add(
+            "zero_optimization.offload_param.nvme_path",
+            "differs from that of offload_optimizer: a rank keeps its states in one file",
+            "name one directory for both",
+            paths["offload_param"],
+        )
+
+
+def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
+    """Keys that only matter where a place is open, or only where it is not."""
+    states = lookup(values, "zero_optimization.offload_optimizer.device")
+    is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
+    paths = [lookup(values, f"zero_optimization.{name}.nvme_path") for name in ("offload_optimizer", "offload_param")]
+    if is_open and not any(paths) and (value := lookup(values, "memory_budget.disk")) is not None:
+        problems.add("memory_budget.disk", "names no disk", "name a directory on it as nvme_path, or remove it", value)
+    for name in ("host", "disk"):
+        if not is_open and (value := lookup(values, f"memory_budget.{name}")) is not None:
+            fix = 'write "device": "auto" in offload_optimizer or offload_param, or remove it'
+            problems.add(f"memory_budget.{name}", "has nothing to decide: every place is stated", fix, value)
+    ratio = lookup(values, "zero_optimization.offload_optimizer.ratio", 1.0)
+    if ratio != 1.0 and states not in ("cpu", "nvme"):
+        fix = 'write "device": "cpu" or "nvme" beside it, or remove it'
+        problems.add("zero_optimization.offload_optimizer.ratio", "is a share of nothing", fix, ratio)
+
+
+def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
+    """Micro-batches in turn share loads of weights, and are parts of one batch."""
+    key = "zero_optimization.vertical_micro_batches"
+    count = lookup(values, key, 1)
+    stage = lookup(values, "zero_optimization.stage", 0) or 0
+    if count > 1 and stage < 3:
+        what = f"needs stage 3: at stage {stage} weights are whole on every rank, so there is no load to share"
+        problems.add(key, what, 'write "stage": 3, or gradient_accumulation_steps instead', count)
+    samples = lookup(values, "train_micro_batch_size_per_gpu")
+    if isinstance(samples, int) and count > 0 and samples % count:
+        what = f"does not divide train_micro_batch_size_per_gpu = {samples}, the batch that it cuts"
+        problems.add(key, what, f"make that a multiple of {count}", count)
+
+
+def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
+    """Updates ahead of their step, or a step late, need states that rest elsewhere and plans that stay."""
+    zero, section = "zero_optimization", "zero_optimization.offload_optimizer"
+    places = {
+        name: lookup(values, f"{zero}.{name}.device") or "none" for name in ("offload_optimizer", "offload_param")
+    }
+    needs = {"super_offload": ("offload_optimizer", "offload_param"), "delayed_update_after": ("offload_optimizer",)}
+    for name, needed in needs.items():
+        key, value = f"{section}.{name}", lookup(values, f"{section}.{name}")
+        if value is None or value is False:
+            continue
+        if any(places[place] == "none" for place in needed):
+            fix = f'write "device": "cpu" or "nvme" in {" and ".join(needed)}, or remove it'
+            problems.add(key, "is for states that rest in another memory", fix, value)
+        if values.get("precision") == "auto":
+            fix = "name the precision, or remove it"
+            problems.add(key, "contradicts precision auto, which may change a unit's plan at a step's end", fix, value)
+        if name == "super_offload" and lookup(values, f"{section}.pipeline") is False:
+            problems.add(key, "contradicts pipeline = false, which updates in the step", "remove one of the two", value)
+
+
+def _parking(values: Mapping[str, Any], problems: Problems) -> None:
+    """Inputs of checkpoints are parked in one place, and a disk needs a directory."""
+    section = lookup(values, "activation_checkpointing", {})
+    if section.get("device") != "nvme":
+        return
+    if not section.get("nvme_path"):
+        key = "activation_checkpointing.nvme_path"
+        problems.add(key, "is missing", "name a directory on a fast local disk", section.get("nvme_path"))
+    if section.get("cpu_checkpointing"):
+        key = "activation_checkpointing.cpu_checkpointing"
+        problems.add(key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True)
+
+
+def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
+    """Arguments without the thing they belong to would be read by nobody."""
+    for name, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
+        params = lookup(values, f"{name}.params")
+        if params and not lookup(values, f"{name}.type") and f"{name}.type" not in autos:
+            fix = f'add "type": "{example}" or another'
+            problems.add(f"{name}.params", f"has no {name}.type beside it", fix, params)
+
+
+def _packages(values: Mapping[str, Any], problems: Problems) -> None:
+    for name, (module, install) in PACKAGES.items():
+        if lookup(values, f"{name}.enabled") and find_spec(module) is None:
+            fix = f"{install}, or switch it off"
+            problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
+
+
+def _not_built(
+    model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems
+) -> None:
+    part = model.part.value if model.part else part
+    if model.gate:
+        _gated(model, values, prefix, part, problems)
+        return
+    for name, value in values.items():
+        info = model.model_fields[name]
+        inner = subsection(info)
+        if inner is not None and not declared(info):
+            _not_built(inner, value, f"{prefix}{name}.", part, problems)
+        elif _is_off_default(info, value):
+            _report(prefix + name, value, declared(info)["reason"] or part, "", problems)
+
+
+def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
+    """One problem per switch that is on; the other keys of the section are named in it."""
+    others = ", ".join(key for key in _stated(model, values) if key not in model.gate)
+    for key in model.gate:
+        value = lookup(values, key)
+        if value is not None and _is_off_default(_field(model, key), value):
+            _report(prefix + key, value, part, f" (with {others})" if others else "", problems)
+
+
+def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in values.items():
+        inner = subsection(model.model_fields[name])
+        if inner is None:
+            yield name
+        else:
+            yield from (f"{name}.{key}" for key in _stated(inner, value))
+
+
+def _report(key: str, value: Any, part: str | None, beside: str, problems: Problems) -> None:
+    planned = f"it comes with {part}" if part != Part.UNPLANNED else "it is not planned"
+    fix = "remove the key, or leave it at its default"
+    problems.found.append(Problem(key, f"is not built{beside}: {planned}", fix, value, not_built=True))
+
+
+def _is_off_default(info: FieldInfo, value: Any) -> bool:
+    about = declared(info)
+    if about.get("status") != Status.LATER:
+        return False
+    if about.get("off_when") == "nothing_enabled":
+        return _anything_enabled(value)
+    try:
+        return bool(value != info.default and value not in about.get("also", ()))
+    except Exception:  # an object of somebody else's (an mpu, a tensor) that does not compare
+        return True
+
+
+def _anything_enabled(value: Any) -> bool:
+    if not isinstance(value, Mapping):
+        return False
+    return any(bool(inner) if name.endswith("enabled") else _anything_enabled(inner) for name, inner in value.items())
+
+
+def _field(model: type[Section], key: str) -> FieldInfo:
+    *path, last = key.split(".")
+    for name in path:
+        model = subsection(model.model_fields[name]) or model
+    return model.model_fields[last]

@@ -1,24 +1,948 @@
 """`Config`: the whole DeepSpeed JSON grammar and our few additions, as one typed, frozen model.
 
-Built by `auto.resolve` from a `RawConfig`; read by engine/assemble and report, and by nothing below them.  Each key
-carries its unit, its sentence and its status (`fields`); docs/reference/config.md is generated from here.
+`auto.resolve` builds it from a `RawConfig`.  Each key carries its unit, its sentence and its status (fields.py);
+docs/reference/config.md and keywords.py are generated from here.  ZeRO's section comes first, then those of an ordinary
+run, then those of which little is read yet, and `Config` with the top-level keys at the end.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import sys
+from typing import Any, ClassVar, Literal
 
 from pydantic import PrivateAttr
 
-from deepseek_zero.config import schema_later as behind
-from deepseek_zero.config import schema_training as train
-from deepseek_zero.config.batch import Batch
-from deepseek_zero.config.fields import Part, Section, accepted, effective, later, section
-from deepseek_zero.config.raw import Decision
-from deepseek_zero.config.schema_zero import ZeroOptimization
-from deepseek_zero.config.table import FieldRow, rows
-from deepseek_zero.config.table import off_default_config as example_config
-from deepseek_zero.config.table import off_default_example as example_of
+from .batch import Batch
+from .fields import FieldRow, Part, Section, accepted, effective, later, rows, section
+from .fields import off_default_config as example_config
+from .fields import off_default_example as example_of
+from .raw_config import Decision
+
+Device = Literal["none", "cpu", "nvme", "auto"]
+
+_STAGE_3 = {"zero_optimization.stage": 3}
+_STAGE_2 = {"zero_optimization.stage": 2}
+_AHEAD = {
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_optimizer.device": "cpu",
+    "zero_optimization.offload_param.device": "cpu",
+}
+_WINDOW = "gathers come ahead within stage3_prefetch_bucket_size"
+# DeepSpeed's own list; a class whose package is not installed is never met and costs nothing.
+MOE_BLOCKS = (
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+)
+
+
+class OffloadParam(Section):
+    device: Device = effective(
+        "none",
+        "Where sharded weights rest between uses (stage 3); auto: where memory_budget has room, fastest first.",
+        example="cpu",
+        auto_is_value=True,
+        needs={"zero_optimization.stage": 3},
+    )
+    nvme_path: str | None = effective(
+        None,
+        "Directory of the weights with device nvme, for each rank's unnamed file; made, for its owner alone (0700), "
+        "where it is missing.",
+        example="states",
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "nvme"},
+    )
+    buffer_count: int = accepted(5, "Buffers between disk and host memory.", _WINDOW, ge=1)
+    buffer_size: int = accepted(100_000_000, "Size of one such buffer.", _WINDOW, unit="elements", ge=1)
+    max_in_cpu: int = accepted(
+        1_000_000_000, "Weights kept in host memory beside the disk.", _WINDOW, unit="elements", ge=0, inf=sys.maxsize
+    )
+    pin_memory: bool = effective(
+        True,
+        "Beside a GPU, page-lock the host memory of offloaded weights; both sections share it, either may ask "
+        "(DeepSpeed's default: false).",
+        example=False,
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_param.device": "cpu"},
+    )
+
+
+class OffloadOptimizer(Section):
+    part: ClassVar[Part | None] = Part.TIERS
+    device: Device = effective(
+        "none",
+        "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: where memory_budget "
+        "has room, fastest first.",
+        example="cpu",
+        auto_is_value=True,
+        needs={"zero_optimization.stage": 3},
+    )
+    nvme_path: str | None = effective(
+        None,
+        "Directory of the optimizer states with device nvme, for each rank's unnamed file; made, for its owner alone "
+        "(0700), where it is missing.",
+        example="states",
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "nvme"},
+    )
+    buffer_count: int = effective(
+        4,
+        "Tiles of optimizer state that may be on their way from the disk, and as many to it, besides the one that is "
+        "updated.",
+        ge=1,
+        example=2,
+    )
+    pin_memory: bool = effective(
+        True,
+        "Beside a GPU, page-lock the host memory of offloaded states; both sections share it, either may ask "
+        "(DeepSpeed's default: false).",
+        example=False,
+        needs={"zero_optimization.stage": 3, "zero_optimization.offload_optimizer.device": "cpu"},
+    )
+    pipeline: bool = effective(
+        True, "Update weights that are offloaded too when the next forward comes to them; the same bits.", example=False
+    )
+    pipeline_read: bool = effective(
+        True, "Read the next tiles while one is updated (DeepSpeed's default: false).", example=False
+    )
+    pipeline_write: bool = effective(
+        True, "Write the last tiles while one is updated (DeepSpeed's default: false).", example=False
+    )
+    fast_init: bool = accepted(False, "Write the first states to disk in large pieces.", "they always are")
+    ratio: float = effective(
+        1.0,
+        "Share of the states that is offloaded (Twin-Flow); those of the first units stay on the device.",
+        example=0.5,
+        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
+        ge=0,
+        le=1,
+    )
+    super_offload: bool = effective(
+        False,
+        "Update units in backward, before the norm is known, and undo that where it was wrong; the same bits.",
+        example=True,
+        needs=_AHEAD,
+    )
+    undo_bytes: int = effective(
+        1 << 30,
+        "Ours. Memory of a rank for what such updates have overwritten; units beyond it wait for the next forward.",
+        unit="bytes",
+        example=1_000_000,
+        needs={**_AHEAD, "zero_optimization.offload_optimizer.super_offload": True},
+        ge=0,
+    )
+    delayed_update_after: int | None = effective(
+        None,
+        "Ours. From this step on apply each gradient one step late (ZeRO-Offload's delayed update); other bits.",
+        unit="steps",
+        example=2,
+        needs={"zero_optimization.offload_optimizer.device": "cpu", "zero_optimization.stage": 3},
+        ge=0,
+    )
+    cpuadam_cores_perc: float = accepted(
+        0.8, "Share of the cores that update on the host.", "torch's own number of threads holds", gt=0, le=1
+    )
+
+
+class LeafModule(Section):
+    classes: tuple[str, ...] = effective(
+        MOE_BLOCKS,
+        "Module classes gathered whole, never split into smaller units.",
+        example=["TinyMoeBlock"],
+        needs=_STAGE_3,
+    )
+    names: tuple[str, ...] = effective(
+        (), "Module names gathered whole, as in named_modules().", example=["blocks.0"], needs=_STAGE_3
+    )
+    name_suffixes: tuple[str, ...] = effective(
+        (), "Endings of module names gathered whole.", example=[".mlp"], needs=_STAGE_3
+    )
+
+
+class LocoParam(Section):
+    part: ClassVar[Part | None] = Part.SPEED
+    err_beta: float = later(0.8, "Weight of the old error in the error feedback.", example=0.5, ge=0, le=1)
+    reset_T: int = later(1024, "Steps after which the error is forgotten.", unit="steps", example=16, ge=1)
+
+
+class Zenflow(Section):
+    part: ClassVar[Part | None] = Part.TIERS
+    topk_ratio: float = later(
+        0.1, "Share of gradient columns updated on the device every step.", example=0.2, ge=0, le=1
+    )
+    select_strategy: Literal["auto", "step", "epoch"] = later(
+        "auto", "When the important columns are chosen again.", example="step", auto_is_value=True
+    )
+    select_interval: int | None = later(None, "Steps or epochs between two choices.", example=4, ge=1)
+    update_interval: int | None = later(None, "Steps between two host updates.", unit="steps", example=4, ge=1)
+    overlap_step: bool = later(False, "Let the host update run behind the next steps.", example=True)
+    offload: bool = later(False, "Keep the selected states in host memory too.", example=True)
+    auto_ratio: float = later(0.99, "Share of the gradient norm the selection must cover.", example=0.9, ge=0, le=1)
+    full_warm_up_rounds: int = later(0, "Rounds of full updates at the start.", example=2, ge=0)
+    pt_reserved_cores_perc: float = later(0.5, "Share of the cores kept for PyTorch.", example=0.4, ge=0, le=1)
+
+
+class ZeroOptimization(Section):
+    stage: Literal[0, 1, 2, 3] = effective(
+        0, "What is sharded: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too.", example=3
+    )
+    contiguous_gradients: bool = accepted(
+        True, "Copy gradients into one buffer as they arrive.", "always on: a unit has one flat gradient buffer"
+    )
+    reduce_scatter: bool = accepted(
+        True,
+        "Reduce by reduce-scatter instead of all-reduce.",
+        "stages 1 to 3 need only their slice, and stage 0's all-reduce is the same sum in the same order",
+    )
+    reduce_bucket_size: int = effective(
+        500_000_000,
+        "Gradients reduced in one collective, at most.",
+        unit="elements",
+        example=1000,
+        needs=_STAGE_2,
+        gt=0,
+        inf=sys.maxsize,
+    )
+    use_multi_rank_bucket_allreduce: bool = accepted(
+        True, "Merge the buckets of several ranks.", "the slices of all ranks already travel in one reduce-scatter"
+    )
+    allgather_partitions: bool = accepted(
+        True, "Refresh updated weights by all-gather instead of broadcasts.", "always on: one all-gather per unit"
+    )
+    allgather_bucket_size: int = accepted(
+        500_000_000,
+        "Weights refreshed in one collective, at most.",
+        "one all-gather carries one unit, straight into its buffer; there is no other buffer to bound",
+        unit="elements",
+        gt=0,
+        inf=sys.maxsize,
+    )
+    overlap_comm: bool = effective(
+        True,
+        "Gather and reduce beside the computation, at every stage; costs one more unit's gradients.",
+        example=False,
+    )
+    load_from_fp32_weights: bool = later(
+        True, "Take master weights from the checkpoint instead of the loaded weights.", Part.CHECKPOINTS, example=False
+    )
+    elastic_checkpoint: bool = accepted(
+        False,
+        "Save so that another number of ranks can load.",
+        "a legacy key; the checkpoint's format alone decides who can load it",
+    )
+    offload_param: OffloadParam = section(OffloadParam, "The tier of weights (stage 3).")
+    offload_optimizer: OffloadOptimizer = section(OffloadOptimizer, "The tier of master weights and moments.")
+    vertical_micro_batches: int = effective(
+        1,
+        "Ours. Micro-batches that one forward's batch is cut into; each unit takes all of them in turn, on one load of "
+        "its weights (stage 3).",
+        unit="micro-batches",
+        example=2,
+        needs=_STAGE_3,
+        ge=1,
+    )
+    sub_group_size: int = effective(
+        1_000_000_000,
+        "Elements the optimizer updates in one tile: whole 4,096s, at least one and at most 2^20 on a CPU; 0: auto.",
+        unit="elements",
+        means_auto=(0,),
+        example=1000,
+        gt=0,
+        inf=sys.maxsize,
+        needs=_STAGE_3,
+    )
+    stage3_max_live_parameters: int = effective(
+        1_000_000_000,
+        "Window: gathered weights alive at once, beyond which nothing is fetched ahead.",
+        unit="elements",
+        example=1000,
+        needs=_STAGE_3,
+        ge=0,
+        inf=sys.maxsize,
+    )
+    stage3_max_reuse_distance: int = effective(
+        1_000_000_000,
+        "Keep a unit gathered when it is used again within this many elements.",
+        unit="elements",
+        example=1000,
+        needs=_STAGE_3,
+        ge=0,
+        inf=sys.maxsize,
+    )
+    stage3_prefetch_bucket_size: int = effective(
+        50_000_000,
+        "Weights fetched ahead of their use, at most; the next unit in any case, unless 0.",
+        unit="elements",
+        example=1000,
+        needs=_STAGE_3,
+        ge=0,
+        inf=sys.maxsize,
+    )
+    stage3_param_persistence_threshold: int = effective(
+        100_000,
+        "Parameters up to this size stay replicated.",
+        unit="elements",
+        example=0,
+        needs=_STAGE_3,
+        ge=0,
+        inf=sys.maxsize,
+    )
+    stage3_model_persistence_threshold: int = effective(
+        sys.maxsize,
+        "All parameters that stay replicated, together at most.",
+        unit="elements",
+        example=0,
+        needs=_STAGE_3,
+        ge=0,
+        inf=sys.maxsize,
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = effective(
+        False, "Let save_16bit_model and clients gather full 16-bit weights.", example=True, needs=_STAGE_3
+    )
+    stage3_module_granularity_threshold: int = effective(
+        0,
+        "A module whose modules have at most this many elements each, on average, is one unit: one message for all.",
+        unit="elements",
+        example=100,
+        ge=0,
+    )
+    stage3_use_all_reduce_for_fetch_params: bool = accepted(
+        False, "Fetch weights by all-reduce of zero-padded buffers.", "one all-gather fills the unit in place"
+    )
+    stage3_allgather_sequential: bool = accepted(
+        False,
+        "Fetch one parameter at a time, without a flat buffer.",
+        "the gathered unit is its own flat buffer, so there is no second one to save",
+    )
+    ignore_unused_parameters: bool = effective(
+        True, "Give parameters without a gradient zeros; false makes one an error.", example=False
+    )
+    legacy_stage1: bool = accepted(False, "Use DeepSpeed's first stage 1.", "there is one mechanism for every stage")
+    round_robin_gradients: bool = accepted(
+        False, "Spread gradient copies over ranks in turn.", "every unit is split evenly over all ranks"
+    )
+    zero_hpz_partition_size: int = later(
+        1, "Ranks of a node that hold a second copy of the weights (hpZ).", Part.SPEED, example=2, unit="ranks", ge=1
+    )
+    zero_quantized_weights: bool = later(False, "Gather weights as int8 blocks (qwZ).", Part.SPEED, example=True)
+    zero_quantized_nontrainable_weights: bool = later(
+        False, "Gather frozen weights as int8 blocks.", Part.SPEED, example=True
+    )
+    zero_quantized_gradients: bool = later(False, "Reduce gradients as int4 blocks (qgZ).", Part.SPEED, example=True)
+    zeropp_loco_param: LocoParam | None = later(
+        None, "Error feedback for compressed gradients (LoCo).", Part.SPEED, example={"err_beta": 0.5}
+    )
+    mics_shard_size: int = later(
+        -1, "Shard within groups of this many ranks, replicate across them (MiCS).", Part.SPEED, unit="ranks", example=2
+    )
+    mics_hierarchical_params_gather: bool = later(
+        False, "Gather across MiCS groups in two steps.", Part.SPEED, example=True
+    )
+    memory_efficient_linear: bool = accepted(
+        True, "Replace torch's linear by one that keeps no gathered weight.", "gathered storage is released by the unit"
+    )
+    override_module_apply: bool = accepted(
+        True, "Gather parameters inside Module.apply.", "apply on a parameter at rest raises with advice instead"
+    )
+    pipeline_loading_checkpoint: bool = accepted(
+        False, "Overlap reading and copying of a checkpoint.", "speed of a load only; no value depends on it"
+    )
+    log_trace_cache_warnings: bool = accepted(
+        False, "Warn when the recorded order is discarded.", "the order is a hint and is never discarded"
+    )
+    enable_sanity_checks: bool = accepted(False, "Check invariants at run time.", "our checks are always on")
+    save_muon_momentum_buffer_in_memory: bool = accepted(
+        False, "Keep Muon's momentum in memory instead of on disk.", "without a disk tier it is in memory"
+    )
+    leaf_module: LeafModule = section(LeafModule, "Modules that are never split into smaller units.")
+    zenflow: Zenflow | None = later(
+        None, "Asynchronous offload by importance of gradient columns.", Part.TIERS, example={"topk_ratio": 0.2}
+    )
+
+
+Dtype = Literal["fp32", "fp16", "bf16"]
+
+_ADAMW = {"optimizer.type": "AdamW"}
+_FP16 = {"fp16.enabled": True}
+_PLACED = {"zero_optimization.offload_optimizer.device": "auto", "zero_optimization.stage": 3}
+_BF16 = {"bf16.enabled": True}
+_AUTOCAST = {"torch_autocast.enabled": True}
+
+
+class Optimizer(Section):
+    type: str | None = effective(
+        None,
+        "Name of the optimizer: ours, or any class of torch.optim; none where the program passes one.",
+        example="SGD",
+    )
+    params: dict[str, Any] = effective(
+        {}, "Arguments of the optimizer, for example lr, betas, eps, weight_decay.", example={"lr": 5e-4}, needs=_ADAMW
+    )
+    moments: Literal["fp32", "bf16", "8bit"] = effective(
+        "fp32",
+        "Ours. Bits that fp32 moments are kept in between steps; bf16 and 8bit are rounded up or down by chance, not "
+        "exact.",
+        example="bf16",
+    )
+    legacy_fusion: bool = accepted(
+        False, "Use the old fusion of DeepSpeed's LAMB.", "there is one implementation of each optimizer"
+    )
+
+
+class Scheduler(Section):
+    type: str | None = effective(
+        None,
+        "Name of the learning-rate schedule: DeepSpeed's five, or any class of torch.optim.lr_scheduler.",
+        example="WarmupLR",
+        needs=_ADAMW,
+    )
+    params: dict[str, Any] = effective(
+        {},
+        "Arguments of the schedule.",
+        example={"warmup_num_steps": 7},
+        needs={**_ADAMW, "scheduler.type": "WarmupLR"},
+    )
+
+
+class Fp16(Section):
+    enabled: bool = effective(
+        False, 'Compute in fp16 with fp32 master weights and loss scaling; "auto": on a GPU without bf16.', example=True
+    )
+    auto_cast: bool = effective(
+        True, "Cast floating inputs to fp16.", auto="the top-level auto_cast", example=False, needs=_FP16
+    )
+    loss_scale: float = effective(0.0, "Fixed loss scale; 0 scales dynamically.", example=128.0, needs=_FP16, ge=0)
+    initial_scale_power: int = effective(
+        16, "The dynamic loss scale starts at 2 to this power.", example=8, needs=_FP16, ge=0, le=127
+    )
+    loss_scale_window: int = effective(
+        1000, "Good steps after which the dynamic scale doubles.", unit="steps", example=50, needs=_FP16
+    )
+    hysteresis: int = effective(
+        2, "Overflows endured before the dynamic scale halves.", unit="steps", example=4, needs=_FP16, ge=1
+    )
+    consecutive_hysteresis: bool = effective(
+        False, "Refill the hysteresis after every good step.", example=True, needs=_FP16
+    )
+    min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
+    fp16_master_weights_and_grads: bool = later(
+        False, "Keep master weights and gradients in fp16.", Part.TIERS, example=True
+    )
+
+
+class Bf16(Section):
+    enabled: bool = effective(
+        False, 'Compute in bf16 with fp32 master weights; "auto": where the hardware has it.', example=True
+    )
+    check_grad_overflow: bool = effective(
+        True, "Skip a step whose gradients are not finite.", example=False, needs=_BF16
+    )
+    master: Literal["split", "fp32", "none"] = effective(
+        "split",
+        "How an fp32 master is kept: split = as the bf16 weight and 16 more bits, exact; fp32 = whole, 2 bytes more; "
+        "none = not at all: weights are rounded up or down by chance, 2 bytes less, not exact.",
+        example="fp32",
+        needs=_BF16,
+    )
+    immediate_grad_update: bool = accepted(
+        False, "Add gradients to the fp32 buffer from the hook.", "always so: gradients are accumulated as they arrive"
+    )
+    bf16_master_weights_and_grads: bool = effective(
+        False,
+        'DeepSpeed\'s word for master = "none" (gradients are bf16 at one micro-batch per step anyway).',
+        example=True,
+        needs=_BF16,
+    )
+    bf16_optimizer_states: bool = effective(
+        False, 'DeepSpeed\'s word for optimizer.moments = "bf16".', example=True, needs=_BF16
+    )
+
+
+class MemoryBudget(Section):
+    device: int | None = effective(
+        None,
+        'Of the training device; more is an error. null: no limit, and with device "auto" what is free.',
+        unit="bytes",
+        example=1_000_000_000,
+        inf=None,
+        ge=0,
+    )
+    host: int | None = effective(
+        None,
+        'Of host memory, with device "auto"; null: none on a CPU, where the device is the host.',
+        unit="bytes",
+        example=1_000_000_000,
+        needs=_PLACED,
+        inf=None,
+        ge=0,
+    )
+    disk: int | None = effective(
+        None,
+        'Of the disk under nvme_path, with device "auto"; null: what is free.',
+        unit="bytes",
+        example=1_000_000_000,
+        needs={**_PLACED, "zero_optimization.offload_optimizer.nvme_path": "states"},
+        inf=None,
+        ge=0,
+    )
+
+
+class TorchAutocast(Section):
+    enabled: bool = effective(False, "Run the forward under torch.autocast.", example=True)
+    dtype: Literal["fp16", "bf16"] = effective(
+        "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
+    )
+    lower_precision_safe_modules: tuple[str, ...] = later(
+        (), "Module classes whose gradients travel in the autocast dtype.", Part.SPEED, example=["torch.nn.Linear"]
+    )
+
+
+class DataTypes(Section):
+    grad_accum_dtype: Dtype | None = effective(
+        None,
+        "Dtype gradients are accumulated in; null: the plan's choice, fp32 above one micro-batch.",
+        example="bf16",
+        needs=_BF16,
+    )
+    param_dtype: Dtype | None = later(None, "Dtype of the weights in computation.", Part.CLIENTS, example="bf16")
+    buffer_dtype: Dtype | None = later(None, "Dtype of the buffers; they keep their own.", Part.CLIENTS, example="fp32")
+
+
+class Amp(Section):
+    gate: ClassVar[tuple[str, ...]] = ("enabled",)
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Use NVIDIA Apex AMP; torch_autocast is its successor.", example=True)
+    opt_level: str = later("O1", "Apex optimization level.", example="O2")
+
+
+class TensorBoard(Section):
+    enabled: bool = effective(False, "Write TensorBoard files on rank 0.", example=True, requires="tensorboard")
+    output_path: str = effective(
+        "", "Directory of the files.", example="tb", needs={"tensorboard.enabled": True}, requires="tensorboard"
+    )
+    job_name: str = effective(
+        "DeepSpeedJobName",
+        "Sub-directory of the run.",
+        example="trial",
+        needs={"tensorboard.enabled": True},
+        requires="tensorboard",
+    )
+
+
+class CsvMonitor(Section):
+    enabled: bool = effective(False, "Write one CSV file per quantity on rank 0.", example=True)
+    output_path: str = effective("", "Directory of the files.", example="csv", needs={"csv_monitor.enabled": True})
+    job_name: str = effective(
+        "DeepSpeedJobName", "Sub-directory of the run.", example="trial", needs={"csv_monitor.enabled": True}
+    )
+
+
+_WANDB: dict[str, Any] = {"needs": {"wandb.enabled": True}, "requires": "wandb"}
+_COMET: dict[str, Any] = {"needs": {"comet.enabled": True}, "requires": "comet_ml"}
+
+
+class Wandb(Section):
+    enabled: bool = effective(False, "Send records to Weights & Biases from rank 0.", example=True, requires="wandb")
+    group: str | None = effective(None, "Group of the run.", example="trials", **_WANDB)
+    team: str | None = effective(None, "Team (entity) that owns the run.", example="us", **_WANDB)
+    project: str = effective("deepspeed", "Project of the run.", example="zero", **_WANDB)
+
+
+class Comet(Section):
+    enabled: bool = effective(False, "Send records to Comet from rank 0.", example=True, requires="comet_ml")
+    samples_log_interval: int = effective(
+        100, "Send a record every so many samples.", unit="samples", example=10, ge=1, **_COMET
+    )
+    project: str | None = effective(None, "Project of the run.", example="zero", **_COMET)
+    workspace: str | None = effective(None, "Workspace of the project.", example="us", **_COMET)
+    api_key: str | None = effective(None, "Key of the account; better given by environment.", example="key", **_COMET)
+    experiment_name: str | None = effective(None, "Name shown for the run.", example="trial", **_COMET)
+    experiment_key: str | None = effective(None, "Key of an experiment to continue.", example="a" * 32, **_COMET)
+    online: bool | None = effective(None, "Send at once, or keep an offline archive.", example=False, **_COMET)
+    mode: str | None = effective(None, "Get, create, or get_or_create the experiment.", example="create", **_COMET)
+
+
+class ParallelWrite(Section):
+    pipeline_stage: bool = later(
+        False, "Write the layers of a pipeline stage from all its ranks.", Part.CHECKPOINTS, example=True
+    )
+
+
+class Writer(Section):
+    part: ClassVar[Part | None] = Part.CHECKPOINTS
+    type: str = later("FAST", "Which writer: MOCK, PYTHON or FAST.", example="PYTHON")
+    decoupled: bool = later(False, "Write behind the training.", example=True)
+    io_buffer_size: int = later(64 * 1024 * 1024, "Size of the write buffer.", unit="bytes", example=1024, ge=1)
+    io_buffer_double: bool = later(True, "Use two buffers in turn.", example=False)
+    io_multiplier: int = later(1, "Write threads per buffer.", example=2, ge=1)
+    show_statistics: bool = later(False, "Log the bandwidth of each write.", example=True)
+    data_parallel: str | None = later(None, "Spread writing over replica, socket or machine.", example="replica")
+
+
+class SaveOnSignal(Section):
+    path: str | None = effective(
+        None,
+        "Ours. Directory to save to at the next step boundary when a rank gets one of the signals; the job then ends "
+        "with exit code 85. null: signals are left alone.",
+        example="checkpoints",
+    )
+    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGINT", "SIGHUP"], ...] = effective(
+        ("SIGTERM", "SIGUSR1"),
+        "Ours. Which signals; handlers that were there before are called as well.",
+        example=["SIGUSR2"],
+        needs={"checkpoint.save_on_signal.path": "checkpoints"},
+    )
+
+
+class Checkpoint(Section):
+    tag_validation: Literal["Ignore", "Warn", "Fail"] = effective(
+        "Warn", "What to do when ranks save under different tags.", example="Fail"
+    )
+    layout: Literal["auto", "slices", "deepspeed"] = effective(
+        "auto",
+        "Ours. The files of save_checkpoint: our own slices, which any number of ranks loads, or DeepSpeed's. auto: "
+        "DeepSpeed's in a program that imports deepspeed and gets this library, above stage 0, where they hold what is "
+        "saved and neither wait=False, keep_last nor save_on_signal asks for slices; else slices.",
+        example="deepspeed",
+    )
+    snapshot_bytes: int = effective(
+        1 << 30,
+        "Bytes each rank may copy, of states that a step is about to change, while a checkpoint is written behind.",
+        example=1 << 20,
+        ge=0,
+    )
+    keep_last: int | None = effective(
+        None,
+        "Ours. After a save, remove checkpoints of the same directory but so many of the newest complete ones; null "
+        "keeps all.",
+        example=3,
+        ge=1,
+    )
+    keep_every: int | None = effective(
+        None,
+        "Ours. With keep_last: checkpoints of every so many steps stay for good.",
+        unit="steps",
+        example=1000,
+        ge=1,
+        needs={"checkpoint.keep_last": 3},
+    )
+    save_on_signal: SaveOnSignal = section(SaveOnSignal, "Saving when somebody asks the job to end.")
+    load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
+    use_node_local_storage: bool = later(
+        False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True
+    )
+    parallel_write: ParallelWrite = section(ParallelWrite, "How ranks share the writing.")
+    checkpoint_serialization: bool = accepted(
+        True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
+    )
+    writer: Writer | None = later(None, "DeepSpeed's own file writer.", Part.CHECKPOINTS, example={"type": "PYTHON"})
+
+
+class Throughput(Section):
+    enabled: bool = accepted(True, "Measure samples per second.", "always measured; it costs one clock reading")
+    synchronized: bool = accepted(
+        True, "Wait for the device before reading the clock.", "the device is waited for once per printed line only"
+    )
+
+
+class Timers(Section):
+    throughput: Throughput = section(Throughput, "The samples-per-second timer.")
+
+
+_FLOPS: dict[str, Any] = {"needs": {"flops_profiler.enabled": True}}
+
+
+class FlopsProfiler(Section):
+    enabled: bool = effective(False, "Count a forward's operations by module, once, on rank 0.", example=True)
+    profile_step: int = effective(
+        1, "Steps taken before the forward that is counted.", unit="steps", example=3, ge=0, **_FLOPS
+    )
+    recompute_fwd_factor: float = effective(
+        0.0, "Share of the forward that backward repeats, for the printed step.", example=1.0, ge=0, **_FLOPS
+    )
+    module_depth: int = effective(-1, "Depth of the table; -1 is the deepest.", example=2, **_FLOPS)
+    top_modules: int = accepted(1, "Modules listed per level.", "every module is listed", ge=1)
+    detailed: bool = effective(True, "Print every module.", example=False, **_FLOPS)
+    output_file: str | None = effective(None, "File for the table; null logs it.", example="flops.txt", **_FLOPS)
+
+
+class Records(Section):
+    path: str | None = effective(
+        None, "Directory for metrics.jsonl, metrics.csv and plan.txt; null writes none.", example="runs/demo"
+    )
+    every: int = effective(
+        1, "Write a record every so many steps.", unit="steps", example=5, needs={"records.path": "runs/demo"}, ge=1
+    )
+
+
+class ActivationCheckpointing(Section):
+    partition_activations: bool = later(
+        False, "Spread kept activations over tensor-parallel ranks.", Part.PARALLEL, example=True
+    )
+    cpu_checkpointing: bool = effective(
+        False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
+    )
+    contiguous_memory_optimization: bool = effective(
+        False, "Park inputs of checkpoints in one preallocated slab of the device's own memory.", example=True
+    )
+    number_checkpoints: int | None = effective(
+        None,
+        "Checkpoints the slab must hold; null: learned from the first forward.",
+        example=4,
+        ge=1,
+        needs={"activation_checkpointing.contiguous_memory_optimization": True},
+    )
+    synchronize_checkpoint_boundary: bool = accepted(
+        False, "Wait for the device at every checkpoint.", "it orders nothing that events do not order already"
+    )
+    profile: bool = effective(
+        False, "Time forward and backward of each checkpoint of the first step, and log them once.", example=True
+    )
+    device: Literal["none", "cpu", "nvme"] = effective(
+        "none", "Ours. Where inputs of checkpoints are parked between forward and backward, in one slab.", example="cpu"
+    )
+    nvme_path: str | None = effective(
+        None,
+        "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing.",
+        example="parked",
+        needs={"activation_checkpointing.device": "nvme"},
+    )
+
+
+_ON: tuple[str, ...] = ("enabled",)
+_ON_DISK: dict[str, Any] = {
+    "zero_optimization.stage": 3,
+    "zero_optimization.offload_optimizer.device": "nvme",
+    "zero_optimization.offload_optimizer.nvme_path": "states",
+}
+
+
+class Aio(Section):
+    block_size: int = effective(
+        1_048_576, "Largest single request to a disk.", unit="bytes", example=65536, needs=_ON_DISK, ge=4096
+    )
+    queue_depth: int = effective(
+        8, "Transfers under way at once, each in a thread of its own.", example=2, needs=_ON_DISK, ge=1
+    )
+    intra_op_parallelism: int = accepted(1, "Threads per transfer.", "a transfer has one; queue_depth says how many")
+    thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
+    single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
+    overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
+    use_gds: bool = later(False, "Disk straight to the GPU.", Part.UNPLANNED, example=True)
+
+
+class TpSize(Section):
+    part: ClassVar[Part | None] = Part.PARALLEL
+    tp_size: int = later(1, "Ranks that share one layer.", unit="ranks", example=2, ge=1)
+    tp_grain_size: int = later(1, "Smallest piece a dimension is cut into.", unit="elements", example=64, ge=1)
+    mpu: Any = later(None, "Object that names the process groups.", example="mpu")
+    tp_group: Any = later(None, "Process group of tensor parallelism.", example="group")
+
+
+class TensorParallel(Section):
+    gate: ClassVar[tuple[str, ...]] = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
+    part: ClassVar[Part | None] = Part.PARALLEL
+    autotp_size: int = later(0, "Ranks that share one layer.", unit="ranks", also=(1,), example=2, ge=0)
+    dtype: Any = later("fp16", "Dtype of the sharded layers.", example="bf16")
+    tp_overlap_comm: bool = later(False, "Overlap its reductions with computation.", example=True)
+    tp: TpSize = section(TpSize, "Sizes of the tensor-parallel group.")
+    tensor_parallel: TpSize = section(TpSize, "The same under its longer name.")
+    injection_policy_tuple: Any = later(None, "Layers that end in an all-reduce.", example=["out_proj"])
+    partition_config: dict[str, Any] | None = later(
+        None, "Rules by layer name: row, column or skip.", example={"use_default_specs": True}
+    )
+    preset_model: str | None = later(None, "Rules of a known model family.", example="llama")
+    keep_module_on_host: bool = later(False, "Leave layers in host memory until they are cut.", example=True)
+    kernel_inject: bool = later(False, "Replace layers by fused kernels.", Part.UNPLANNED, example=True)
+
+
+class ExpertParallel(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.PARALLEL
+    enabled: bool = later(False, "Spread experts over ranks automatically.", example=True)
+    autoep_size: int = later(1, "Ranks that share one set of experts.", unit="ranks", example=2, ge=1)
+    expert_tensor_parallel_size: int = later(1, "Ranks that share one expert.", unit="ranks", example=2, ge=1)
+    preset_model: str | None = later(None, "Rules of a known model family.", example="mixtral")
+    moe_layer_pattern: str | None = later(None, "Names of expert layers.", example=".*moe")
+    expert_pattern: str | None = later(None, "Name of the experts inside such a layer.", example="experts")
+    router_pattern: str | None = later(None, "Name of the router.", example="gate")
+    use_grouped_mm: bool = later(True, "Multiply all experts in one call.", example=False)
+    disable_triton_grouped_mm: bool = later(False, "Do not use Triton for it.", example=True)
+    route_norm: Any = later(None, "Normalise the routing weights.", example=True)
+    route_scale: float = later(1.0, "Factor on the routing weights.", example=2.0)
+    score_apply: Any = later(None, "Apply scores before or after the experts.", example="pre")
+    score_func: Any = later(None, "Softmax or sigmoid.", example="softmax")
+    combine_impl: Any = later(None, "How results are combined.", example="scatter")
+    top_k: int | None = later(None, "Experts per token.", example=2, ge=1)
+    num_expert_groups: int | None = later(None, "Groups of experts the router knows.", example=2)
+    num_limited_groups: int | None = later(None, "Groups a token may use.", example=1)
+    routed_scaling_factor: float | None = later(None, "Factor on routed experts.", example=2.0)
+    expert_w1: str | None = later(None, "Name of the first weight.", example="w1")
+    expert_w2: str | None = later(None, "Name of the second weight.", example="w2")
+    expert_w3: str | None = later(None, "Name of the third weight.", example="w3")
+    num_experts_attr: str | None = later(None, "Attribute that counts experts.", example="num_experts")
+    top_k_attr: str | None = later(None, "Attribute that holds top-k.", example="top_k")
+    has_shared_experts: Any = later(None, "The layer has shared experts.", example=True)
+    shared_experts_pattern: str | None = later(None, "Name of the shared experts.", example="shared")
+    shared_experts_gate_pattern: str | None = later(None, "Name of their gate.", example="shared_gate")
+    validate_folding_routing: bool = later(False, "Check routing between tensor and expert groups.", example=True)
+
+
+class Pipeline(Section):
+    gate: ClassVar[tuple[str, ...]] = ("stages",)
+    part: ClassVar[Part | None] = Part.PARALLEL
+    stages: int | None = later(None, "Pipeline stages.", also=(1,), example=2, ge=1)
+    partition: str = later("best", "How layers are divided over stages.", example="uniform")
+    seed_layers: bool = later(False, "Seed every layer on its own.", example=True)
+    activation_checkpoint_interval: int = later(0, "Layers between two activation checkpoints.", example=1, ge=0)
+    pipe_partitioned: bool = later(True, "Send activations partitioned.", example=False)
+    grad_partitioned: bool = later(True, "Send gradients partitioned.", example=False)
+
+
+class Compile(Section):
+    gate: ClassVar[tuple[str, ...]] = ("deepcompile",)
+    part: ClassVar[Part | None] = Part.SPEED
+    deepcompile: bool = later(False, "Insert the collectives into the compiled graph.", example=True)
+    passes: tuple[str, ...] | None = later(None, "Compiler passes by name.", example=["z3"])
+    offload_parameters: bool = later(False, "Offload weights from the graph.", example=True)
+    offload_opt_states: bool = later(False, "Offload optimizer states from the graph.", example=True)
+    offload_activation: bool = later(False, "Offload activations from the graph.", example=True)
+    offload_activation_pin_memory: bool = later(True, "Pin that memory.", example=False)
+    free_activation: bool = later(False, "Free activations early.", example=True)
+    free_activation_threshold: int = later(10 * 1024 * 1024, "Only those above this size.", unit="bytes", example=1)
+    double_buffer: bool = later(True, "Use two gather buffers.", example=False)
+    symmetric_memory: bool = later(False, "Gather through symmetric memory.", example=True)
+    debug_log: bool = later(False, "Log the passes.", example=True)
+    sync_before_reduce: bool = later(False, "Wait before a reduction.", example=True)
+    sync_after_reduce: bool = later(False, "Wait after a reduction.", example=True)
+    sync_before_allgather: bool = later(False, "Wait before a gather.", example=True)
+    sync_after_allgather: bool = later(False, "Wait after a gather.", example=True)
+    keep_int_input_tensors: bool = later(True, "Keep integer inputs alive.", example=False)
+    keep_all_input_tensors: bool = later(False, "Keep all inputs alive.", example=True)
+
+
+class CommsLogger(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.CLIENTS
+    enabled: bool = later(False, "Log every collective with size and time.", example=True)
+    verbose: bool = later(False, "Print each as it happens.", example=True)
+    prof_all: bool = later(True, "Profile all kinds.", example=False)
+    debug: bool = later(False, "Name the caller.", example=True)
+    prof_ops: tuple[str, ...] = later((), "Kinds to profile.", example=["all_gather"])
+
+
+class Autotuning(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Search for a fast configuration by experiments.", example=True)
+    fast: bool = later(True, "Tune micro-batch sizes only.", example=False)
+    results_dir: str | None = later(None, "Directory of results.", example="results")
+    exps_dir: str | None = later(None, "Directory of experiments.", example="experiments")
+    overwrite: bool = later(True, "Repeat experiments that are there.", example=False)
+    start_profile_step: int = later(3, "First measured step.", unit="steps", example=5)
+    end_profile_step: int = later(5, "Last measured step.", unit="steps", example=9)
+    metric: str = later("throughput", "throughput, latency or flops.", example="latency")
+    metric_path: str | None = later(None, "File the metric is read from.", example="metric.json")
+    model_info: dict[str, Any] | None = later(None, "Facts of the model.", example={"num_params": 1})
+    model_info_path: str | None = later(None, "File of those facts.", example="model.json")
+    mp_size: int = later(1, "Model-parallel ranks.", unit="ranks", example=2)
+    max_train_batch_size: int | None = later(None, "Largest batch tried.", unit="samples", example=64)
+    min_train_batch_size: int = later(1, "Smallest batch tried.", unit="samples", example=8)
+    max_train_micro_batch_size_per_gpu: int = later(1024, "Largest micro-batch tried.", unit="samples", example=64)
+    min_train_micro_batch_size_per_gpu: int = later(1, "Smallest micro-batch tried.", unit="samples", example=2)
+    num_tuning_micro_batch_sizes: int = later(3, "Micro-batch sizes tried.", example=2)
+    tuner_type: Literal["gridsearch", "random", "model_based"] = later(
+        "gridsearch", "Order of the search.", example="random"
+    )
+    tuner_early_stopping: int = later(5, "Stop after so many without gain.", example=3)
+    tuner_num_trials: int = later(50, "Experiments at most.", example=10)
+    arg_mappings: dict[str, Any] | None = later(None, "Keys and the script's arguments.", example={"a": "b"})
+
+
+class Elasticity(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.CLIENTS
+    enabled: bool = later(False, "Choose a batch size that fits many numbers of ranks.", example=True)
+    max_train_batch_size: int = later(2000, "Largest batch.", unit="samples", example=64, ge=1)
+    micro_batch_sizes: tuple[int, ...] = later((2, 4, 6), "Micro-batch sizes allowed.", unit="samples", example=[1, 2])
+    min_gpus: int = later(1, "Fewest ranks.", unit="ranks", example=2, ge=1)
+    max_gpus: int = later(10_000, "Most ranks.", unit="ranks", example=16, ge=1)
+    min_time: int = later(0, "Shortest run before a change.", unit="minutes", example=5)
+    prefer_larger_batch: bool = later(True, "Of two that fit, the larger.", example=False)
+    ignore_non_elastic_batch_info: bool = later(False, "Ignore the plain batch keys.", example=True)
+    version: float = later(0.2, "Version of the arithmetic.", example=0.1)
+    num_gpus_per_node: int = later(1, "Ranks of one node.", unit="ranks", example=8)
+    model_parallel_size: int = later(1, "Model-parallel ranks.", unit="ranks", example=2)
+
+
+class SparseAttention(Section):
+    part: ClassVar[Part | None] = Part.ATTENTION
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later(
+        "fixed", "The pattern of blocks.", example="bigbird"
+    )
+    block: int = later(16, "Side of a block.", unit="tokens", example=32, ge=1)
+    different_layout_per_head: bool = later(False, "A pattern per head.", example=True)
+    num_local_blocks: int = later(4, "Blocks of the local window.", example=2, ge=1)
+    num_global_blocks: int = later(1, "Blocks everyone sees.", example=2, ge=1)
+    attention: Literal["unidirectional", "bidirectional"] = later(
+        "bidirectional", "Causal or not.", example="unidirectional"
+    )
+    horizontal_global_attention: bool = later(False, "Global blocks see everyone.", example=True)
+    num_different_global_patterns: int = later(1, "Patterns of global blocks.", example=2, ge=1)
+    num_random_blocks: int = later(0, "Random blocks per row.", example=1, ge=0)
+    local_window_blocks: tuple[int, ...] = later((4,), "Sizes of the local windows.", example=[2])
+    global_block_indices: tuple[int, ...] = later((0,), "Where global blocks begin.", example=[1])
+    global_block_end_indices: tuple[int, ...] | None = later(None, "Where they end.", example=[2])
+    num_sliding_window_blocks: int = later(3, "Blocks of the sliding window.", example=5, ge=1)
+
+
+class HybridEngine(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Switch between training and inference kernels.", example=True)
+    max_out_tokens: int = later(512, "Longest generated text.", unit="tokens", example=64)
+    inference_tp_size: int = later(1, "Ranks that share a layer in inference.", unit="ranks", example=2)
+    release_inference_cache: bool = later(False, "Free the key-value cache after generating.", example=True)
+    pin_parameters: bool = later(True, "Keep weights gathered while generating.", example=False)
+    tp_gather_partition_size: int = later(8, "Layers gathered at once.", example=4)
+    enable_cuda_graph: bool = later(False, "Generate through a CUDA graph.", example=True)
+
+
+class ProgressiveLayerDrop(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Drop layers at random, more over time.", example=True)
+    theta: float = later(1.0, "Share of layers kept in the end.", example=0.5)
+    gamma: float = later(0.001, "Speed of the change.", example=0.01)
+
+
+class CurriculumLearning(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Begin with easy (short) samples.", example=True)
+    curriculum_type: str = later("seqlen", "What is measured.", example="other")
+    min_difficulty: int = later(1, "Difficulty at the start.", example=8)
+    max_difficulty: int = later(10, "Difficulty at the end.", example=1024)
+    schedule_type: str = later("fixed_linear", "fixed_linear, fixed_root, fixed_discrete or custom.", example="custom")
+    schedule_config: dict[str, Any] = later({}, "Arguments of the schedule.", example={"max_step": [1]})
+
+
+class DataEfficiency(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Sample and route data by difficulty.", example=True)
+    seed: int = later(1234, "Seed of the sampling.", example=1)
+    data_routing: dict[str, Any] = later({}, "Random layer-token dropping.", example={"enabled": True})
+    data_sampling: dict[str, Any] = later({}, "Curricula and dynamic batches.", example={"enabled": True})
+
+
+class Nebula(Section):
+    gate: ClassVar[tuple[str, ...]] = _ON
+    part: ClassVar[Part | None] = Part.UNPLANNED
+    enabled: bool = later(False, "Save through the Azure Nebula service.", example=True)
+    enable_nebula_load: bool = later(True, "Load through it.", example=False)
+    load_path: str | None = later(None, "Older name of nebula_load_path.", example="a")
+    nebula_load_path: str | None = later(None, "Where to load from.", example="a")
+    persistent_storage_path: str | None = later(None, "Where it keeps checkpoints.", example="a")
+    persistent_time_interval: int = later(100, "Time between two.", unit="seconds", example=10)
+    num_of_version_in_retention: int = later(2, "How many it keeps.", example=3)
 
 
 class Config(Section):
@@ -52,8 +976,8 @@ class Config(Section):
         None, "Data-parallel ranks beside sequence parallelism.", Part.PARALLEL, unit="ranks", example=2, ge=1
     )
     # Optimizer and schedule
-    optimizer: train.Optimizer = section(train.Optimizer, "The optimizer, where the program passes none.")
-    scheduler: train.Scheduler = section(train.Scheduler, "The learning-rate schedule, where the program passes none.")
+    optimizer: Optimizer = section(Optimizer, "The optimizer, where the program passes none.")
+    scheduler: Scheduler = section(Scheduler, "The learning-rate schedule, where the program passes none.")
     zero_allow_untested_optimizer: bool = accepted(
         False, "Allow any optimizer class with ZeRO.", "any torch optimizer runs over slices; none is refused by name"
     )
@@ -69,10 +993,10 @@ class Config(Section):
         example=False,
     )
     # Communication
-    communication_data_type: train.Dtype | None = effective(
+    communication_data_type: Dtype | None = effective(
         None, "Dtype gradients are reduced in; null: the plan's choice.", example="bf16"
     )
-    seq_parallel_communication_data_type: train.Dtype = later(
+    seq_parallel_communication_data_type: Dtype = later(
         "fp32", "Dtype gradients are reduced in across sequence-parallel ranks.", Part.PARALLEL, example="bf16"
     )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
@@ -90,11 +1014,11 @@ class Config(Section):
     sparse_gradients: bool = later(False, "Send embedding gradients as sparse rows.", Part.SPEED, example=True)
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
     # Precision
-    fp16: train.Fp16 = section(train.Fp16, "fp16 with loss scaling.")
-    bf16: train.Bf16 = section(train.Bf16, "bf16 with fp32 master weights (also spelled bfloat16).")
-    torch_autocast: train.TorchAutocast = section(train.TorchAutocast, "torch.autocast around the forward.")
-    data_types: train.DataTypes = section(train.DataTypes, "Single dtypes.")
-    amp: train.Amp = section(train.Amp, "NVIDIA Apex.")
+    fp16: Fp16 = section(Fp16, "fp16 with loss scaling.")
+    bf16: Bf16 = section(Bf16, "bf16 with fp32 master weights (also spelled bfloat16).")
+    torch_autocast: TorchAutocast = section(TorchAutocast, "torch.autocast around the forward.")
+    data_types: DataTypes = section(DataTypes, "Single dtypes.")
+    amp: Amp = section(Amp, "NVIDIA Apex.")
     precision: Literal["auto", "fp32", "fp16", "bf16"] | None = effective(
         None,
         "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 when they overflow; a dtype: "
@@ -105,8 +1029,8 @@ class Config(Section):
     auto_cast: bool = effective(True, "Ours. Cast floating inputs to the compute dtype.", example=False)
     # ZeRO
     zero_optimization: ZeroOptimization = section(ZeroOptimization, "ZeRO itself.")
-    memory_budget: train.MemoryBudget = section(
-        train.MemoryBudget, "Ours. Bytes of one rank that states and buffers may take of each memory."
+    memory_budget: MemoryBudget = section(
+        MemoryBudget, "Ours. Bytes of one rank that states and buffers may take of each memory."
     )
     units: tuple[str, ...] = effective(
         (),
@@ -137,12 +1061,12 @@ class Config(Section):
     )
     pp_degree: int = later(1, "Ours. Pipeline stages.", Part.PARALLEL, unit="ranks", example=2, ge=1)
     mp_degree: int = later(1, "Ours. Tensor-parallel ranks.", Part.PARALLEL, unit="ranks", example=2, ge=1)
-    tensor_parallel: behind.TensorParallel = section(behind.TensorParallel, "Tensor parallelism (AutoTP).")
-    expert_parallel: behind.ExpertParallel = section(behind.ExpertParallel, "Expert parallelism (AutoEP).")
+    tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
+    expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism (AutoEP).")
     use_data_before_expert_parallelism: bool = later(
         False, "Order of the axes with experts.", Part.PARALLEL, example=True
     )
-    pipeline: behind.Pipeline = section(behind.Pipeline, "Pipeline parallelism.")
+    pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     # Logging and records
     steps_per_print: int | None = effective(
         10, "Steps between two summary lines; null or inf prints none.", unit="steps", example=5, inf=None, ge=1
@@ -153,37 +1077,37 @@ class Config(Section):
     log_level: Literal["debug", "info", "warning", "error", "critical"] | None = effective(
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
-    timers: train.Timers = section(train.Timers, "Timers.")
+    timers: Timers = section(Timers, "Timers.")
     dataloader_drop_last: bool = effective(False, "Drop the last, smaller batch of an epoch.", example=True)
     vocabulary_size: int | None = accepted(None, "Size of the vocabulary.", "DeepSpeed only warns about its alignment")
-    records: train.Records = section(train.Records, "Ours. The run's own records.")
-    tensorboard: train.TensorBoard = section(train.TensorBoard, "TensorBoard.")
-    csv_monitor: train.CsvMonitor = section(train.CsvMonitor, "CSV files.")
-    wandb: train.Wandb = section(train.Wandb, "Weights & Biases.")
-    comet: train.Comet = section(train.Comet, "Comet.")
-    comms_logger: behind.CommsLogger = section(behind.CommsLogger, "A log of collectives.")
-    flops_profiler: train.FlopsProfiler = section(train.FlopsProfiler, "A profile of operations.")
+    records: Records = section(Records, "Ours. The run's own records.")
+    tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")
+    csv_monitor: CsvMonitor = section(CsvMonitor, "CSV files.")
+    wandb: Wandb = section(Wandb, "Weights & Biases.")
+    comet: Comet = section(Comet, "Comet.")
+    comms_logger: CommsLogger = section(CommsLogger, "A log of collectives.")
+    flops_profiler: FlopsProfiler = section(FlopsProfiler, "A profile of operations.")
     # Checkpoints
-    checkpoint: train.Checkpoint = section(train.Checkpoint, "Saving and loading.")
-    nebula: behind.Nebula = section(behind.Nebula, "Azure Nebula.")
+    checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
+    nebula: Nebula = section(Nebula, "Azure Nebula.")
     datastates_ckpt: dict[str, Any] | None = later(
         None, "The DataStates checkpoint engine.", Part.UNPLANNED, example={"host_cache_size": 1}
     )
     # The rest of the grammar
-    aio: behind.Aio = section(behind.Aio, "Disk requests.")
-    activation_checkpointing: train.ActivationCheckpointing = section(
-        train.ActivationCheckpointing, "Where recomputation keeps its inputs."
+    aio: Aio = section(Aio, "Disk requests.")
+    activation_checkpointing: ActivationCheckpointing = section(
+        ActivationCheckpointing, "Where recomputation keeps its inputs."
     )
-    compile: behind.Compile = section(behind.Compile, "DeepCompile.")
-    sparse_attention: behind.SparseAttention | None = later(
+    compile: Compile = section(Compile, "DeepCompile.")
+    sparse_attention: SparseAttention | None = later(
         None, "Block-sparse attention.", Part.ATTENTION, example={"mode": "fixed"}
     )
-    autotuning: behind.Autotuning = section(behind.Autotuning, "Search for a configuration.")
-    elasticity: behind.Elasticity = section(behind.Elasticity, "Batch sizes for many numbers of ranks.")
-    hybrid_engine: behind.HybridEngine = section(behind.HybridEngine, "Training and inference in one engine.")
-    progressive_layer_drop: behind.ProgressiveLayerDrop = section(behind.ProgressiveLayerDrop, "Layer dropping.")
-    curriculum_learning: behind.CurriculumLearning = section(behind.CurriculumLearning, "Curricula, the old key.")
-    data_efficiency: behind.DataEfficiency = section(behind.DataEfficiency, "Curricula and token dropping.")
+    autotuning: Autotuning = section(Autotuning, "Search for a configuration.")
+    elasticity: Elasticity = section(Elasticity, "Batch sizes for many numbers of ranks.")
+    hybrid_engine: HybridEngine = section(HybridEngine, "Training and inference in one engine.")
+    progressive_layer_drop: ProgressiveLayerDrop = section(ProgressiveLayerDrop, "Layer dropping.")
+    curriculum_learning: CurriculumLearning = section(CurriculumLearning, "Curricula, the old key.")
+    data_efficiency: DataEfficiency = section(DataEfficiency, "Curricula and token dropping.")
     compression_training: dict[str, Any] = later(
         {},
         "Quantisation and pruning while training.",

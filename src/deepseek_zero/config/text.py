@@ -1,6 +1,6 @@
 """From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any key.
 
-JSON may hold comments (// # /* */) and trailing commas.  Called by `load`.
+JSON may hold comments (// # /* */) and trailing commas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deepseek_zero.base.errors import ConfigError, article, shown
+from ..base.errors import ConfigError, article, shown
 
 # Strings are matched first, so that a comment sign inside one is never taken for a comment.
 _COMMENTS = re.compile(r'"(?:[^"\\]|\\.)*"|//[^\n]*|#[^\n]*|/\*.*?\*/', re.DOTALL)

@@ -17,13 +17,12 @@ import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.cli import run as run_module
-from deepseek_zero.cli.dropin import exec_command
-from deepseek_zero.cli.foreign import REFUSED, pid_file, refuse_launcher
-from deepseek_zero.cli.machine import Machine
-from deepseek_zero.cli.nodes import NodePlan, Share
+from deepseek_zero.cli.exec import exec_command
+from deepseek_zero.cli.nodes import Machine, NodePlan, Share
 from deepseek_zero.cli.ranks import Target
 from deepseek_zero.cli.run import RunOptions, rank_environment, run
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, PROGRAMS
+from deepseek_zero.compat.deepspeed.launcher import REFUSED, pid_file, refuse_launcher
 
 PARSED: list[RunOptions] = []
 
@@ -50,9 +49,9 @@ def test_deepspeeds_other_options_are_taken(tmp_path: Path) -> None:
         *"--no_ssh --no_ssh_check --launcher pdsh --enable_each_rank_log logs --save_pid -q x.py -q".split()
     )
     assert (options.log_dir, options.command, options.quiet) == (Path("logs"), ["x.py", "-q"], True)
-    refuse_launcher(options, NodePlan(Share(2)))
+    refuse_launcher(options, 1)
     with pytest.raises(NotBuiltError, match="--launcher pdsh cannot start 2 machines"):
-        refuse_launcher(options, NodePlan(Share(2), num_nodes=2))
+        refuse_launcher(options, 2)
     with pytest.raises(NotBuiltError, match="--log_level loud"):
         run(RunOptions(command=[__file__], log_level="loud"))
     kept = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.cli import doctor
-from deepseek_zero.cli.machine import Machine
+from deepseek_zero.cli.nodes import Machine
 
 EXPECTED = {
     "python",

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import PeerError
-from deepseek_zero.cli.failure import Death, Report, first_cause, read_report
+from deepseek_zero.cli.ranks import Death, Report, first_cause, read_report
 from deepseek_zero.cli.worker import blames_a_peer
 
 

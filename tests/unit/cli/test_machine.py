@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from deepseek_zero.cli.machine import Machine, allowed_cores, visible_gpus
+from deepseek_zero.cli.nodes import Machine, allowed_cores, visible_gpus
 
 
 @pytest.mark.parametrize(("cores", "nproc"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 32)])

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.cli.machine import Machine
-from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, NodePlan, Share, plan_node
+from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, Machine, NodePlan, Share, plan_node
 
 CPU = Machine(cores=4)
 GPUS = Machine(cores=32, gpus=("0", "1", "2", "3"))

@@ -12,8 +12,8 @@ from deepseek_zero import comm
 from deepseek_zero.base.errors import NotBuiltError, UnknownNameError, UsageError
 from deepseek_zero.compat.deepspeed import elasticity, estimators, groups, loss_scaler, missing, ops, profiling, utils
 from deepseek_zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
+from deepseek_zero.compat.deepspeed.elasticity import highly_composite
 from deepseek_zero.compat.deepspeed.utils import OnDevice, log_dist_once
-from deepseek_zero.config.elastic import highly_composite
 from deepseek_zero.planner.memory import mixed_precision_adam_bytes
 
 # -- memory estimators

@@ -11,7 +11,7 @@ from deepseek_zero.base.errors import ConfigError, NotBuiltError
 from deepseek_zero.config import Config, Decision, Facts, resolve
 from deepseek_zero.config.fields import AUTO
 from deepseek_zero.config.load import load
-from deepseek_zero.config.raw import lookup, put
+from deepseek_zero.config.raw_config import lookup, put
 
 KEYS = [row.path for row in Config.field_table()]
 

@@ -13,7 +13,7 @@ import pytest
 
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError
 from deepseek_zero.config import Config, Facts, RawConfig, choose_source, resolve
-from deepseek_zero.config import checks as checks_room
+from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.load import load
 
 

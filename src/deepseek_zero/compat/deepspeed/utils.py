@@ -156,9 +156,7 @@ def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
     return func
 
 
-instrument_w_nvtx = (
-    noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
-)
+instrument_w_nvtx = noop_decorator  # DeepSpeed marks a function in NVIDIA's profiler; torch.profiler sees ours without
 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:

@@ -1,7 +1,4 @@
-"""`deepseek-zero exec` and `deepseek-zero dropin-path`: programs that import `deepspeed` get this library.
-
-Called by cli/__init__.py.
-"""
+"""`deepseek-zero exec` and `deepseek-zero dropin-path`: programs that import `deepspeed` get this library."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.cli.hosts import filter_slots, parse_filter, parse_hostfile, read_hostfile
+from deepseek_zero.compat.deepspeed.launcher import filter_slots, parse_filter, parse_hostfile, read_hostfile
 
 HOSTS = {"worker-0": (0, 1, 2, 3), "worker-1": (0, 1, 2, 3)}
 
