@@ -1,21 +1,25 @@
-"""Start torch.distributed and name the data-parallel axis.
+"""Named axes over the ranks of a world, and the start of torch.distributed.
 
-A process without a launcher is a world of one: it joins no group and runs the same code with smaller data.  Called by
-the doors and by engine/assemble.
+A `Mesh` is arithmetic: it can be made for any rank of any world without a process group.  A process without a launcher
+is a world of one: it joins no group and runs the same code with smaller data.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from . import world
-from .device import default_device
-from .errors import PeerError
+from .device import CPU, default_device
+from .errors import NotBuiltError, PeerError, UsageError, shown
 from .log import log_first, speak
 from .world import discover, meeting_place
 
@@ -23,17 +27,193 @@ from .world import discover, meeting_place
 PATIENCE = timedelta(days=7)
 
 
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
+REST = -1  # the size of an axis that takes the ranks the others leave
+_OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
+NOT_BUILT = {"pp": "pipeline", "sp": "sequence", "tp": "tensor"}
+
+
 @dataclass(frozen=True)
 class Mesh:
-    """Where this rank stands.  `dp` is the only axis so far; pp and tp come with later parts."""
+    """Named axes over the ranks of a world, and where one rank stands on them.  Needs no process group.
 
-    rank: int
-    size: int
-    device: torch.device
+        rank = (((pp * R + dp_replicate) * S + dp_shard) * C + sp) * T + tp
+
+    The sizes are pp, R, S, C and T.  Three numbers follow, and one is never used for another: `data_size` ranks see
+    different batches, `shard_size` ranks hold the slices of one state, `reduce_size` ranks' gradients are summed.
+    dp_shard: `REST` takes what the other axes leave of the world (`on_world`).
+    """
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = REST
+    sp: int = 1
+    tp: int = 1
+    rank: int = 0
+    device: torch.device = CPU
+
+    def __post_init__(self) -> None:
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            is_size = isinstance(size, int) and not isinstance(size, bool)
+            if not is_size or (size < 1 and not (size == REST and axis == "dp_shard")):
+                raise UsageError(
+                    f"mesh axis {axis} is {shown(size)}.",
+                    "An axis has at least one rank.",
+                    "give it a whole number from 1 on" + (", or leave it out." if axis == "dp_shard" else "."),
+                )
+
+    def on_world(self, world_size: int, rank: int = 0, device: torch.device | None = None) -> Mesh:
+        """Return this mesh over a world of that many ranks, seen by one of them; UsageError where it does not fit."""
+        others = math.prod(size for size in self.sizes if size != REST)
+        shard = world_size // others if self.dp_shard == REST else self.dp_shard
+        found = replace(self, dp_shard=max(1, shard), rank=rank, device=device or self.device)
+        if found.world_size != world_size:
+            stated = ", ".join(
+                f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size not in (1, REST)
+            )
+            raise UsageError(
+                f"the mesh ({stated}) does not fit a world of {world_size} ranks.",
+                f"The product of the axes is {others}"
+                + (", which must divide the world." if self.dp_shard == REST else "."),
+                "choose sizes whose product is the number of ranks, or leave dp_shard out.",
+            )
+        return found
+
+    # -- sizes
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """The size of each axis, in the order of `AXES`."""
+        return (self.pp, self.dp_replicate, self.dp_shard, self.sp, self.tp)
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return math.prod(self.sizes)
+
+    @property
+    def data_size(self) -> int:
+        """Ranks that see different batches; the batch of a step is micro-batch x accumulation x this."""
+        return self.dp_replicate * self.dp_shard
+
+    @property
+    def shard_size(self) -> int:
+        """Ranks that hold the slices of one sharded state."""
+        return self.dp_shard * self.sp
+
+    @property
+    def reduce_size(self) -> int:
+        """Ranks whose gradients are summed, which is what their mean divides by."""
+        return self.dp_replicate * self.dp_shard * self.sp
 
     @property
     def is_distributed(self) -> bool:
-        return self.size > 1
+        """Whether there is more than one rank."""
+        return self.world_size > 1
+
+    # -- where this rank stands
+
+    @property
+    def coordinates(self) -> dict[str, int]:
+        """This rank's place on each axis."""
+        found, rest = {}, self.rank
+        for axis, size in zip(reversed(AXES), reversed(self.sizes), strict=True):
+            rest, found[axis] = divmod(rest, size)
+        return {axis: found[axis] for axis in AXES}
+
+    @property
+    def data_index(self) -> int:
+        """Which of the `data_size` shares of a batch is this rank's."""
+        here = self.coordinates
+        return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
+
+    @property
+    def shard_index(self) -> int:
+        """Which of the `shard_size` slices is this rank's."""
+        here = self.coordinates
+        return here["dp_shard"] * self.sp + here["sp"]
+
+    def rank_at(self, **coordinates: int) -> int:
+        """The rank at this rank's coordinates but for those given."""
+        found, here = 0, self.coordinates | coordinates
+        for axis, size in zip(AXES, self.sizes, strict=True):
+            found = found * size + here[axis]
+        return found
+
+    def ranks_along(self, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from this one on these axes only, ascending; this one is among them."""
+        sizes = dict(zip(AXES, self.sizes, strict=True))
+        places = itertools.product(*(range(sizes[axis]) for axis in AXES if axis in axes))
+        names = [axis for axis in AXES if axis in axes]
+        return tuple(self.rank_at(**dict(zip(names, place, strict=True))) for place in places)
+
+    def groups_along(self, *axes: str) -> tuple[tuple[int, ...], ...]:
+        """`ranks_along` of every rank: the world cut into groups, in the order of their first ranks."""
+        found = {replace(self, rank=rank).ranks_along(*axes): None for rank in range(self.world_size)}
+        return tuple(found)
+
+    def __str__(self) -> str:
+        stated = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size != 1]
+        return " x ".join(stated) or "one rank"
+
+
+def mesh_of(value: Any) -> Mesh:
+    """Read a mesh from what a caller passed: None, a Mesh, a mapping of axis to size, torch's DeviceMesh (by its names)
+    or accelerate's ParallelismConfig.  Its size is not compared with any world yet; UsageError where it is none.
+    """
+    if value is None:
+        return Mesh()
+    if isinstance(value, Mesh):
+        return replace(value, rank=0)
+    if isinstance(value, Mapping):
+        return _named({str(name): size for name, size in value.items()}, value)
+    if (names := getattr(value, "mesh_dim_names", None)) is not None:
+        ranks = value.mesh.flatten().tolist()
+        if ranks != list(range(len(ranks))):
+            raise UsageError(
+                f"the device mesh has its ranks in the order {shown(ranks)}.",
+                "Ranks ascend along the axes, the last one fastest.",
+                "build it with init_device_mesh, with its axes in the order " + ", ".join(AXES) + ".",
+            )
+        known = [_OTHER_NAMES.get(name, name) for name in names]
+        if sorted(known, key=lambda name: AXES.index(name) if name in AXES else -1) != known:
+            raise UsageError(
+                f"the device mesh has its axes in the order {', '.join(names)}.",
+                "The order says which ranks are neighbours.",
+                "use the order " + ", ".join(AXES) + ".",
+            )
+        return _named(dict(zip(names, value.mesh.shape, strict=True)), value)
+    if hasattr(value, "dp_shard_size") and hasattr(value, "dp_replicate_size"):
+        found = {axis: getattr(value, f"{axis}_size", 1) for axis in ("dp_replicate", "dp_shard", "sp", "tp", "cp")}
+        return _named({axis: size for axis, size in found.items() if axis != "cp" or size != 1}, value)
+    raise UsageError(
+        f"mesh={shown(value)} is no mesh.",
+        "A mesh names axes and their sizes.",
+        'pass a dict ({"dp_replicate": 2, "dp_shard": 4}), a Mesh, or a DeviceMesh with mesh_dim_names.',
+    )
+
+
+def _named(sizes: Mapping[str, Any], value: Any) -> Mesh:
+    known = [_OTHER_NAMES.get(name, name) for name in sizes]
+    for name, axis in zip(sizes, known, strict=True):
+        if axis not in AXES or known.count(axis) > 1:
+            raise UsageError(
+                f"mesh={shown(value)} {'names' if axis not in AXES else 'states twice'} the axis '{name}'.",
+                f"The axes are {', '.join(AXES)}.",
+                "use each of these names at most once.",
+            )
+    return Mesh(**dict(zip(known, sizes.values(), strict=True)))
+
+
+def refuse_unbuilt(mesh: Mesh) -> None:
+    """Raise NotBuiltError where an axis has several ranks and nothing computes along it yet."""
+    for axis, what in NOT_BUILT.items():
+        if (size := getattr(mesh, axis)) > 1:
+            raise NotBuiltError(
+                f"mesh axis {axis}={size}: {what} parallelism is not built yet.",
+                "Ranks along this axis would compute the same.",
+                "use dp_replicate and dp_shard.",
+            )
 
 
 def shares_gpu(local_size: int | None) -> bool:
@@ -79,10 +259,14 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, 
     return True
 
 
-def current_mesh(device: torch.device | None = None) -> Mesh:
-    """The mesh of this process; starts torch.distributed if a launcher's variables are there."""
-    device = device or default_device()
+def current_mesh(device: torch.device | None = None, wish: Any = None) -> Mesh:
+    """The mesh of this process; starts torch.distributed if a launcher's variables are there.
+
+    wish: what the caller says of it (`mesh_of`); nothing: every rank along dp_shard.
+    """
+    device, wanted = device or default_device(), mesh_of(wish)
+    refuse_unbuilt(wanted)
     if init_distributed() and dist.get_world_size() > 1:
-        return Mesh(dist.get_rank(), dist.get_world_size(), device)
+        return wanted.on_world(dist.get_world_size(), dist.get_rank(), device)
     log_first("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")
-    return Mesh(0, 1, device)
+    return wanted.on_world(1, 0, device)

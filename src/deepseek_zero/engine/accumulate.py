@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 def set_train_batch_size(engine: Engine, samples: int) -> None:
     """Change the samples per step by accumulating more or fewer micro-batches.  Every rank, between two steps."""
     whole_number("set_train_batch_size", "train_batch_size", samples, 1)
-    per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
+    per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
     if samples < per_micro or samples % per_micro:
         raise UsageError(
             f"Train batch size must be divisible by micro-batch data parallelism: {samples} is not a multiple of "
-            f"{per_micro} ({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.size} ranks).",
+            f"{per_micro} ({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.data_size} ranks).",
             "Only the number of micro-batches per step can change.",
             f"choose a multiple of {per_micro}.",
         )
@@ -45,7 +45,7 @@ def _resize(engine: Engine, micro: int, accumulation: int) -> None:
     changes = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro * accumulation * engine.mesh.size,
+        "train_batch_size": micro * accumulation * engine.mesh.data_size,
     }
     engine.config = engine.config.model_copy(update=changes)
     if accumulation != engine._accumulation:

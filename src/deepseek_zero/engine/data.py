@@ -55,12 +55,14 @@ class ShardedLoader:
         drop_last: bool = False,
         sampler: Any = None,
     ) -> None:
-        self.device, self.epoch, self.ranks = mesh.device, 0, mesh.size
+        self.device, self.epoch, self.ranks = mesh.device, 0, mesh.data_size
         self.position = self._resume_at = 0  # batches of this epoch that were handed out, or were before a restart
         iterable = isinstance(dataset, IterableDataset)
         self.sampler = sampler
         if sampler is None and not iterable:
-            self.sampler = DistributedSampler(dataset, mesh.size, mesh.rank, shuffle=True, drop_last=drop_last)
+            self.sampler = DistributedSampler(
+                dataset, mesh.data_size, mesh.data_index, shuffle=True, drop_last=drop_last
+            )
         self._indices = _From(self.sampler) if self.sampler is not None else None
         self.loader: DataLoader[Any] = DataLoader(
             dataset,

@@ -134,7 +134,7 @@ class Engine(StandsForModule):
             )
         if loss.requires_grad:
             return True
-        if self.mesh.size == 1:
+        if self.mesh.world_size == 1:
             raise UsageError(
                 "engine.backward got a loss that does not require a gradient.",
                 "It was computed under torch.no_grad(), detached, or made of parameters that are frozen.",
@@ -162,7 +162,7 @@ class Engine(StandsForModule):
         boundary = self.is_gradient_accumulation_boundary()
         self._stepped = False
         self.micro_steps += 1
-        self.global_samples += self.config.train_micro_batch_size_per_gpu * self.mesh.size
+        self.global_samples += self.config.train_micro_batch_size_per_gpu * self.mesh.data_size
         if not boundary:
             return
         preemption = self.parts.preemption
@@ -270,7 +270,7 @@ class Engine(StandsForModule):
 
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""
-        lines = [f"stage {self.runtime.settings.stage}, {self.mesh.size} rank(s), device {self.mesh.device}"]
+        lines = [f"stage {self.runtime.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for unit in self.runtime.units for line in unit.explain()]
         return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
 

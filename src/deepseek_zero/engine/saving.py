@@ -140,7 +140,7 @@ def save_checkpoint(
             "and a run that goes on from it takes that step from its first micro-batch again."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
-    trainer["global_samples"] -= begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.size
+    trainer["global_samples"] -= begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None

@@ -45,7 +45,7 @@ def facts_of(request: Request, mesh: Mesh) -> Facts:
     hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(getattr(model_config, "hidden_sizes", None))
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
-        world_size=mesh.size,
+        world_size=mesh.world_size,
         device_type=mesh.device.type,
         has_bf16=has_fast_bf16(mesh.device),
         launched=mesh.is_distributed,

@@ -233,7 +233,7 @@ class DeepSpeedEngine(Engine):
             )
         sampler = data_sampler
         if sampler is None and route != "train":
-            sampler = DistributedSampler(dataset, self.mesh.size, self.mesh.rank, shuffle=False)
+            sampler = DistributedSampler(dataset, self.mesh.data_size, self.mesh.data_index, shuffle=False)
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         return ShardedLoader(dataset, size, self.mesh, collate_fn, self.config.dataloader_drop_last, sampler)
 
