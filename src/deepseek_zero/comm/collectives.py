@@ -15,6 +15,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -25,8 +26,8 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import shares_gpu
-from .context import Lane, WorldContext
-from .flight_recorder import raised_in
+from .context import Lane, Partition, WorldContext
+from .flight_recorder import Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
 from .meter import Event, Meter
 from .transports.base import (
@@ -40,7 +41,7 @@ from .transports.base import (
 )
 from .transports.composed import Hierarchical, HostStaged
 from .transports.gloo import Gloo
-from .transports.nccl import Nccl
+from .transports.nccl import Nccl, NcclGroups
 from .transports.shared_memory import SharedMemory, SharedWeights
 
 Finish = Callable[[], None]
@@ -92,37 +93,82 @@ class Pending:
 DONE = Pending(no_wait)
 
 
+@dataclass
+class _Engine:
+    """What all communicators of one engine share.  name: the topic of its errors.  gave_up: a wait ended in an error of
+    other ranks' making.
+    """
+
+    trains: bool
+    uses_gloo: bool
+    world: WorldContext | None = None
+    name: str = "engine"
+    gave_up: bool = False
+
+
 class Comm:
-    """The collectives of one group.  Making one is collective; its name keeps two engines' messages apart.
+    """The collectives of one group of ranks: a view of the world's transport over these ranks.
+
+    Making one is collective in the world, and gives the world's; `split` gives groups of it.  `rank` and `size` are the
+    group's; `ranks` are its members as the world counts them.  Its name keeps two engines' messages apart.
 
     transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.  trains: False for what
     only builds or loads a model, and waits for each of its collectives.
     """
 
     def __init__(self, device: torch.device, *, transport: str = "fastest", trains: bool = True) -> None:
-        self.name, self.meter = "engine", Meter()
+        self.name, self.meter, self.device = "engine", Meter(), device
+        self.ranks: tuple[int, ...] = (0,)
         self.rank, self.size = 0, 1
-        self._gave_up = False  # whether a wait ended in an error of other ranks' making
+        self._engine = _Engine(trains, transport == "gloo")
         self._world: WorldContext | None = None
-        self._barrier: Pending | None = None  # while a walk is under way, the meeting at its start
+        self._whole: Comm | None = None  # what this was split from
+        self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._transport: Transport = SingleRank(device)
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            world = self._world = WorldContext.of_this_world()
-            self.rank, self.size = world.rank, world.size
+            world = self._world = self._engine.world = WorldContext.of_this_world()
+            self.rank, self.size, self.ranks = world.rank, world.size, world.ranks
             self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = world.gloo
-            self._host_transport, slots, free, idle = _agreed(self, world, transport)
-            self._number = next(world.engines)  # made in the same order on every rank of this world
-            self.name = f"engine {self._number - 1}"
-            world.tags.take(self.name, slots)
-            weakref.finalize(self, world.end_engine, self.name).atexit = False
-            self._transport = self._host_transport
-            if device.type != "cpu":
-                self._transport = HostStaged(world.gloo, world.rank, world.size, device)
-            if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
-                groups = world.nccl_groups.take(self.name, trains=trains, free=free, idle=idle)
-                self._transport = Nccl(world.rank, world.size, groups, device)
+            self._join(world, (world.ranks,), self, "")
+
+    def split(self, groups: Partition, axis: str) -> Comm:
+        """Return the communicator of the one of these groups that this rank is in.  Collective in the world.
+
+        groups: of ranks of the world, disjoint and of one size; every rank is in one.  axis: what they lie along, which
+        is in the names of their lanes.  The new one counts in this one's meter, and whichever of an engine's groups an
+        error is raised in, those who wait in another one hear of it.  A rank never enters calls of a group it is not
+        in.
+        """
+        ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
+        if ranks == self.ranks:
+            return self
+        found = copy(self)
+        found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
+        found._whole, found._barrier, found._last = self, None, None
+        if self._world is None or len(ranks) == 1:
+            found._world, found._transport = None, SingleRank(self.device)
+        else:
+            found._join(self._world, groups, self, axis)
+        return found
+
+    def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
+        """Take a name, a slot for gloo's tags and transports of its own.  Collective in `whole`, the world's."""
+        device, engine, nccl = self.device, self._engine, world.nccl_groups(groups)
+        slots, free, idle = _agreed(whole, world, nccl, uses_gloo=engine.uses_gloo)
+        self._number = next(world.engines)  # made in the same order on every rank of this world
+        engine.name = engine.name if axis else f"engine {self._number - 1}"
+        self.name = f"{engine.name} {axis}".strip()
+        world.tags.take(self.name, slots)
+        self._host_transport = world.gloo_over(self.ranks) if engine.uses_gloo else world.fastest_over(self.ranks)
+        self._transport = self._host_transport
+        if device.type != "cpu":
+            self._transport = HostStaged(world.gloo_over(self.ranks), self.rank, self.size, device)
+        if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
+            pair = nccl.take(self.name, trains=engine.trains, free=free, idle=idle)
+            self._transport = Nccl(self.rank, self.size, pair, device)
+        weakref.finalize(self, _end, world, self.name, self._host_transport, self._transport).atexit = False
 
     def capabilities(self) -> list[Capability]:
         """How tensors travel from this rank to the others, and why not faster.  Local."""
@@ -133,7 +179,7 @@ class Comm:
             why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
             return [Capability(name, "through the host, by gloo", why)]
         if isinstance(transport, Gloo):
-            if transport is world.gloo:
+            if self._engine.uses_gloo:
                 return [Capability(name, "gloo, as the configuration says")]
             why = (
                 f"ranks of this host cannot share memory: {world.no_sharing_reason}" if world.no_sharing_reason else ""
@@ -277,15 +323,17 @@ class Comm:
 
     def post_error(self, error: BaseException) -> None:
         """Tell ranks that wait for this one why it will not come; what follows from another rank's error is no news."""
-        if self._world is not None and not self._gave_up:
+        engine = self._engine
+        if engine.world is not None and not engine.gave_up:
             first_line = (str(error).splitlines() or [""])[0]
-            self._world.recorder.post(raised_in(self.name), f"{type(error).__name__}: {first_line}"[:300])
+            engine.world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {first_line}"[:300])
 
     def withdraw_error(self) -> None:
         """This rank goes on after all."""
-        self._gave_up = False
-        if self._world is not None:
-            self._world.recorder.withdraw(raised_in(self.name))
+        engine = self._engine
+        engine.gave_up = False
+        if engine.world is not None:
+            engine.world.recorder.withdraw(raised_in(engine.name))
 
     def _issue(self, lane_name: str, what: str, start: Callable[[CollectiveId], Wait]) -> Pending:
         world = self._world
@@ -317,8 +365,8 @@ class Comm:
             try:
                 return action()
             except TimeoutError:
-                if error := world.recorder.find_desync(world.position(issued.lane.name, issued.sequence), self.name):
-                    self._gave_up = True
+                if error := world.recorder.find_desync(self._position(world, issued), self._engine.name):
+                    self._engine.gave_up = True
                     raise error from None
                 self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
             except ConnectionLost as caught:
@@ -327,13 +375,16 @@ class Comm:
                 self.post_error(error)
                 raise
 
+    def _position(self, world: WorldContext, issued: IssuedCollective) -> Position:
+        return world.position(issued.lane.name, issued.sequence, self.ranks)
+
     def _connection_lost(self, world: WorldContext, what: str, caught: Exception) -> PeerError:
         """The connection broke; the board may know more than the socket does."""
-        self._gave_up = True
-        if error := world.recorder.find_failure(f"rank {self.rank} was in '{what}'", self.name):
+        self._engine.gave_up = True
+        if error := world.recorder.find_failure(f"rank {world.rank} was in '{what}'", self._engine.name):
             return error
         return PeerError(
-            f"rank {self.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
+            f"rank {world.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
             "A rank was killed, ran out of memory or lost its network.",
             "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
         )
@@ -350,13 +401,13 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, world: WorldContext, transport: str) -> tuple[Transport, int, int, int]:
-    """How host tensors travel, as every rank was told; and what is so on every rank: the slots that are free (`Tags`),
-    the pairs of groups that are free and those that are idle (`NcclGroups`).
+def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, *, uses_gloo: bool) -> tuple[int, int, int]:
+    """What is so on every rank: the slots that are free (`Tags`), the pairs of NCCL's groups that are free and those
+    that are idle (`NcclGroups`).  Collective.
 
-    Asked over gloo, which every rank has.  ModelMismatchError where ranks were told different things.
+    ModelMismatchError where ranks were told to travel in different ways.
     """
-    mine = [int(transport == "gloo"), world.tags.free_slots(), world.nccl_groups.free(), world.nccl_groups.idle()]
+    mine = [int(uses_gloo), world.tags.free_slots(), nccl.free(), nccl.idle()]
     table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
         raise ModelMismatchError(
@@ -365,7 +416,14 @@ def _agreed(comm: Comm, world: WorldContext, transport: str) -> tuple[Transport,
             "pass the same configuration on every rank.",
         )
     slots, free, idle = (functools.reduce(operator.and_, table[:, column].tolist()) for column in (1, 2, 3))
-    return world.gloo if transport == "gloo" else world.fastest, slots, free, idle
+    return slots, free, idle
+
+
+def _end(world: WorldContext, engine: str, *transports: Transport) -> None:
+    """Let go of what one communicator had."""
+    world.end_engine(engine)
+    for transport in transports:
+        transport.end_engine(engine)
 
 
 def _do_nothing(received: Sequence[Tensor]) -> None:

@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar
@@ -27,8 +28,9 @@ from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags
 from .transports.local_sockets import connect_local
 from .transports.nccl import NcclGroups
-from .transports.shared_memory import SharedMemory
+from .transports.shared_memory import HostPages, SharedMemory
 
+Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 LOG_LENGTH = 64  # collectives remembered per lane, for the board
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
 
@@ -58,18 +60,14 @@ class WorldContext:
         self.world = dist.group.WORLD
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        # refusal: why ranks of this host do not share memory; "" where they do, or where there is only one.
-        self.hosts, neighbours, self.no_sharing_reason = connect_local(self.rank, self.size, group)
+        # no_sharing_reason: why ranks of this host do not share memory; "" where they do, or where there is only one.
+        self.hosts, sockets, self.no_sharing_reason = connect_local(self.rank, self.size, group)
         self.recorder = FlightRecorder(self.rank, self.size, self.hosts, group)
-        others = [peer for peer in range(self.size) if peer != self.rank]
-        self.tags, self.nccl_groups = Tags(), NcclGroups()
-        self.gloo = Gloo(self.rank, self.size, group, others, self.tags)
-        same_host = SharedMemory(self.rank, self.size, neighbours) if neighbours is not None else None
-        near = same_host.peers if same_host is not None else ()
-        far = Gloo(self.rank, self.size, group, [peer for peer in others if peer not in near], self.tags)
-        self.fastest: Transport = far  # shared memory to the ranks of this host, gloo to the others
-        if same_host is not None:
-            self.fastest = Hierarchical(same_host, far, self.rank) if far.peers else same_host
+        self.tags, self._gloo_group = Tags(), group
+        self._pages = HostPages(self.rank, sockets) if sockets is not None else None
+        self._nccl_groups: dict[Partition, NcclGroups] = {}
+        self.ranks = tuple(range(self.size))
+        self.gloo = self.gloo_over(self.ranks)  # for what is agreed before an engine has a transport
         self.engines = itertools.count(1)  # numbers for those that will use it
         self._lanes: dict[str, Lane] = {}
 
@@ -78,6 +76,29 @@ class WorldContext:
         if cls._current is None or cls._current.world is not dist.group.WORLD:
             cls._current = cls()
         return cls._current
+
+    def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Gloo:
+        """Gloo between these ranks, this one among them, over the connections that the world has.  Local.
+
+        far_only: to the ranks that share no memory with this one.
+        """
+        near = self._pages.peers if self._pages is not None and far_only else ()
+        peers = [index for index, rank in enumerate(ranks) if rank != self.rank and rank not in near]
+        return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags)
+
+    def fastest_over(self, ranks: Sequence[int]) -> Transport:
+        """Shared memory to those of these ranks that are on this host, gloo to the others.  Local."""
+        far = self.gloo_over(ranks, far_only=True)
+        if self._pages is None or len(far.peers) == len(ranks) - 1:
+            return far
+        near = SharedMemory(ranks, self._pages)
+        return Hierarchical(near, far, near.rank) if far.peers else near
+
+    def nccl_groups(self, partition: Partition) -> NcclGroups:
+        """The groups of NCCL's for one way to cut the world, shared by all engines that cut it so.  Local."""
+        if partition not in self._nccl_groups:
+            self._nccl_groups[partition] = NcclGroups(None if partition == (self.ranks,) else partition)
+        return self._nccl_groups[partition]
 
     def lane(self, name: str, number: int) -> Lane:
         """The lane of that name ("engine 0/gather"), made at its first use."""
@@ -89,15 +110,15 @@ class WorldContext:
             if engine_of(name) == engine:
                 lane.log.clear()
         self.tags.release(engine)
-        self.nccl_groups.release(engine)
-        self.gloo.end_engine(engine)
-        self.fastest.end_engine(engine)
+        for groups in self._nccl_groups.values():
+            groups.release(engine)
 
-    def position(self, lane: str, sequence: int) -> Position:
-        """Where this rank stands, as it waits for one collective of one lane."""
+    def position(self, lane: str, sequence: int, ranks: Sequence[int]) -> Position:
+        """Where this rank stands, as it waits for one collective of one lane.  ranks: whose collective it is."""
         return Position(
             lane,
             sequence,
+            list(ranks),
             {name: each.issued for name, each in self._lanes.items()},
             {name: {str(number): what for number, what in each.log} for name, each in self._lanes.items()},
         )

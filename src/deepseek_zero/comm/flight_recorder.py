@@ -33,11 +33,12 @@ def raised_in(engine: str) -> str:
 @dataclass
 class Position:
     """What a rank has issued, and the one collective it waits for.  Lanes ("engine 0/gather") are independent sequences
-    of collectives.
+    of collectives; ranks outside a group never wait in its lanes.
     """
 
     lane: str
     sequence: int
+    ranks: list[int]  # of the group whose collective it is
     issued: dict[str, int] = field(default_factory=dict)  # lane -> collectives issued so far
     log: dict[str, dict[str, str]] = field(default_factory=dict)  # lane -> sequence -> name, the last few
 
@@ -164,11 +165,12 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
     chain = [me]
     while True:
         here = positions[chain[-1]]
-        for rank, there in positions.items():
+        members = {rank: each for rank, each in positions.items() if rank in here.ranks and rank != chain[-1]}
+        for rank, there in members.items():
             name = there.name(here.lane, here.sequence)
-            if rank != chain[-1] and name and name != here.name():
+            if name and name != here.name():
                 return sorted({chain[-1], rank})
-        blockers = [rank for rank, there in positions.items() if rank != chain[-1] and not there.has_issued(here)]
+        blockers = [rank for rank, there in members.items() if not there.has_issued(here)]
         if not blockers:
             return []
         if blockers[0] in chain:

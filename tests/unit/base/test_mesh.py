@@ -17,7 +17,7 @@ from deepseek_zero.base.mesh import AXES, Mesh, current_mesh, mesh_of
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 3, 2, 1, 1)])
 def test_a_rank_is_the_number_of_its_coordinates_with_tp_fastest(sizes: tuple[int, ...]) -> None:
-    _, replicate, shard, sp, _ = sizes
+    _, replicate, shard, sp, tp = sizes
     mesh = Mesh(*sizes)
     places = list(itertools.product(*map(range, sizes)))
     assert mesh.world_size == len(places)

@@ -34,9 +34,14 @@ class LanePair:
 
 
 class NcclGroups:
-    """The pairs of one world, under numbers that all ranks share."""
+    """The pairs for one way to cut the world into groups, under numbers that all ranks share.
 
-    def __init__(self) -> None:
+    partition: the ranks of each group; every rank makes the groups of all of them, in this order, as torch asks.  None:
+    one group, of the whole world.
+    """
+
+    def __init__(self, partition: Sequence[tuple[int, ...]] | None = None) -> None:
+        self._partition = partition
         self._made: dict[int, LanePair] = {}
 
     def free(self) -> int:
@@ -59,11 +64,23 @@ class NcclGroups:
                 for group in self._made.pop(number).groups.values():
                     dist.destroy_process_group(group)
         if chosen not in self._made:
-            self._made[chosen] = LanePair({lane: dist.new_group(backend=BACKEND, timeout=PATIENCE) for lane in LANES})
+            self._made[chosen] = LanePair({lane: self._new_group() for lane in LANES})
         pair = self._made[chosen]
         pair.users.add(user)
         pair.engine = user if trains else pair.engine
         return pair.groups
+
+    def _new_group(self) -> dist.ProcessGroup:
+        if self._partition is None:
+            whole: dist.ProcessGroup = dist.new_group(backend=BACKEND, timeout=PATIENCE)
+            return whole
+        here = dist.get_rank()
+        found: dist.ProcessGroup | None = None
+        for ranks in self._partition:
+            made = dist.new_group(list(ranks), backend=BACKEND, timeout=PATIENCE)
+            found = made if here in ranks else found
+        assert found is not None
+        return found
 
     def release(self, user: str) -> None:
         """A user is gone."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...base.memory import Segment, SegmentView
+from ...base.memory import SegmentView, Segment
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, Use, Wait
@@ -76,14 +76,15 @@ class SharedWeights:
             self.mapping.clear_written()
 
 
-class SharedMemory:
-    """The transport between the ranks of one host.  Others are another transport's business."""
+class HostPages:
+    """What the ranks of one host share, whatever groups they form: segments, offers, and who still reads what.
 
-    reads_in_place = True
+    Ranks are those of the world here; `SharedMemory` speaks of a group's.
+    """
 
-    def __init__(self, rank: int, size: int, neighbours: LocalSockets) -> None:
-        self.rank, self.size, self.sockets = rank, size, neighbours
-        self.peers = tuple(neighbours.ranks)
+    def __init__(self, rank: int, sockets: LocalSockets) -> None:
+        self.rank, self.sockets = rank, sockets
+        self.peers = tuple(sockets.ranks)
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         self._exported: dict[int, ExportedSegment] = {}  # by address
@@ -128,47 +129,26 @@ class SharedMemory:
                 del self._imported[place]
             self._unmap_forgotten()
 
-    def shared_weights(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedWeights]:
-        """Pages for `numel` elements, a slice for each rank, that the first rank makes and all map.  Collective."""
-        nbytes, first = numel * dtype.itemsize, min(self.rank, *self.peers)
+    def share_pages(self, nbytes: int, ranks: Sequence[int], cid: CollectiveId) -> Callable[[], Segment]:
+        """Let the first of these ranks make pages that all of them can map.  Collective among them."""
+        first = min(ranks)
         if self.rank == first:
             with self._lock:
                 segment = self._received_pages[cid.tag] = Segment.create(nbytes)
-                for peer in self.peers:
-                    message = Message(Kind.SHARED, cid.tag, nbytes=nbytes, descriptor=segment.descriptor)
-                    self.sockets.send(peer, message)
+                for peer in ranks:
+                    if peer != self.rank:
+                        message = Message(Kind.SHARED, cid.tag, nbytes=nbytes, descriptor=segment.descriptor)
+                        self.sockets.send(peer, message)
 
-        def wait() -> SharedWeights:
+        def wait() -> Segment:
             self._until(lambda: cid.tag in self._received_pages, lambda: {first})
-            segment = self._received_pages.pop(cid.tag)
-            look = segment.view(dtype)
-            own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
-            segment.close()
-            return SharedWeights(own, look)
+            return self._received_pages.pop(cid.tag)
 
         return wait
 
     # -- movements
 
-    def barrier(self, cid: CollectiveId) -> Wait:
-        """Wait until every rank has come here."""
-        return self._start(dict.fromkeys(self.peers, NO_BYTES), dict.fromkeys(self.peers), NO_BYTES, cid, _ignore)
-
-    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
-        slices = list(full.chunk(self.size))
-        pieces = dict.fromkeys(self.peers, slices[self.rank])
-        return self._start(pieces, {peer: slices[peer] for peer in self.peers}, slices[self.rank], cid, _ignore)
-
-    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
-        own = pieces[self.rank]
-        boxes = {peer: inbox[peer] for peer in self.peers if (own if inbox[peer] is None else inbox[peer]).numel()}  # type: ignore[union-attr]
-
-        def land(found: Mapping[int, Tensor]) -> None:
-            use([own if rank == self.rank else found.get(rank, own[:0]) for rank in range(self.size)])
-
-        return self._start({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()}, boxes, own, cid, land)
-
-    def _start(
+    def start(
         self,
         pieces: Mapping[int, Tensor],
         boxes: Mapping[int, Tensor | None],
@@ -176,6 +156,7 @@ class SharedMemory:
         cid: CollectiveId,
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
+        """Offer a piece to each of these ranks and take one from each rank that has a box; then use what came."""
         tag = cid.tag
         with self._lock:
             for peer, piece in pieces.items():
@@ -315,6 +296,82 @@ class SharedMemory:
             imported.reader = engine_of(receive.cid.lane)
             return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
         return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else receive.like[:0]
+
+
+class SharedMemory:
+    """The transport between those ranks of a group that share a host.  Others are another transport's business.
+
+    ranks: the group's, as the world counts them.  `rank`, `size`, `peers`: as the group does.
+    """
+
+    reads_in_place = True
+
+    def __init__(self, ranks: Sequence[int], pages: HostPages) -> None:
+        self.ranks, self.pages = tuple(ranks), pages
+        self.rank, self.size = self.ranks.index(pages.rank), len(self.ranks)
+        self.peers = tuple(index for index, rank in enumerate(self.ranks) if rank in pages.peers)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.pages.empty(numel, dtype)
+
+    def shared_weights(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedWeights]:
+        """Pages for `numel` elements, a slice for each rank of the group, that all map.  Collective."""
+        nbytes = numel * dtype.itemsize
+        pages = self.pages.share_pages(nbytes, self.ranks, cid)
+
+        def wait() -> SharedWeights:
+            segment = pages()
+            mapping = segment.view(dtype)
+            own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
+            segment.close()
+            return SharedWeights(own, mapping)
+
+        return wait
+
+    def barrier(self, cid: CollectiveId) -> Wait:
+        """Wait until every rank has come here."""
+        peers = self._in_world(dict.fromkeys(self.peers, NO_BYTES))
+        return self.pages.start(peers, dict.fromkeys(peers), NO_BYTES, cid, _ignore)
+
+    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        slices = list(full.chunk(self.size))
+        own = slices[self.rank]
+        pieces = self._in_world(dict.fromkeys(self.peers, own))
+        boxes: dict[int, Tensor | None] = {self.ranks[peer]: slices[peer] for peer in self.peers}
+        return self.pages.start(pieces, boxes, own, cid, _ignore)
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+        own = pieces[self.rank]
+        boxes = {
+            self.ranks[peer]: inbox[peer]
+            for peer in self.peers
+            if (own if inbox[peer] is None else inbox[peer]).numel()  # type: ignore[union-attr]
+        }
+
+        def land(found: Mapping[int, Tensor]) -> None:
+            use([own if rank == self.pages.rank else found.get(rank, own[:0]) for rank in self.ranks])
+
+        sent = self._in_world({peer: pieces[peer] for peer in self.peers if pieces[peer].numel()})
+        return self.pages.start(sent, boxes, own, cid, land)
+
+    def _in_world(self, by_index: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        return {self.ranks[index]: value for index, value in by_index.items()}
+
+    @property
+    def expects(self) -> bool:
+        return self.pages.expects
+
+    def progress(self) -> None:
+        self.pages.progress()
+
+    def is_read(self, tensor: Tensor) -> bool:
+        return self.pages.is_read(tensor)
+
+    def wait_until_read(self, tensor: Tensor) -> None:
+        self.pages.wait_until_read(tensor)
+
+    def end_engine(self, engine: str) -> None:
+        self.pages.end_engine(engine)
 
 
 def _ignore(found: Mapping[int, Tensor]) -> None:
