@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...base.memory import SegmentView, Segment
+from ...base.memory import Segment, SegmentView
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, Use, Wait
