@@ -22,6 +22,7 @@ from .base.errors import UsageError, shown
 from .base.given import refuse
 from .base.log import log_once
 from .base.mesh import current_mesh
+from .compat.deepspeed.leaf_modules import leaf_module_names
 from .config import resolve
 from .config.keywords import ZeroKeywords
 from .config.load import load
@@ -98,7 +99,7 @@ class DeepSeekZeRO3(StandsForModule):
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
         self.config = resolve(raw, facts_of(Request(model), mesh))
-        parts = assemble(self.config, model, mesh, None, None)
+        parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model))
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
         self.module, self.runtime = model, parts.runtime
         # The model keeps what drives it: a caller who drops this object still trains.

@@ -37,6 +37,23 @@ def test_the_wrapper_computes_what_the_model_computes() -> None:
     assert model.module is net
 
 
+def test_a_module_marked_as_a_leaf_travels_as_one_piece() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList([Net(), Net()])
+
+    def units(marked: bool) -> list[str]:
+        net = nn.Module()
+        net.mixture = Mixture()
+        if marked:
+            deepseek_zero.utils.set_z3_leaf_modules(net, [Mixture])
+        return [unit.name for unit in deepseek_zero.DeepSeekZeRO3(net, **SETTINGS).runtime.units[1:]]
+
+    assert units(marked=False) == ["mixture.experts.0", "mixture.experts.1"]
+    assert units(marked=True) == ["mixture"]
+
+
 def test_the_wrapper_has_the_models_names() -> None:
     net = Net()
     model = deepseek_zero.DeepSeekZeRO3(net, **SETTINGS)

@@ -6,7 +6,7 @@ Nothing below ever sees a key.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -270,13 +270,22 @@ def saving_settings_of(config: Config) -> SavingSettings:
 Client = Optimizer | Callable[[list[Any]], Optimizer] | None
 
 
-def assemble(config: Config, model: nn.Module, mesh: Mesh, client: Client, params: Sequence[Any] | None) -> Parts:
+def assemble(
+    config: Config,
+    model: nn.Module,
+    mesh: Mesh,
+    client: Client,
+    params: Sequence[Any] | None,
+    leaf_modules: tuple[str, ...] = (),
+) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
     client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
     one). params: parameters or parameter groups to train; None = all that require gradients.
+    leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
     """
     settings = plan_settings_of(config)
+    settings = replace(settings, leaf_names=settings.leaf_names + leaf_modules)
     refuse_wrapped(model)
     comm = Comm(mesh.device, transport=settings.transport)
     run_on_all_ranks(comm, "looking at the model's parameters", lambda: _look_at(model))

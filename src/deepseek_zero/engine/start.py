@@ -36,6 +36,7 @@ class Request:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
 
 
@@ -124,9 +125,8 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     _check(request)
     mesh = current_mesh(default_device())
     config = resolve(raw, facts_of(request, mesh))
-    engine = engine_class(
-        request.model, config, mesh, assemble(config, request.model, mesh, request.optimizer, request.parameters)
-    )
+    parts = assemble(config, request.model, mesh, request.optimizer, request.parameters, request.leaf_modules)
+    engine = engine_class(request.model, config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)
     preemption = engine.parts.preemption
     if preemption is not None:

@@ -134,10 +134,8 @@ def _tiles(
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks, small ones)."""
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
-    # `_z3_leaf` is DeepSpeed's mark, which clients set and test (compat/deepspeed/leaf_modules.py).
-    marked = bool(module.__dict__.get("_z3_leaf", False))
     small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # nobody calls most containers
-    return named or marked or small or type(module).__name__ in settings.leaf_classes
+    return named or small or type(module).__name__ in settings.leaf_classes
 
 
 def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:

@@ -33,6 +33,7 @@ from ...sharding.handle import owner_of
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
+from .leaf_modules import leaf_module_names
 from .parameters import ParameterOffload, show_ds_names
 
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
@@ -87,7 +88,14 @@ def initialize(
         refuse_miscount()
         end_engine_of(module_of(model))
     request = Request(
-        model, optimizer, parameters, lr_scheduler, training_data, collate_fn, drops_idle_schedule=unchanged
+        model,
+        optimizer,
+        parameters,
+        lr_scheduler,
+        training_data,
+        collate_fn,
+        leaf_modules=leaf_module_names(module_of(model)),
+        drops_idle_schedule=unchanged,
     )
     engine = start(raw, request, DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)

@@ -1,7 +1,8 @@
 """DeepSpeed's leaf modules: blocks that travel as one piece (mixtures of experts), marked before wrapping.
 
-The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test;
-planner/auto_wrap_policy.py reads it when units are chosen.  Re-exported by `deepseek_zero.utils`.
+The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test.  The doors hand the names of
+the marked modules down when they wrap a model (`leaf_module_names`); nothing below them reads the mark.
+`deepseek_zero.utils` re-exports what users know.
 """
 
 from __future__ import annotations
@@ -58,6 +59,11 @@ def set_z3_leaf_modules_by_suffix(
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     """The marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
+    """The full names of the marked modules, every one of a module that has several."""
+    return tuple(name for name, module in model.named_modules(remove_duplicate=False) if z3_leaf_module(module))
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
