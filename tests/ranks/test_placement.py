@@ -72,12 +72,12 @@ def test_auto_fills_the_device_first_and_changes_no_bit(dtype: str, share: float
     budget = int(least + share * max(all_of_it - least, 400_000))
     engine = engine_of(run, AUTO, memory_budget={"device": budget})
     assert all(map(torch.equal, trained(engine, run), expected))
-    rests = engine.runtime.settings.rests
+    rests = engine.runtime.settings.unit_tiers
     kept = [[place is Tier.DEVICE for place in (rest.weights, rest.states)] for rest in rests]
     weights, states = ([row[k] for row in kept] for k in (0, 1))
     assert weights == sorted(weights, reverse=True) and states == sorted(states, reverse=True)  # the first units' first
     assert any(weights) and not any(state and not weight for weight, state in kept)
-    assert engine.runtime.route.tiers.budget.most_bytes <= budget
+    assert engine.runtime.comm_ctx.tiers.budget.most_bytes <= budget
     report = engine.memory_report()
     wrong = {state: (size, report.measured[state]) for state, size in report.predicted.items()}
     assert all(size == measured for size, measured in wrong.values()), wrong
@@ -111,7 +111,7 @@ def test_the_device_never_holds_more_than_the_plan_says(stage: int, tier: str, d
     measure = start_engine(run, seeded())
     trained(measure, run)
     planned = device_bytes(measure)
-    room = most(measure.runtime.route.tiers.budget.most_bytes)
+    room = most(measure.runtime.comm_ctx.tiers.budget.most_bytes)
     assert room == planned
     measure.destroy()
 

@@ -342,7 +342,7 @@ def test_recomputation_and_backward_of_a_block_share_one_load(ranks: int, reentr
 def test_the_log_of_a_disk_has_every_transfer_with_its_times() -> None:
     engine = engine_of(3, offload("nvme") | {"stage3_param_persistence_threshold": 0})
     train_step(engine, Run(3), 0)
-    disk = engine.runtime.route.tiers.memories[Tier.NVME]
+    disk = engine.runtime.comm_ctx.tiers.memories[Tier.NVME]
     before = disk.traffic.read_bytes
     with engine.timeline() as seen:
         train_step(engine, Run(3), 1)  # which updates as well what step 0 left
