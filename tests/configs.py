@@ -16,10 +16,9 @@ import numpy as np
 import torch
 
 from deepseek_zero.config import Config
-from deepseek_zero.optim.arguments import REQUIRED, known_arguments
 from deepseek_zero.optim.lr_schedules import SCHEDULES as OURS
 from deepseek_zero.optim.lr_schedules import VALID_LR_SCHEDULES
-from deepseek_zero.optim.registry import VALID_OPTIMIZERS
+from deepseek_zero.optim.registry import REQUIRED, VALID_OPTIMIZERS, known_arguments
 
 ROWS = Config.field_table()
 ROOT = Path(__file__).resolve().parents[1]

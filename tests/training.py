@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, StorageError
-from deepseek_zero.sharding.handle import ShardedParameter
+from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from tests.models import batch_of
 from tests.reference import OPTIMIZERS, MakeOptimizer
 

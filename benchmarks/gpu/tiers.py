@@ -154,7 +154,7 @@ def _train(engine: Any, kind: Kind, found: Found, steps: int) -> None:
     found.peak_device_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
     measured = engine.memory_report().measured
     found.host_bytes, found.disk_bytes = measured.get("host", 0), measured.get("nvme", 0)
-    found.rests = describe_tiers(engine.runtime.settings.rests)
+    found.rests = describe_tiers(engine.runtime.settings.unit_tiers)
     engine.destroy()
 
 

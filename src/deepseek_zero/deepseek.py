@@ -32,9 +32,9 @@ from .engine.engine import StandsForModule
 from .engine.start import Request, facts_of, module_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
-from .sharding.group import ParamGroup
-from .sharding.handle import owner_of
+from .sharding.param_group import ParamGroup
 from .sharding.runtime import Runtime
+from .sharding.sharded_parameter import owner_of
 
 # What only an engine of `initialize` reads; nothing is ignored silently.
 ENGINE_ONLY = (

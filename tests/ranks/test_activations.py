@@ -21,7 +21,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero import checkpointing
 from deepseek_zero.activations import recompute
-from deepseek_zero.activations.parking import ActivationOffload
+from deepseek_zero.activations.offload import ActivationOffload
 from deepseek_zero.base.errors import PeerError, StorageError
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases

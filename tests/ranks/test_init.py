@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepseek_zero as dz
 from deepseek_zero.base.memory import looks
-from deepseek_zero.sharding.handle import ShardedParameter
+from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 
 
 class Block(nn.Module):

@@ -1,6 +1,6 @@
 """Where states rest when that is left open: within budgets, as predicted, and without changing a bit.
 
-The training device of these tests is the CPU, so what an engine takes of "the device" is counted (tiers/device.py), and
+The training device of these tests is the CPU, so what an engine takes of "the device" is counted (tiers/budget.py), and
 more than is allowed is an error: a run that fits 100 kB really keeps the rest elsewhere.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError
 from deepseek_zero.engine.memory import extents_of
-from deepseek_zero.sharding.handle import ShardedParameter
+from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 from deepseek_zero.tiers.tier import Tier
 from tests.models import seeded
 from tests.pairwise import cases

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.optim.lift import promote_unit
+from deepseek_zero.optim.nonfinite import promote_unit
 from deepseek_zero.sharding.access import full_master
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,

@@ -25,7 +25,7 @@ from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerE
 from deepseek_zero.engine.memory import unit_places
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share
-from deepseek_zero.sharding import group as group_file
+from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.tiers.disk import Disk, DiskExtent
 from deepseek_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, safe_set_full_fp32_param

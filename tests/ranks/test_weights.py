@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError
-from deepseek_zero.sharding.handle import owner_of
+from deepseek_zero.sharding.sharded_parameter import owner_of
 from tests.plain import here
 from tests.tower import BF16, Tower, config, differences, moments, start, tower, train, whole
 from tests.training import offload

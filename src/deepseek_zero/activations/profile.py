@@ -1,4 +1,4 @@
-"""Seconds of each checkpoint, forward and backward, of the first step that has any.  Called by recompute.py.
+"""Seconds of each checkpoint, forward and backward, of the first step that has any.
 
 Backward counts from the gradient that reaches a checkpoint's output to the one that leaves its input, recomputation
 included; where no input needs a gradient, to the end of the whole backward.

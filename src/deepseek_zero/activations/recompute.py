@@ -22,12 +22,11 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..base.capabilities import Capability
 from ..base.device import default_device
-from ..sharding.saved import others_see
+from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Extent, Memory, Tier
-from .arguments import extract_tensors, insert_tensors
-from .parking import ActivationOffload, OffloadHandle
+from .offload import ActivationOffload, OffloadHandle, extract_tensors, insert_tensors
 from .profile import Profile
 
 

@@ -99,8 +99,8 @@ class ScalesItself:
 
 
 def without_torch_function() -> Any:
-    """Context in which subclasses' __torch_function__ is not consulted (sharding/handle.py looks at itself through
-    it).
+    """Context in which subclasses' __torch_function__ is not consulted (sharding/sharded_parameter.py looks at itself
+    through it).
     """
     return torch._C.DisableTorchFunctionSubclass()
 

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, counts and durations in a few characters.  Called by every printed report."""
+"""Numbers as people read them: bytes, counts and durations in a few characters."""
 
 from __future__ import annotations
 

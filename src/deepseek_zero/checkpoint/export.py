@@ -20,7 +20,7 @@ from ..base.errors import CheckpointError
 from ..comm.collectives import Comm, scatter
 from ..sharding.access import gather_full
 from ..sharding.buffer import FlatBuffer
-from ..sharding.group import ParamGroup
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from . import files
 from .format import run_and_gather

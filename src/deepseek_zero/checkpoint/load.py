@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..base.memory import trim_heap
-from ..optim.piece import MasterShard, ParamOverlap
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
+from ..optim.shards import MasterShard, ParamOverlap
 from ..precision.policy import cast_master
-from ..sharding.group import ParamGroup, ParamInfo
+from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import tag_folder, tags_in
 from .format import (

@@ -28,8 +28,8 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
-from ..optim.flow import PrefetchSettings, TilePrefetcher
-from ..sharding.group import ParamGroup
+from ..optim.prefetch import PrefetchSettings, TilePrefetcher
+from ..sharding.param_group import ParamGroup
 from . import files
 from .catalogue import remove_replaced, replaced_path
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 
 from ..base.device import is_persistent_buffer
 from ..base.errors import CheckpointError
-from ..optim.flow import ExtentRange
-from ..optim.piece import MasterShard, ParamOverlap
+from ..optim.prefetch import ExtentRange
 from ..optim.sharded import ShardedOptimizer
+from ..optim.shards import MasterShard, ParamOverlap
 from ..planner.spec import R
-from ..sharding.group import ParamGroup
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
 from .safetensors_file import dtype_name

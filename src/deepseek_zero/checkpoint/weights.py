@@ -19,10 +19,10 @@ from ..base.errors import CheckpointError
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
 from ..precision.policy import cast_master
-from ..sharding.group import ParamGroup, ParamInfo
-from ..sharding.handle import owner_of
 from ..sharding.init import Init, take_slice
+from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import owner_of
 from .format import run_and_gather
 from .hf_folder import SafetensorsFolder
 from .load import replace_states

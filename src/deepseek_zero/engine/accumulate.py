@@ -1,7 +1,4 @@
-"""Changing the batch of a running engine: accumulation steps and what depends on them.
-
-Called by compat/deepspeed/engine.py (`set_train_batch_size`); engine/assemble.py sets the first values.
-"""
+"""Changing the batch of a running engine: accumulation steps and what depends on them."""
 
 from __future__ import annotations
 

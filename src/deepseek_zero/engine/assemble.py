@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
-from ..activations.vertical import LayerwiseAccumulation
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
@@ -24,7 +24,7 @@ from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
-from ..optim.flow import PrefetchSettings
+from ..optim.prefetch import PrefetchSettings
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, ShardedOptimizer, StepSettings
 from ..planner.spec import PlanSettings
@@ -32,10 +32,10 @@ from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
-from ..sharding.build import refuse_wrapped, wrap_model
 from ..sharding.runtime import Runtime
 from ..sharding.ties import refuse_complex, tie_shared, without_twins
 from ..sharding.tuning import KEYS as TUNED
+from ..sharding.wrap import refuse_wrapped, wrap_model
 from .determinism import Determinism
 from .observe import ObserverSettings
 from .preemption import Preemption, PreemptionSettings

@@ -1,7 +1,7 @@
 """torch.compile, unit by unit.
 
 A unit's forward is compiled and its hooks are not, so that gathering stays outside the graph: one graph serves every
-repeated block, sharded or not.  Called by compat/deepspeed/engine.py.
+repeated block, sharded or not.
 """
 
 from __future__ import annotations

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from ..base.device import CPU
-from ..optim.piece import MasterShard
 from ..optim.sharded import ShardedOptimizer
+from ..optim.shards import MasterShard
 from ..planner.memory import GroupFacts, StepFacts, UnitFacts, grad_is_cast, moments_for, resident_bytes
 from ..planner.pool_estimate import buffer_bytes, pool_buffers
 from ..planner.spec import ShardPlan
 from ..planner.volume import StepVolume, step_volume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..report.picture import UnitPlace, place_of
-from ..sharding.group import ParamGroup, offloaded_extents
+from ..sharding.param_group import ParamGroup, offloaded_extents
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent, Tier
 

@@ -5,7 +5,6 @@
 
 There is no collective and no wait for it.  A rank that is gone says no word, so the ranks it leaves behind never save:
 when our launcher ends them, it says so first (base/launch.py), and the signal then means what it meant before.
-Called by engine/start.py and engine/engine.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """An engine's checkpoints: what of it is saved beside the slices, and what loading gives back.
 
-The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set here.  Called by the
-doors and engine.py.
+The files are checkpoint/'s; counters, loss scaler, schedule and data position are read and set here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which memories an engine's states rest in, and whether they are large enough: asked before anything is allocated.
-
-Called by assemble.py and, for `deepseek_zero.checkpointing.configure`, by compat/deepspeed/activation_checkpointing.py.
-"""
+"""Which memories an engine's states rest in, and whether they are large enough: asked before anything is allocated."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ from ..planner.memory import UnitFacts, moments_for, step_of_units, total_bytes,
 from ..planner.pool_estimate import buffer_bytes, pool_buffers
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
-from ..tiers.device import NO_LIMIT, DeviceBudget
+from ..tiers.budget import NO_LIMIT, DeviceBudget
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory, free_host_bytes
 from ..tiers.tier import Memory, Tier, Tiers

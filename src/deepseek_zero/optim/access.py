@@ -1,7 +1,7 @@
 """Reading and changing optimizer state and master weights by parameter, whole or this rank's part.
 
 Owns the map from a parameter to the stretches of the optimizer's pieces that cover it.  Gradients and gathered
-weights are sharding/access.py's.  Called by the doors (`deepseek_zero.utils`) and by checkpoint.
+weights are sharding/access.py's.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ..base.errors import UsageError
 from ..planner.layout import Slot
 from ..planner.spec import R
 from ..precision.policy import cast_master
-from ..sharding.group import ParamGroup, complete
-from ..sharding.handle import owner_of
-from .piece import ParamOverlap
+from ..sharding.param_group import ParamGroup, complete
+from ..sharding.sharded_parameter import owner_of
 from .sharded import ShardedOptimizer
+from .shards import ParamOverlap
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:

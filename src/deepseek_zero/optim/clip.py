@@ -2,7 +2,7 @@
 
 Norms are sums of squares per (group, slice) in float64, exchanged as one small table and added in one order, so that
 every stage and every rank computes the same bits.  A rank that has something to say to all (engine/preemption.py) says
-it in the same table.  Called by optim/sharded.py.
+it in the same table.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from zlib import crc32
 
 import torch
 
-from ..sharding.group import ParamGroup
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 
 

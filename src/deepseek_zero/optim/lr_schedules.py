@@ -1,7 +1,12 @@
-"""Learning-rate schedules by name: DeepSpeed's five, and any of torch.optim.lr_scheduler's; and DeepSpeed's flags.
+"""Learning-rate schedules by name: DeepSpeed's five, any of torch.optim.lr_scheduler's, and DeepSpeed's flags.
 
-Owns: names, checking of parameters, the command line.  The formulas are in schedule_shapes.py.  Called by
-engine/assemble.py (resolve_schedule) and by programs that build a schedule themselves.
+`Schedule` is the base of ours: a function of the iteration, written into the groups of any object with `param_groups`,
+so that a sharded optimizer needs no disguise.
+
+[Note: when a schedule writes the rate] Building one writes the rate of "before iteration 0" into every group, so the
+first optimizer step uses it.  Each `step()` advances `last_batch_iteration` (-1, 0, 1, ...) and writes the rate that
+the next optimizer step uses.  In the warm-up family iteration 0 still has the minimum (log 1 = 0), so the first two
+optimizer steps use it; that is DeepSpeed's counting and it is kept, so that a run ported from it keeps its curve.
 """
 
 from __future__ import annotations
@@ -9,18 +14,389 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
-from collections.abc import Mapping
-from typing import Any
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Protocol
 
 import torch
+from torch import Tensor
 from torch.optim import lr_scheduler as torch_schedules
 
-from deepseek_zero.base.device import tell_schedules_of_step
-from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, shown
-from deepseek_zero.optim.arguments import checked_arguments, nearest
-from deepseek_zero.optim.lean import undecorated
-from deepseek_zero.optim.schedule import HasParamGroups, Schedule
-from deepseek_zero.optim.schedule_shapes import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from ..base.device import tell_schedules_of_step
+from ..base.errors import ConfigError, DeepSeekZeroError, UsageError, shown
+from ..base.log import log_once
+from .registry import checked_arguments, nearest
+from .updater import undecorated
+
+PerGroup = float | Sequence[float]
+
+
+class HasParamGroups(Protocol):
+    """What a schedule needs of an optimizer."""
+
+    param_groups: list[dict[str, Any]]
+
+
+class Schedule(ABC):
+    """A function of the iteration that writes `lr` into an optimizer's groups; quacks like torch's LRScheduler."""
+
+    Settings: ClassVar[type[Any]]
+
+    def __init__(self, optimizer: HasParamGroups, *args: Any, **settings: Any) -> None:
+        self.settings = self.Settings(*args, **settings)
+        self.optimizer = _with_groups(optimizer)
+        self.last_batch_iteration = whole_number("last_batch_iteration", self.settings.last_batch_iteration, -1)
+        self._prepare()
+        self._last_lr: list[float] = []
+        self._write()
+
+    @abstractmethod
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+
+    def get_last_lr(self) -> list[float]:
+        """The rate of each group as last written."""
+        return list(self._last_lr)
+
+    def step(self, iteration: int | None = None) -> None:
+        """Advance by one iteration, or to the one given, and write the rates."""
+        self.last_batch_iteration = self.last_batch_iteration + 1 if iteration is None else iteration
+        self._write()
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state, one integer; the settings come from the config."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Go to the saved iteration and write its rates."""
+        self.last_batch_iteration = int(state_dict["last_batch_iteration"])
+        self._write()
+
+    @abstractmethod
+    def _prepare(self) -> None:
+        """Check the settings and lay out what is per group."""
+
+    def _write(self) -> None:
+        groups, rates = self.optimizer.param_groups, self.get_lr()
+        if len(groups) != len(rates):
+            raise UsageError(
+                f"the optimizer has {len(groups)} parameter groups; {type(self).__name__} was built for {len(rates)}.",
+                fix="build the schedule after the last add_param_group.",
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)  # a captured graph reads this very tensor
+            else:
+                group["lr"] = rate
+        self._last_lr = rates
+
+    def _per_group(self, name: str, value: PerGroup) -> list[float]:
+        count = len(self.optimizer.param_groups)
+        if isinstance(value, int | float):
+            return [float(value)] * count
+        if len(value) != count:
+            raise ConfigError(
+                f"{name} lists {len(value)} values for {count} parameter groups.",
+                fix="give one number, or one for each group.",
+            )
+        return [float(single) for single in value]
+
+    def _own_rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+def _with_groups(optimizer: Any) -> HasParamGroups:
+    """The optimizer, or the one it wraps."""
+    candidate: Any
+    for candidate in (optimizer, getattr(optimizer, "optimizer", None)):
+        if getattr(candidate, "param_groups", None):
+            found: HasParamGroups = candidate
+            return found
+    raise UsageError(
+        f"{type(optimizer).__name__} has no param_groups to schedule.",
+        fix="pass the optimizer that engine.step() steps.",
+    )
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """A count; 1e3 is one, 2.5 is not."""
+    whole = isinstance(value, int | float) and not isinstance(value, bool) and float(value).is_integer()
+    if not whole or value < least:
+        raise ConfigError(f"{name} is {value!r}.", fix=f"give a whole number of at least {least}.")
+    return int(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class LRRangeTestSettings:
+    """Smith's range test: from a minimum upward without end."""
+
+    lr_range_test_min_lr: PerGroup = 1e-3
+    lr_range_test_step_size: int = 2000
+    lr_range_test_step_rate: float = 1.0
+    lr_range_test_staircase: bool = False
+    last_batch_iteration: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class OneCycleSettings:
+    """One rise and fall between two rates (momentum the other way round), then decay."""
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+    last_batch_iteration: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupSettings:
+    """Up to a maximum, then flat.  warmup_max_lr None: each group's own rate."""
+
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = None
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupDecaySettings:
+    """Up to a maximum, then linearly to 0 at total_num_steps."""
+
+    total_num_steps: int
+    warmup_min_lr: PerGroup = 0.0
+    warmup_max_lr: PerGroup | None = 0.001
+    warmup_num_steps: int = 1000
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class WarmupCosineSettings:
+    """Ratios of each group's own rate: up to 1, then half a cosine down to cos_min_ratio."""
+
+    total_num_steps: int
+    warmup_min_ratio: float = 0.0
+    warmup_num_steps: int = 1000
+    cos_min_ratio: float = 0.0001
+    warmup_type: str = "log"
+    last_batch_iteration: int = -1
+
+
+class WarmupLR(Schedule):
+    """lr = min + (max - min) gamma, gamma = log(i + 1) / log(n) or i / n while i < n, then 1.
+
+    warmup_num_steps 0 means none: gamma is 1 from the start.  1 counts as 2, as in DeepSpeed (log 1 = 0).
+    """
+
+    Settings: ClassVar[type[Any]] = WarmupSettings
+
+    def _prepare(self) -> None:
+        self.warmup = _Warmup.of(self.settings)
+        most = self.settings.warmup_max_lr
+        self.min_lrs = self._per_group("warmup_min_lr", self.settings.warmup_min_lr)
+        self.max_lrs = self._own_rates() if most is None else self._per_group("warmup_max_lr", most)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+        gamma = self._gamma()
+        return [low + (high - low) * gamma for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+
+    def _gamma(self) -> float:
+        rising = self.warmup.at(self.last_batch_iteration)
+        return self._after_warmup() if rising is None else rising
+
+    def _after_warmup(self) -> float:
+        return 1.0
+
+
+class WarmupDecayLR(WarmupLR):
+    """WarmupLR, then gamma = max(0, (total - i) / max(1, total - n))."""
+
+    Settings: ClassVar[type[Any]] = WarmupDecaySettings
+
+    def _prepare(self) -> None:
+        super()._prepare()
+        self.total_num_steps = _total(self.settings.total_num_steps, self.warmup.num_steps)
+
+    def _after_warmup(self) -> float:
+        left = self.total_num_steps - max(self.last_batch_iteration, 0)
+        return max(0.0, left / max(1, self.total_num_steps - self.warmup.num_steps))
+
+
+class WarmupCosineLR(Schedule):
+    """lr = own rate x ratio; ratio = min + (1 - min) gamma while i < n, then cosine to cos_min_ratio, and stays there.
+
+    Before iteration 0 the ratio is 0, whatever warmup_min_ratio says, as in DeepSpeed.
+    """
+
+    Settings: ClassVar[type[Any]] = WarmupCosineSettings
+
+    def _prepare(self) -> None:
+        self.warmup = _Warmup.of(self.settings)
+        self.total_num_steps = _total(self.settings.total_num_steps, self.warmup.num_steps)
+        self.org_lrs = self._own_rates()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+        ratio = self.get_lr_ratio()
+        return [rate * ratio for rate in self.org_lrs]
+
+    def get_lr_ratio(self) -> float:
+        """The factor on every group's own rate."""
+        rising = self.warmup.at(self.last_batch_iteration)
+        if rising is None:
+            return self._cosine()
+        if self.last_batch_iteration < 0:
+            return 0.0
+        low = float(self.settings.warmup_min_ratio)
+        return low + (1.0 - low) * rising
+
+    def _cosine(self) -> float:
+        done = max(self.last_batch_iteration, 0) - self.warmup.num_steps + 1
+        progress = min(1.0, done / max(1, self.total_num_steps - self.warmup.num_steps))
+        low = float(self.settings.cos_min_ratio)
+        return max(0.0, low + (1.0 - low) * (1.0 + math.cos(math.pi * progress)) / 2.0)
+
+
+class LRRangeTest(Schedule):
+    """lr = min (1 + rate (i + 1) / size), with the quotient rounded down for a staircase."""
+
+    Settings: ClassVar[type[Any]] = LRRangeTestSettings
+
+    def _prepare(self) -> None:
+        self.min_lrs = self._per_group("lr_range_test_min_lr", self.settings.lr_range_test_min_lr)
+        self.step_size = whole_number("lr_range_test_step_size", self.settings.lr_range_test_step_size, 1)
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+        interval = (self.last_batch_iteration + 1) / self.step_size
+        if self.settings.lr_range_test_staircase:
+            interval = math.floor(interval)
+        return [low * (1.0 + self.settings.lr_range_test_step_rate * interval) for low in self.min_lrs]
+
+
+# DeepSpeed writes this beta2 beside the cycled beta1, whatever the optimizer was given.
+_CYCLE_BETA2 = 0.99
+
+
+class OneCycle(Schedule):
+    """lr = min + (max - min) s, beta1 = max_mom - (max_mom - min_mom) s, with s up and down once; then decay.
+
+    s rises over the first part and falls over the second, in stairs where a stair count is given.  After the cycle
+    lr = min_lr / (1 + rate t), beta1 = max_mom (1 + rate t), t = iterations since / decay_step_size.
+    Momentum is cycled where every group has `betas`; beta2 becomes 0.99 then, as in DeepSpeed.
+    """
+
+    Settings: ClassVar[type[Any]] = OneCycleSettings
+
+    def _prepare(self) -> None:
+        chosen = self.settings
+        second, stairs = chosen.cycle_second_step_size, chosen.cycle_second_stair_count
+        self.first_size = whole_number("cycle_first_step_size", chosen.cycle_first_step_size, 1)
+        self.second_size = self.first_size if second is None else whole_number("cycle_second_step_size", second, 1)
+        self.total_size = self.first_size + self.second_size
+        self.first_stairs = whole_number("cycle_first_stair_count", chosen.cycle_first_stair_count, 0)
+        self.second_stairs = (
+            self.first_stairs if stairs is None else whole_number("cycle_second_stair_count", stairs, 0)
+        )
+        self.decay_size = whole_number("decay_step_size", chosen.decay_step_size, 0)
+        self.min_lrs = self._per_group("cycle_min_lr", chosen.cycle_min_lr)
+        self.max_lrs = self._per_group("cycle_max_lr", chosen.cycle_max_lr)
+        self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
+
+    def get_lr(self) -> list[float]:
+        """The rate of each group at `last_batch_iteration`."""
+        if self._cycling():
+            scale = self._scale()
+            return [low + (high - low) * scale for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
+        factor = 1.0 + self.settings.decay_lr_rate * self._decay_intervals()
+        return [low / factor for low in self.min_lrs]
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each group at `last_batch_iteration`, or None where momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        low, high = float(self.settings.cycle_min_mom), float(self.settings.cycle_max_mom)
+        if self.last_batch_iteration < 0:
+            beta1 = low  # DeepSpeed starts from the low end and jumps to the high end with iteration 0
+        elif self._cycling():
+            beta1 = high - (high - low) * self._scale()
+        else:
+            beta1 = high * (1.0 + self.settings.decay_mom_rate * self._decay_intervals())
+        return [(beta1, _CYCLE_BETA2)] * len(self.optimizer.param_groups)
+
+    def _write(self) -> None:
+        super()._write()
+        for group, betas in zip(self.optimizer.param_groups, self.get_mom() or [], strict=False):
+            group["betas"] = betas
+
+    def _cycling(self) -> bool:
+        return self.last_batch_iteration < self.total_size
+
+    def _scale(self) -> float:
+        """Height in the cycle, 0 at its ends and 1 at its peak."""
+        at = (self.last_batch_iteration + 1) % self.total_size
+        rising = at <= self.first_size
+        part, size = (at, self.first_size) if rising else (self.total_size - at, self.second_size)
+        stairs = self.first_stairs if rising else self.second_stairs
+        return math.floor(part * stairs / size) / stairs if stairs else part / size
+
+    def _decay_intervals(self) -> float:
+        since = self.last_batch_iteration - self.total_size + 1
+        return since / self.decay_size if self.decay_size else 0.0
+
+    def _takes_momentum(self) -> bool:
+        groups = self.optimizer.param_groups
+        if not all("betas" in group for group in groups):
+            name = type(self.optimizer).__name__
+            log_once(f"OneCycle: cycle_momentum has no effect, because optimizer {name} has no betas.")
+            return False
+        if any(group["betas"][1] != _CYCLE_BETA2 for group in groups):
+            log_once(f"OneCycle: cycle_momentum sets beta2 to {_CYCLE_BETA2}, as in DeepSpeed; false keeps yours.")
+        return True
+
+
+@dataclasses.dataclass(frozen=True)
+class _Warmup:
+    """The rise from 0 to 1 that three schedules share."""
+
+    num_steps: int
+    shape: str
+
+    @classmethod
+    def of(cls, settings: Any) -> _Warmup:
+        num_steps = whole_number("warmup_num_steps", settings.warmup_num_steps, 0)
+        if settings.warmup_type not in ("log", "linear"):
+            raise ConfigError(f"warmup_type {settings.warmup_type!r} is not known.", fix='give "log" or "linear".')
+        return cls(max(2, num_steps) if num_steps else 0, settings.warmup_type)
+
+    def at(self, iteration: int) -> float | None:
+        """Gamma at an iteration, or None once the warm-up is over."""
+        if not self.num_steps or iteration >= self.num_steps:
+            return None
+        if iteration < 0:
+            return 0.0
+        if self.shape == "linear":
+            return iteration / self.num_steps
+        return math.log(iteration + 1) / math.log(self.num_steps)
+
+
+def _total(total: Any, warmup: int) -> int:
+    steps = whole_number("total_num_steps", total, 1)
+    if steps < warmup:
+        log_once(f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside the warm-up.")
+    return steps
+
 
 __all__ = [
     "SCHEDULES",

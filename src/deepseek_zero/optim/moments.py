@@ -1,7 +1,7 @@
 """Where an optimizer's moments are kept when not by itself: in another memory, or in fewer bits, or both.
 
 One extent per group and kind of moment.  Any torch optimizer will do: what it made in its first step and follows a
-piece's elements is taken over; counters and states of another shape stay where they are.  Called by sharded.py.
+piece's elements is taken over; counters and states of another shape stay where they are.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from ..base.errors import UsageError
 from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
 from ..tiers.tier import Extent, Tier, read_now
-from .flow import ExtentRange
-from .piece import MasterShard
+from .prefetch import ExtentRange
 from .scratch import Scratch
+from .shards import MasterShard
 
 
 @dataclass(eq=False)

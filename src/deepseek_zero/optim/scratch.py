@@ -1,7 +1,7 @@
 """What an optimizer's step works in, kept from step to step: as long as the fullest tile, whatever the model's size.
 
 There is a set of buffers for each device that pieces are updated on: the training device's, and the host's for those
-whose moments rest elsewhere.  Called by sharded.py; planner/memory.py predicts its bytes.
+whose moments rest elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..tiers.device import DeviceBudget
+from ..tiers.budget import DeviceBudget
 
 
 @dataclass

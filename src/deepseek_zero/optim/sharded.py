@@ -2,7 +2,7 @@
 
 The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its
 `params` are replaced by slices.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the
-weights.  Called by engine.
+weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,17 @@ from ..comm.agreement import agree, propagate_errors
 from ..planner.spec import R
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
-from ..sharding.group import ParamGroup
-from ..sharding.handle import owner_of
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from .clip import Verdict, absent_among, agree_on_norm, clip_factor
-from .delay import DelayedUpdate
-from .early import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_piece
-from .flow import PrefetchSettings
-from .lean import undecorated
-from .lift import PrecisionFallback
 from .moments import Moments
-from .nonfinite import NonFiniteReport
-from .piece import (
+from .nonfinite import NonFiniteReport, PrecisionFallback
+from .prefetch import PrefetchSettings
+from .registry import granularity_of
+from .scratch import Scratch
+from .shards import (
     MasterShard,
     ParamOverlap,
     ShardRange,
@@ -47,9 +45,8 @@ from .piece import (
     plan_updates,
     shard_ranges,
 )
-from .registry import granularity_of
-from .scratch import Scratch
-from .update import Decision, Updater, hypers_of
+from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_piece
+from .updater import Decision, DelayedUpdate, Updater, hypers_of, undecorated
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
 # and the call itself is a few per cent of its time.

@@ -27,7 +27,7 @@ from enum import Enum
 import torch
 
 from ..precision.policy import Policy
-from ..tiers.device import NO_LIMIT
+from ..tiers.budget import NO_LIMIT
 from ..tiers.tier import Tier
 
 

@@ -8,8 +8,6 @@ numbers.  Rounded up or down by chance, in proportion, it moves by the right amo
     8 bits  blocks of BLOCK elements share a power of two, the largest magnitude over which is in (1/2, 1];
             signed: sign, 4 bits of exponent, 3 of mantissa; magnitudes: 5 bits of exponent, 3 of mantissa.
             Both have subnormals, so what was decoded is encoded to the same bits.
-
-Called by optim/moments.py and sharding/master.py.
 """
 
 from __future__ import annotations

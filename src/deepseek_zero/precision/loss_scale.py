@@ -2,7 +2,6 @@
 
 Owns: the scale and its rule (DeepSpeed's, which is Megatron's).  Does not own: finding overflows or agreeing on them;
 `update` is told the verdict all ranks share, so the scale is the same everywhere without a word exchanged.
-Called by engine/accumulate.py.
 
     overflow, hysteresis left > 1      hysteresis falls by 1, the scale stays
     overflow, hysteresis left = 1      scale = max(scale / 2, minimum); an error if it is there already

@@ -1,6 +1,6 @@
 """Which number format each state has, and the one cast from master to weight.
 
-Owns dtypes and casts; knows nothing of ranks.  Called by sharding (buffers), optim (refresh) and engine (inputs).
+Owns dtypes and casts; knows nothing of ranks.
 """
 
 from __future__ import annotations

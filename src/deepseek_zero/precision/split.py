@@ -6,8 +6,7 @@
 
 Rounding up carries into the upper half exactly when the lower half, read as signed, is negative, so the sum gives the
 bits back: of every finite number, and of infinity (the largest finite numbers round to it and come back).  NaN stays
-NaN in both; which NaN is not kept.  Everything runs in tiles that stay in a core's cache, in few passes.  Called by
-sharding/master.py.
+NaN in both; which NaN is not kept.  Everything runs in tiles that stay in a core's cache, in few passes.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from ..base.errors import UsageError
 from ..comm.collectives import scatter
 from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
-from .group import ParamGroup
-from .handle import owner_of, reshard, unshard
 from .init import InitShard
+from .param_group import ParamGroup
+from .sharded_parameter import owner_of, reshard, unshard
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:

@@ -1,8 +1,7 @@
 """Flat buffers and the one verb that moves them.
 
 `FlatBuffer` = layout + spec + storage. `move` carries a buffer from one placement to another through
-placement.TRANSITIONS. `Pool` lends full-size buffers so that the steady state allocates nothing.  Called by group.py
-only.
+placement.TRANSITIONS. `Pool` lends full-size buffers so that the steady state allocates nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.shared_memory import SharedWeights
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
 from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
-from ..tiers.device import DeviceBudget
-from ..tiers.ferry import CopyEngine
+from ..tiers.budget import DeviceBudget
+from ..tiers.copy_engine import CopyEngine
 from ..tiers.tier import COMPLETED, CopyEvent, Extent, Tier, Tiers, Work, read_now
 
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth

@@ -1,7 +1,4 @@
-"""Forward: what happens around each unit's forward, and which forwards are under way.
-
-Called through hooks.py; backward and steps are runtime.py's.
-"""
+"""Forward: what happens around each unit's forward, and which forwards are under way."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from ..precision.policy import cast_inputs, map_inputs
 from . import hooks
 from .outputs import map_tensors, tensors_in
 from .regroup import follow_requires_grad
-from .saved import weight_hooks
+from .saved_tensor_hooks import weight_hooks
 from .structure import Structure
 from .unit import Unit, UnitState
 

@@ -2,7 +2,6 @@
 
 Every rank walks the whole schedule, entries it skips included, so the gather lane carries the same sequence
 everywhere.  Records the order units are used in, until the ranks have agreed on it, and who reads whose parameters.
-Called by runtime.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The gradient of one group: collected from autograd, reduced over the ranks, shown to handles and optimizers.
+"""The gradient of one parameter group: collected from autograd, reduced over the ranks, exposed as `.grad`.
 
-Owns the gradient's buffers and their state; when a reduction starts is reducer.py's business.  Called by group.py's
-owner, unit.py, optim and access.py through `group.gradient`.
+Owns the gradient's buffers and their state; the reducer decides when a reduction starts.  `DelayedGradient` is the
+reduced gradient of an earlier step, for delayed updates: two buffers are swapped, so that one is updated from while the
+other collects.
 """
 
 from __future__ import annotations
@@ -19,15 +20,14 @@ from ..base.memory import private_pages, return_pages
 from ..comm.collectives import DONE, Pending
 from ..planner.layout import Slot
 from ..planner.spec import P, R, S, Spec
-from ..tiers.tier import Tier
+from ..tiers.tier import Extent, Tier
 from .buffer import FlatBuffer, has_pages_to_return, move
-from .grad_handle import Part, ShardedGradient, own_part_of, sharded_gradient
-from .waiting import DelayedGradient
+from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 
 if TYPE_CHECKING:
-    from .group import ParamGroup
+    from .param_group import ParamGroup
 
 
 @dataclass
@@ -438,3 +438,69 @@ def _finite_or_wide(total: float, values: Tensor) -> float:
     if total == total and total != float("inf"):
         return total
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
+_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
+
+
+class DelayedGradient:
+    """The gradient of one group that waits.  buffer: this rank's slice of it, there from the first use on."""
+
+    def __init__(self, gradient: Gradient) -> None:
+        self.gradient = gradient
+        self.buffer: FlatBuffer | None = None
+        self.is_full = False  # `buffer` has one
+        self.absent: set[int] | None = None  # as of the gradients under way (`ReductionState`)
+
+    @property
+    def extents(self) -> list[Extent]:
+        """What of it rests in another memory."""
+        return [self.buffer.extent] if self.buffer is not None and self.buffer.extent is not None else []
+
+    def swap(self, *, keep: bool) -> None:
+        """What waited becomes the reduced gradient; what that was waits now (`keep`) or is over."""
+        gradient, comes = self.gradient, self.is_full
+        if not (keep or comes):
+            return
+        gradient.group.barrier.before_write()
+        theirs, mine = gradient.ensure_buffer(), self._ensure_buffer()
+        if theirs.spec.placement is S:
+            gradient.buffer, self.buffer = mine, theirs
+        else:
+            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.storage)
+        gradient.state.reduced = comes
+        gradient.state.absent, self.absent = self.absent, gradient.state.absent
+        gradient.known_squares = None
+        self.is_full = keep
+        if not keep:
+            self.discard()
+
+    def read(self, low: int, high: int) -> Tensor | None:
+        """Elements [low, high) of it, to be read; None where none waits."""
+        return self.buffer.read(low, high) if self.is_full and self.buffer is not None else None
+
+    def owned(self, slot: Slot) -> Tensor:
+        """This rank's part of one member's, flat: a view, which a checkpoint fills."""
+        self.gradient.group.barrier.before_write()
+        return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
+
+    def discard(self) -> None:
+        """What waits never comes to an update."""
+        self.gradient.group.barrier.before_write()
+        self.is_full, self.absent = False, None
+        for extent in self.extents:
+            extent.discard(0, extent.memory.numel())
+
+    def _ensure_buffer(self) -> FlatBuffer:
+        if self.buffer is None:
+            spec = self.gradient.group.plan.delayed_grad
+            assert spec is not None
+            self.buffer = self.gradient.new_slice(spec)
+        return self.buffer
+
+
+def _change_places(left: Tensor, right: Tensor) -> None:
+    for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
+        held = mine.clone()
+        mine.copy_(yours)
+        yours.copy_(held)

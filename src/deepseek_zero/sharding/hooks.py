@@ -1,6 +1,6 @@
 """Where torch calls us: module hooks around each unit's forward, gradient hooks on parameters and outputs.
 
-Hooks hold the runtime weakly, so that dropping an engine returns its memory at once.  Called by runtime.py.
+Hooks hold the runtime weakly, so that dropping an engine returns its memory at once.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from ..base.device import backward_id
 from ..base.errors import UsageError
-from .handle import Hook
+from .sharded_parameter import Hook
 
 if TYPE_CHECKING:
-    from .group import ParamGroup
+    from .param_group import ParamGroup
     from .runtime import Runtime
 
 

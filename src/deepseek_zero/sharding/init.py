@@ -25,7 +25,7 @@ from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, scatter
 from ..precision.policy import cast_master
-from .handle import owner_of, reshard, set_owner, unshard
+from .sharded_parameter import owner_of, reshard, set_owner, unshard
 from .ties import refuse_complex, tie_shared
 
 NUMBERS = itertools.count()

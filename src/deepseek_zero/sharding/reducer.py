@@ -3,7 +3,7 @@
 A unit is reduced when every gradient that is expected of it has arrived and every unit before it in the agreed order
 has been reduced; what never arrives counts as zeros at the end of backward.  A gradient that arrives after its unit
 was reduced (a block shared by two reentrant checkpoints) is added in a second reduction that all ranks agree on
-before the step.  Called by runtime.py.
+before the step.
 """
 
 from __future__ import annotations

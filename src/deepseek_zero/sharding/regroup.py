@@ -17,7 +17,7 @@ import torch
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree, propagate_errors
-from .group import ParamGroup, ParamInfo, planned_group
+from .param_group import ParamGroup, ParamInfo, planned_group
 
 if TYPE_CHECKING:
     from .runtime import Runtime

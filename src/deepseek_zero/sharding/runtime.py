@@ -2,7 +2,6 @@
 
 Owns the phase one wrapped model is in.  Where torch calls in is hooks.py's, what is gathered when gatherer.py's, what
 is reduced when reducer.py's; optimizers read the slices of `groups`. `loss.backward()` alone drives everything.
-Called by engine.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from . import hooks, tuning
 from .buffer import CommContext
 from .forward import Forward, Phase
 from .gatherer import Gatherer
-from .group import ParamGroup
 from .loss_factor import LossFactor
+from .nonfinite import NonFiniteDetector
+from .param_group import ParamGroup
 from .reducer import Reducer
 from .regroup import Updates, follow_requires_grad
 from .state_dict import shard_state_dicts
 from .unit import Unit
-from .watch import NonFiniteDetector
 
 
 class Runtime:

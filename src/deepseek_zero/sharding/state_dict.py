@@ -2,7 +2,7 @@
 
 state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never
 more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
-is given.  Called by build.py.
+is given.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
-from .handle import Hook, reshard, unshard
+from .sharded_parameter import Hook, reshard, unshard
 from .unit import Unit, UnitState
 
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..base.device import held_by
 from ..base.errors import UsageError
-from .group import ParamGroup
+from .param_group import ParamGroup
 
 
 class Structure:

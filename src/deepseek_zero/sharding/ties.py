@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
-from .handle import ShardedParameter
+from .sharded_parameter import ShardedParameter
 
 TIED_TO = "_zero_tied_to"
 

@@ -2,7 +2,7 @@
 
 Every PERIOD steps the ranks compare how long the slowest of them waited.  Where that is worth it a size doubles; it
 stays if the wait fell, else it goes back for good.  Only sizes that nobody stated are touched, and no result depends on
-them: a sum's order is the plan's, whatever the message.  Called by runtime.py.
+them: a sum's order is the plan's, whatever the message.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from enum import Enum
 from torch import nn
 
 from ..comm.collectives import Pending
-from .group import ParamGroup, ParamInfo, gathers_a_copy
+from .param_group import ParamGroup, ParamInfo, gathers_a_copy
 
 
 class UnitState(Enum):

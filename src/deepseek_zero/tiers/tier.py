@@ -2,7 +2,7 @@
 
 An extent is a flat tensor at one address for as long as it lives.  What differs from tier to tier is where its bytes
 are while nobody uses them, and who needs that never learns more than: `fetch` before use, `store` after a change,
-`drop` after a look.  Whoever forgets to fetch waits for it.  Called by sharding/buffer.py and optim/flow.py.
+`drop` after a look.  Whoever forgets to fetch waits for it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..base.capabilities import Capability
-from .device import DeviceBudget
+from .budget import DeviceBudget
 from .traffic import Traffic, TransferEvent
 
 

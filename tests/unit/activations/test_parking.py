@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.activations.parking import AHEAD, ActivationOffload, OffloadedInputs, OffloadHandle
+from deepseek_zero.activations.offload import AHEAD, ActivationOffload, OffloadedInputs, OffloadHandle
 from deepseek_zero.base.errors import OutOfMemoryError, StorageError
 from deepseek_zero.base.memory import PAGE
 from deepseek_zero.tiers.disk import Disk, DiskExtent, State

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from deepseek_zero.activations import recompute
-from deepseek_zero.activations.parking import ActivationOffload
+from deepseek_zero.activations.offload import ActivationOffload
 from deepseek_zero.activations.recompute import RecomputeSettings, checkpoint
 from deepseek_zero.tiers.tier import Tier
 

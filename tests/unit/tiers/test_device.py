@@ -7,7 +7,7 @@ import gc
 import pytest
 
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.tiers.device import DeviceBudget
+from deepseek_zero.tiers.budget import DeviceBudget
 
 
 class Owner:

@@ -28,8 +28,8 @@ from ...config.keywords import ConfigKeywords
 from ...config.load import load
 from ...engine.engine import Engine
 from ...engine.start import Request, module_of, parameters_of, start
-from ...sharding.group import ParamGroup
-from ...sharding.handle import owner_of
+from ...sharding.param_group import ParamGroup
+from ...sharding.sharded_parameter import owner_of
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from ...base.errors import UsageError
-from ...sharding.handle import owner_of
+from ...sharding.sharded_parameter import owner_of
 
 
 def set_z3_leaf_modules(

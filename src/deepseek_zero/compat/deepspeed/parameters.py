@@ -23,9 +23,9 @@ from ...base.errors import UnknownNameError
 from ...optim import access
 from ...planner.layout import Slot
 from ...sharding.access import full_grad, full_master
-from ...sharding.group import ParamGroup
-from ...sharding.handle import ShardedParameter, owner_of
 from ...sharding.init import InitShard
+from ...sharding.param_group import ParamGroup
+from ...sharding.sharded_parameter import ShardedParameter, owner_of
 from ...tiers.tier import Tier
 
 

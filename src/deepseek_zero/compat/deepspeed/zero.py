@@ -17,9 +17,9 @@ from ...base.errors import UsageError
 from ...base.given import refuse
 from ...checkpoint import weights
 from ...sharding import init
-from ...sharding.group import ParamGroup
-from ...sharding.handle import owner_of
+from ...sharding.param_group import ParamGroup
 from ...sharding.runtime import Runtime
+from ...sharding.sharded_parameter import owner_of
 from ...sharding.unit import Unit
 from .comm import init_distributed
 from .dropin import is_dropin_imported

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import AtRestError
-from .handle import (
+from .sharded_parameter import (
     CONVERSIONS,
     ShardedParameter,
     changes_nothing,
@@ -43,7 +43,7 @@ class Part:
 
 
 class GradientOwner(Protocol):
-    """What a handle needs of the group that owns its parameter (sharding/group.py)."""
+    """What a handle needs of the group that owns its parameter (sharding/param_group.py)."""
 
     def grad_part(self, param: nn.Parameter) -> Part:
         """This rank's part as it is now; AtRestError where the gradient is over."""

@@ -1,8 +1,4 @@
-"""Tiles on their way to and from the memories their states rest in: the next ones come while one is updated, the last
-ones leave behind it.
-
-Called by update.py, which says what a tile touches.
-"""
+"""Fetches the states of the next tiles while one is updated, and stores those of the last ones behind it."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Generic, TypeVar
 
-from ..tiers.ferry import StagedTile
+from ..tiers.copy_engine import StagedTile
 from ..tiers.tier import Extent, Work
 
 T = TypeVar("T")

@@ -2,7 +2,7 @@
 
 They are a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a buffer of
 remainders (precision/split.py); nobody else needs to know which.  Places are counted in this rank's part: the whole
-group where the master is replicated, its slice otherwise.  Called by group.py, access.py, optim and checkpoint.
+group where the master is replicated, its slice otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..planner.spec import Placement, R
 from ..precision.compact import round_to_bf16
 from ..precision.policy import cast_master
 from ..precision.split import join, split
-from ..tiers.ferry import CopyEngine, StagedTile
+from ..tiers.copy_engine import CopyEngine, StagedTile
 from ..tiers.tier import Extent
 from .buffer import FlatBuffer
 

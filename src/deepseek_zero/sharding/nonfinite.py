@@ -1,6 +1,6 @@
 """Where a number first stops being finite: looked for only after a step was skipped, at the borders of units.
 
-Owns one step's observations; optim/lift.py draws the conclusion.  Fed by runtime.py.
+Owns one step's observations; optim/nonfinite.py draws the conclusion.  Fed by runtime.py.
 """
 
 from __future__ import annotations

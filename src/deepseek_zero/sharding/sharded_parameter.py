@@ -20,7 +20,7 @@ from ..base.errors import AtRestError, UsageError
 
 
 class Owner(Protocol):
-    """What a handle needs of the group that owns its parameter (sharding/group.py)."""
+    """What a handle needs of the group that owns its parameter (sharding/param_group.py)."""
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather the parameter if a forward or backward is under way; False outside one."""

@@ -4,7 +4,7 @@ The engine is called once, with all micro-batches of a step in one batch.  What 
 head, loss) runs over the whole batch.  Each unit runs over one micro-batch after the other, each a checkpoint of its
 own: forward keeps nothing inside the unit, and backward holds the activations of one micro-batch.  Autograd goes from
 the last micro-batch to the first, and hands a parameter's gradient over when it has added all of them: to sharding/
-this is one forward and one backward of the unit.  Called by engine/assemble.py.
+this is one forward and one backward of the unit.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..planner.schedule import enclosing
 from ..sharding.outputs import map_tensors
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from .arguments import replaced
+from .offload import replaced
 from .recompute import checkpoint
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]  # positional and keyword arguments

@@ -1,7 +1,4 @@
-"""What an optimizer works on: stretches of masters, cut along chunks, gathered into tiles of about one size.
-
-Called by sharded.py, which steps over them, and update.py.
-"""
+"""What an optimizer works on: ranges of masters, cut along chunks, gathered into tiles of about one size."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ from ..planner.layout import Slot
 from ..planner.spec import R
 from ..precision.compact import StochasticRounding
 from ..precision.split import scratch_numel
-from ..sharding.group import ParamGroup
-from ..sharding.master import MasterWeight
-from .flow import ExtentRange, StagedRange
+from ..sharding.master_weight import MasterWeight
+from ..sharding.param_group import ParamGroup
+from .prefetch import ExtentRange, StagedRange
 from .scratch import Scratch
 
 

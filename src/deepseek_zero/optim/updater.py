@@ -1,13 +1,26 @@
-"""The update of one step, tile by tile: at once, or when somebody asks for what it changes.
+"""Runs the inner optimizer over tiles of master shards: at the step, in a later forward, or a step late.
 
-A step that has its verdict (norm, overflow) may leave the update of weights that rest elsewhere for later: the next
-forward asks for them unit by unit, in the tiles' order, so that states travel while units compute.  Whoever asks for
-an element gets it updated, so no result changes; `finish` is for those who ask for everything.  The step's
-hyper-parameters and gradients are kept until then.  Called by sharded.py and early.py.
+A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the next forward
+flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Whoever reads an element
+flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  Hyper-parameters and
+gradients of the step are kept until then.
+
+`undecorated` and `raw_step` call torch's optimizers without the decorators that
+import torch's compiler (a second, and 70 MB per rank).
+
+`DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t computes with, g(t) its
+gradient and d(t) what step t decided about it (norm, clipping, loss scale, hyper-parameters), from step K on
+
+    w(t + 1) = update(w(t), d(t - 1), g(t - 1))        and        w(K + 1) = w(K)
+
+so an update may run while the next step computes.  A step whose own gradient overflows carries out the deferred update
+and defers none.
 """
 
 from __future__ import annotations
 
+import inspect
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,13 +35,12 @@ from torch.optim import Optimizer
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..precision.compact import StochasticRounding
-from ..sharding.group import ParamGroup, offloaded_extents
+from ..sharding.param_group import ParamGroup, offloaded_extents
 from ..tiers.tier import DeferredUpdate
-from .flow import PrefetchSettings, StagedState, TilePrefetcher
-from .lean import raw_step
 from .moments import Moments
-from .piece import MasterShard, Tile
+from .prefetch import PrefetchSettings, StagedState, TilePrefetcher
 from .scratch import Scratch
+from .shards import MasterShard, Tile
 
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 
@@ -237,3 +249,70 @@ class Updater:
                 for key, value in hypers[number].items() if hypers is not None else ():
                     if group[key] is value:  # what the optimizer itself changed stays
                         group[key] = before[key]
+
+
+_ONE_AT_A_TIME = threading.RLock()  # a second thread would take the bare methods for torch's, and put those back
+
+
+@contextmanager
+def undecorated() -> Iterator[None]:
+    """While torch's optimizers are built, or load a state.
+
+    Other threads' optimizers do without the marks for as long, which changes nothing that they do.
+    """
+    with _ONE_AT_A_TIME:
+        marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
+        for name, method in marked.items():
+            setattr(Optimizer, name, inspect.unwrap(method))
+        try:
+            yield
+        finally:
+            for name, method in marked.items():
+                setattr(Optimizer, name, method)
+
+
+def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
+    """The bare update of one of torch's own optimizers or ours; any other's `step`.  Runs inside `torch.no_grad()`.
+
+    Hooks are the outer step's: they run once a step and not once a tile.
+    """
+    cls = type(optimizer)
+    is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero") and "step" not in vars(optimizer)
+    return inspect.unwrap(cls.step).__get__(optimizer) if is_known else optimizer.step
+
+
+class DelayedUpdate:
+    """What one optimizer owes.  after: updates that come in time, at the start of a run."""
+
+    def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
+        self.groups, self.after = groups, after
+        self.deferred: Decision | None = None
+
+    def is_on(self, updates: int) -> bool:
+        """Whether a step after so many updates leaves its own to the next."""
+        return self.deferred is not None or updates >= self.after
+
+    def swap(self, made: Decision | None) -> Decision | None:
+        """Let a step owe its own update (None: it has none), and return what was owed."""
+        for group in self.groups:
+            group.gradient.delayed.swap(keep=made is not None)
+        due, self.deferred = self.deferred, made
+        return due
+
+    def discard(self) -> None:
+        """Owe nothing."""
+        self.deferred = None
+        for group in self.groups:
+            group.gradient.delayed.discard()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What is owed, as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
+        if self.deferred is None:
+            return None
+        return {"factor": self.deferred.factor, "number": self.deferred.number, "hypers": self.deferred.hypers}
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """What `state_dict` returned; the gradient has been filled in."""
+        self.deferred = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
+        for group in self.groups:
+            group.gradient.delayed.is_full = self.deferred is not None

@@ -2,7 +2,7 @@
 gradient).
 
 Owns storage and its movements; knows nothing of hooks or order (runtime.py) nor of optimizers (optim/sharded.py),
-which work on the slices it shows them.  Called by unit.py.
+which work on the slices it shows them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, prediv
 from ..precision.policy import cast_master
 from ..tiers.tier import Extent, FetchAfterUpdate, Tier
 from .buffer import CommContext, FlatBuffer, WriteBarrier, move
-from .grad_handle import Part
 from .gradient import Gradient
-from .handle import clear_owner, owner_of, reshard, set_owner, unshard
 from .init import take_values
-from .master import MasterWeight
+from .master_weight import MasterWeight
+from .sharded_gradient import Part
+from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshard
 
 
 @dataclass(eq=False)
@@ -299,7 +299,7 @@ class ParamGroup:
         elif full.data_ptr() != self.weight.storage.data_ptr():
             self.weight.write(0, full.numel()).copy_(full)
 
-    # -- what handles ask (sharding/handle.py, Owner)
+    # -- what handles ask (sharding/sharded_parameter.py, Owner)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         runtime = self.runtime()
@@ -320,7 +320,7 @@ class ParamGroup:
             start, stop, place = self.master.local_range(slot)
             self.master.write(place, place + stop - start, flat[start:stop])
 
-    # -- what handles of gradients ask (sharding/grad_handle.py, GradOwner)
+    # -- what handles of gradients ask (sharding/sharded_gradient.py, GradOwner)
 
     def grad_part(self, param: nn.Parameter) -> Part:
         return self.gradient.exposed_shard(self.index[id(param)])

@@ -1,6 +1,6 @@
 """Turns a model into units on flat buffers, unit by unit, so that the peak is the model plus one unit.
 
-Collective: ranks first compare what they are about to shard, then take rank 0's values.  Called by engine/assemble.
+Collective: ranks first compare what they are about to shard, then take rank 0's values.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ..planner.auto_wrap_policy import (
     persistent_names,
 )
 from ..planner.spec import PlanSettings, predivide_of
-from ..tiers.ferry import copy_engine_for
+from ..tiers.copy_engine import copy_engine_for
 from ..tiers.tier import Tiers
 from .buffer import CommContext, Pool
-from .group import ParamGroup, planned_group
-from .handle import owner_of
 from .init import materialise
+from .param_group import ParamGroup, planned_group
 from .runtime import Runtime
+from .sharded_parameter import owner_of
 from .unit import Unit
 
 

@@ -6,8 +6,7 @@ restore them from the buffer gathered for backward.  They save memory only: with
 buffer and reads the same values.  Other tensors are kept as autograd would.  Where hooks of others are in force
 (checkpoint, save_on_cpu) everything goes to them: checkpoint saves nothing anyway, and counts what it sees, so a weight
 taken out of its sight would make the recomputation seem to differ.  A tile's weights are taken out of it all the same,
-when it is recomputed too: a recomputed layer would otherwise keep all its tiles.  Called by forward.py;
-activations/recompute.py asks who sees.
+when it is recomputed too: a recomputed layer would otherwise keep all its tiles.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from ..base.device import Pack, Unpack, outer_saved_tensor_hooks, version_of
 from ..base.errors import UsageError
-from .group import ParamGroup
+from .param_group import ParamGroup
 from .unit import Unit
 
 Fetch = Callable[[ParamGroup], object]

@@ -1,6 +1,4 @@
-"""What an engine may take of the training device's memory, and what it has taken.
-
-Held by `Tiers`; everything that allocates states or buffers on the training device asks here first.  On a CPU the
+"""What an engine may take of the training device's memory, and what it has taken.  On a CPU the
 device's memory and the host's are the same chips, so this is also what tells them apart.
 """
 

@@ -1,0 +1,449 @@
+"""Where the inputs of checkpoints wait for backward: one arena of a memory, instead of storages all over the heap.
+
+Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit makes any other
+order right too.  Its size is given, or learned: what the first forward needs is reserved piece by piece, and as one
+arena as soon as nothing is offloaded.  On a disk the newest checkpoint stays (backward begins with it), the ones before
+it are written while later ones compute, and the next ones that backward wants are read while it recomputes one.  An
+`OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
+
+`ActivationCopy` copies inputs in and out; where the arena is another memory than the device's the copies overlap
+computing.  `TensorMeta` is what a tensor's bytes do not say.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.device import backward_id, queue_backward_callback
+from ..base.memory import PAGE, trim_heap
+from ..base.quantities import format_bytes
+from ..comm.context import ranks_of_this_host
+from ..tiers.copy_engine import CopyEngine, copy_engine_for
+from ..tiers.tier import CopyEvent, Extent, Memory, Work
+
+CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
+AHEAD = 2  # checkpoints that are read before backward asks for them
+BEHIND = 2  # checkpoints that may be on their way to the disk
+HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's holes are given back
+
+
+class ActivationOffload:
+    """The parked inputs of one process.  checkpoints: how many to reserve at first; None: learned.
+
+    open_memory: makes the memory, again whenever the slab gets another size, so that nothing of the old one is kept.
+    """
+
+    def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
+        self._open, self.checkpoints = open_memory, checkpoints
+        self.memory = open_memory()
+        self.slabs: list[Arena] = []
+        self.used_bytes = self.peak_bytes = 0
+        self._stays: dict[int, OffloadedInputs] = {}  # in the order they came
+        self._dropped: deque[int] = deque()  # filled by finalizers, which may run anywhere and so do nothing else
+        self._leaving: deque[Work] = deque()
+        self._arrived = self._holes_bytes = 0
+        self._chunk_bytes = self._largest_bytes = 0
+        self._backward = -1  # the last one that will end with a sweep
+        self._passage = ActivationCopy()
+
+    @property
+    def reserved_bytes(self) -> int:
+        return sum(slab.nbytes for slab in self.slabs)
+
+    @property
+    def unused_bytes(self) -> int:
+        """What is reserved and was never needed at the same time."""
+        return self.reserved_bytes - self.peak_bytes
+
+    def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
+        """Copy the inputs of one checkpoint; `take` gives them back."""
+        self.sweep()
+        self._store_newest()
+        forms = [TensorMeta.of(tensor) for tensor in tensors]
+        stay = OffloadedInputs(self._block_for(sum(rounded(form.nbytes, ALIGNMENT) for form in forms)), forms)
+        self._passage.copy_out(tensors, stay)
+        self._arrived += 1
+        self._stays[self._arrived] = stay
+        self._count_holes(stay)
+        self.used_bytes += stay.nbytes
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+        return OffloadHandle(self, self._arrived)
+
+    def restore(self, number: int) -> list[Tensor]:
+        """Copies of the tensors that were parked; the slab keeps its own, for another backward through this graph."""
+        self.sweep()
+        self._passage.synchronize()
+        stay = self._stays[number]
+        stay.place.fetch()
+        wanted = self._before(number, AHEAD)
+        tickets = [self._stays[other].place.fetch() for other in wanted]
+        found = self._passage.copy_in(number, stay)
+        if stay.is_stored:
+            stay.place.drop()
+        if wanted and tickets[0].is_done():
+            self._passage.prefetch(wanted[0], self._stays[wanted[0]])
+        self._count_holes(stay)
+        self._sweep_after_backward()
+        return found
+
+    def _before(self, number: int, count: int) -> list[int]:
+        """The checkpoints that came before this one, latest first: what backward wants next."""
+        return list(islice((other for other in reversed(self._stays) if other < number), count))
+
+    def _store_newest(self) -> None:
+        """The newest checkpoint is about to be the last but one.  Waits where the disk is too slow to keep up."""
+        newest = next(reversed(self._stays.values()), None)
+        if newest is not None and not newest.is_stored:
+            self._leaving.append(newest.place.store())
+            newest.is_stored = True
+        while len(self._leaving) > BEHIND:
+            self._leaving.popleft().wait()
+
+    def _count_holes(self, stay: OffloadedInputs) -> None:
+        """Each storage that dies here, and each copy that is taken, is a hole in the heap before long."""
+        self._holes_bytes += stay.nbytes
+        if self._holes_bytes >= HOLES_BYTES:
+            self._holes_bytes = 0
+            trim_heap()
+
+    # -- room
+
+    def _block_for(self, nbytes: int) -> ArenaBlock:
+        self._largest_bytes = max(self._largest_bytes, nbytes)
+        if not self._stays and len(self.slabs) > 1:
+            self._join()
+        self._chunk_bytes = self._chunk_bytes or self._best_chunk()
+        whole = rounded(nbytes, self._chunk_bytes)
+        for slab in self.slabs:
+            if (place := slab.take(whole)) is not None:
+                return place
+        count = 1 if self.slabs or self.checkpoints is None else self.checkpoints
+        place = self._reserve(whole * count).take(whole)
+        assert place is not None
+        return place
+
+    def _join(self) -> None:
+        """One slab instead of several, while nothing is parked."""
+        self._chunk_bytes = self._best_chunk()
+        nbytes = sum(rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
+        self._release_memory()
+        self.memory = self._open()
+        self._reserve(nbytes)
+
+    def _best_chunk(self) -> int:
+        return rounded(-(-self._largest_bytes // CHUNKS), PAGE)
+
+    def _reserve(self, nbytes: int) -> Arena:
+        self.memory.check_room(nbytes, ranks_of_this_host())
+        self.slabs.append(Arena(self.memory, nbytes, self._chunk_bytes))
+        return self.slabs[-1]
+
+    def _release_memory(self) -> None:
+        self.slabs.clear()
+        self._leaving.clear()
+        self.memory.close()
+
+    # -- ends
+
+    def sweep(self) -> None:
+        """Free the places of whatever was dropped."""
+        while self._dropped:
+            self._passage.discard(number := self._dropped.popleft())
+            stay = self._stays.pop(number)
+            self.used_bytes -= stay.nbytes
+            stay.place.free()
+
+    def _sweep_after_backward(self) -> None:
+        """Its last checkpoints are dropped after the last `take`."""
+        if self._backward != (now := backward_id()) and now != -1:
+            self._backward = now
+            queue_backward_callback(self.sweep)
+
+    def close(self) -> None:
+        """Give the memory up, unless a graph still needs it: then it goes with the graph."""
+        if len(self._dropped) == len(self._stays):
+            self._dropped.clear()
+            self._stays.clear()
+            self._passage.synchronize()
+            self._passage = ActivationCopy()
+            self._release_memory()
+
+    def explain(self) -> str:
+        """One line: what is reserved, and what of it was never needed."""
+        slabs = "one slab" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
+        return (
+            f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
+            f"most, gap {format_bytes(self.unused_bytes)}"
+        )
+
+
+class OffloadHandle:
+    """The inputs of one checkpoint, elsewhere.  Dropping it frees their place."""
+
+    def __init__(self, parking: ActivationOffload, number: int) -> None:
+        self.parking, self.number = parking, number
+
+    def restore(self) -> list[Tensor]:
+        """The tensors that were parked, as new ones with the same bytes."""
+        return self.parking.restore(self.number)
+
+    def __del__(self) -> None:
+        self.parking._dropped.append(self.number)
+
+
+ALIGNMENT = 64  # bytes at which a tensor begins
+
+
+@dataclass
+class OffloadedInputs:
+    """The inputs of one checkpoint in the slab.  is_stored: sent to where the memory keeps them."""
+
+    place: ArenaBlock
+    forms: list[TensorMeta]
+    is_stored: bool = False
+
+    @property
+    def extent(self) -> Extent:
+        """What its place is a stretch of."""
+        return self.place.slab.extent
+
+    @property
+    def nbytes(self) -> int:
+        return sum(form.nbytes for form in self.forms)
+
+    def parts(self, bytes_: Tensor) -> list[tuple[TensorMeta, Tensor]]:
+        """Each form with its bytes."""
+        found: list[tuple[TensorMeta, Tensor]] = []
+        start = 0
+        for form in self.forms:
+            found.append((form, bytes_[start : start + form.nbytes]))
+            start += rounded(form.nbytes, ALIGNMENT)
+        return found
+
+
+class ActivationCopy:
+    """Between one slab and whatever device its tensors are of."""
+
+    def __init__(self) -> None:
+        self._ferries: dict[torch.device, CopyEngine] = {}
+        self._coming: dict[int, tuple[CopyEvent, list[Tensor]]] = {}
+
+    def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
+        """Copy them into their place; they are kept until that is over."""
+        bytes_, sources = stay.place.part(), list(tensors)
+        with self._copy_engine(stay).d2h(stay.extent, sources.clear):
+            for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
+                form.write(tensor, part)
+
+    def copy_in(self, number: int, stay: OffloadedInputs) -> list[Tensor]:
+        """New tensors with their bytes, for the device to use."""
+        crossing, found = self._coming.pop(number) if number in self._coming else self._start(stay)
+        crossing.wait_stream()
+        return found
+
+    def prefetch(self, number: int, stay: OffloadedInputs) -> None:
+        """Let them come while others are used, where that takes time."""
+        if number not in self._coming and self._copy_engine(stay).overlaps:
+            self._coming[number] = self._start(stay)
+
+    def discard(self, number: int) -> None:
+        """Nobody will ask for them again."""
+        self._coming.pop(number, None)
+
+    def synchronize(self) -> None:
+        """Nothing more is sent for a while: what was is not kept any longer."""
+        for ferry in self._ferries.values():
+            ferry.synchronize()
+
+    def _start(self, stay: OffloadedInputs) -> tuple[CopyEvent, list[Tensor]]:
+        bytes_, found = stay.place.look(), [form.empty() for form in stay.forms]
+        with self._copy_engine(stay).h2d(stay.extent) as crossing:
+            for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
+                form.read(tensor, part)
+        return crossing, found
+
+    def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
+        """To the device of the tensors; where they wait in its own memory nothing crosses."""
+        home = stay.extent.memory.device
+        device = next((form.device for form in stay.forms if form.device != home), home)
+        if device not in self._ferries:
+            self._ferries[device] = CopyEngine() if device == home else copy_engine_for(device)
+        return self._ferries[device]
+
+
+def rounded(nbytes: int, unit: int) -> int:
+    """Up to a multiple of a unit."""
+    return -(-nbytes // unit) * unit
+
+
+class Arena:
+    """So many bytes of a memory, moved in chunks.  Both sizes are multiples of what the memory moves at once."""
+
+    def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
+        self.nbytes = nbytes
+        self.extent = memory.reserve(nbytes, torch.uint8, chunk_bytes, "activations")
+        self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
+
+    def take(self, nbytes: int) -> ArenaBlock | None:
+        """The first gap of so many bytes (whole chunks), None where there is none."""
+        start = 0
+        for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
+            if low - start >= nbytes:
+                self._taken.insert(number, (start, start + nbytes))
+                return ArenaBlock(self, start, start + nbytes)
+            start = high
+        return None
+
+    def free(self, place: ArenaBlock) -> None:
+        """Nobody will read what is there."""
+        self._taken.remove((place.low, place.high))
+        self.extent.discard(place.low, place.high)
+
+
+@dataclass(frozen=True)
+class ArenaBlock:
+    """The bytes [low, high) of a slab: an extent's verbs for them alone."""
+
+    slab: Arena
+    low: int
+    high: int
+
+    def part(self) -> Tensor:
+        """The bytes, to be written."""
+        return self.slab.extent.write(self.low, self.high)
+
+    def look(self) -> Tensor:
+        """The bytes, to be read; waits for them."""
+        return self.slab.extent.read(self.low, self.high)
+
+    def fetch(self) -> Work:
+        return self.slab.extent.fetch(self.low, self.high)
+
+    def store(self) -> Work:
+        return self.slab.extent.store(self.low, self.high)
+
+    def drop(self) -> None:
+        self.slab.extent.evict(self.low, self.high)
+
+    def free(self) -> None:
+        self.slab.free(self)
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """The dtype, shape, strides and device of a tensor.
+
+    Where its elements lie without gaps, in whatever order (a transpose, an expanded tensor), the stretch of memory
+    they lie in is copied as it is.  A slice with gaps is copied element by element, and has its gaps again afterwards:
+    a kernel that looks at strides takes the same way twice.
+    """
+
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorMeta:
+        return cls(tensor.dtype, tensor.size(), tensor.stride(), tensor.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes to keep."""
+        return min(self._span, prod(self.size)) * self.dtype.itemsize
+
+    @property
+    def _span(self) -> int:
+        """Elements from the first to the last."""
+        if 0 in self.size:
+            return 0
+        return 1 + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
+
+    def _gapless(self, tensor: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """The two as views that have the same elements in the same order."""
+        if self._span <= prod(self.size):
+            return tensor.as_strided((self._span,), (1,)), flat
+        return tensor, flat.view(self.size)
+
+    def write(self, tensor: Tensor, bytes_: Tensor) -> None:
+        """Copy a tensor of this form into `nbytes` bytes; on a device in the stream of the moment."""
+        source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
+        target.copy_(source, non_blocking=True)
+
+    def empty(self) -> Tensor:
+        """A new tensor of this form, with arbitrary contents."""
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+
+    def read(self, tensor: Tensor, bytes_: Tensor) -> None:
+        """Undo `write`, into a tensor of this form."""
+        target, source = self._gapless(tensor, bytes_.view(self.dtype))
+        target.copy_(source, non_blocking=True)
+
+
+SMALLEST_BYTES = 4096  # of a tensor that is worth a place
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands where a tensor was."""
+
+    number: int
+
+
+def is_activation(value: Any) -> bool:
+    """Whether parking a value frees memory: a plain tensor that something computed, and that backward goes through.
+
+    Parameters, leaves and what needs no gradient (batches, masks) are held by others in any case; several checkpoints
+    often share them.
+    """
+    return (
+        type(value) is Tensor
+        and value.requires_grad
+        and not value.is_leaf
+        and value.layout is torch.strided
+        and value.nbytes >= SMALLEST_BYTES
+        and not value.is_conj()
+        and not value.is_neg()
+    )
+
+
+def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
+    """`value` with a slot in place of each activation, and the activations."""
+    found: list[Tensor] = []
+
+    def change(leaf: Any) -> Any:
+        if not is_activation(leaf):
+            return leaf
+        found.append(leaf)
+        return Slot(len(found) - 1)
+
+    return replaced(value, change), found
+
+
+def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of `extract_tensors`."""
+    return replaced(value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Slot) else leaf)
+
+
+def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
+    """`value` with change(leaf) for each leaf of its tuples, lists and dicts.
+
+    A container in which nothing changed stays the same object: a function may fill a list that it is given.
+    """
+    if type(value) is dict:
+        items = {key: replaced(item, change) for key, item in value.items()}
+        return items if any(items[key] is not item for key, item in value.items()) else value
+    if type(value) in (list, tuple) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        parts = [replaced(item, change) for item in value]
+        if all(new is old for new, old in zip(parts, value, strict=True)):
+            return value
+        return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
+    return change(value)
