@@ -1,4 +1,4 @@
-"""ARCHITECTURE.md shows the house as it stands: every file, and no name that is gone."""
+"""ARCHITECTURE.md shows the house as it stands: every room, and no name that is gone."""
 
 from __future__ import annotations
 
@@ -9,30 +9,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "src" / "deepseek_zero"
 PAGE = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
-# Named on the page as what the design had and the house has not.
-NOT_BUILT = {"comm/codecs.py", "comm/buckets.py"}
 
 
-def files_of_the_tree() -> set[str]:
-    """`room/file.py` of every file that the tree on the page shows."""
-    tree = next(block for block in PAGE.split("```") if block.startswith("\nsrc/deepseek_zero/"))
-    found, room = set(), ""
-    for line in tree.splitlines():
-        if opened := re.match(r"[├└]── ([\w/]+)/(?:\s|$)", line):
-            room = opened[1] + "/"
-        elif re.match(r"[├└]── ", line):
-            room = ""
-        found |= {room + name for name in re.findall(r"\b[\w/]+\.py\b", line)}
-    return found
-
-
-def files_of_the_house() -> set[str]:
-    paths = [path.relative_to(SOURCE) for path in SOURCE.rglob("*.py")]
-    return {
-        str(path)
-        for path in paths
-        if path.name not in ("__init__.py", "__main__.py") and path.parts[0] != "utils" and "_dropin" not in path.parts
-    }
+def rooms_of_the_house() -> set[str]:
+    """Every folder of the house; the one that only re-exports has no paragraph of its own."""
+    return {path.parent.name for path in SOURCE.glob("*/__init__.py")} - {"utils"}
 
 
 def names_of_the_house() -> set[str]:
@@ -47,22 +28,19 @@ def names_of_the_house() -> set[str]:
     return found
 
 
-def test_the_tree_shows_every_file_of_the_house() -> None:
-    assert files_of_the_house() - files_of_the_tree() == set()
+def test_every_room_has_a_paragraph_and_every_paragraph_a_room() -> None:
+    named = {
+        name.partition("/")[0]
+        for name in re.findall(r"^\*\*`([\w/]+)/`\*\*|\. \*\*`([\w/]+)/`\*\*", PAGE, re.M)
+        for name in name
+        if name
+    }
+    assert named == rooms_of_the_house()
 
 
 def test_the_page_names_no_file_that_is_not_there() -> None:
-    named = set(re.findall(r"\b[\w/]+\.py\b", PAGE)) - NOT_BUILT
+    named = set(re.findall(r"\b[\w/]+\.py\b", PAGE))
     assert {name for name in named if not is_there(name)} == set()
-
-
-def test_nothing_is_called_not_built_that_is_built() -> None:
-    assert not {name for name in NOT_BUILT if is_there(name)}
-    assert {name for name in NOT_BUILT if name not in PAGE} == set()
-
-
-def test_the_tree_shows_no_file_in_a_room_where_it_is_not() -> None:
-    assert {name for name in files_of_the_tree() if not (SOURCE / name).exists()} == set()
 
 
 def is_there(name: str) -> bool:
