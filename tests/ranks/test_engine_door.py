@@ -287,7 +287,7 @@ def test_destroy_twice_gives_the_model_back_and_empties_the_cache() -> None:
     engine = door(3, top={"optimizer": SGD})[0]
     train(engine, 1, plain=False)
     engine.empty_partition_cache()
-    pool = engine.runtime.groups[0].route.pool
+    pool = engine.runtime.groups[0].comm_ctx.pool
     assert pool.allocated_bytes == 0
     train(engine, 1, plain=False)
     engine.destroy()

@@ -18,6 +18,7 @@ from .world import is_rank_zero
 logger = logging.getLogger("deepseek_zero")
 
 
+LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 LEVEL = "DEEPSEEK_ZERO_LOG_LEVEL"  # what to say where the program has not configured logging
 
 

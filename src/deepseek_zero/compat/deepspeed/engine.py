@@ -235,7 +235,7 @@ class DeepSpeedEngine(Engine):
         if sampler is None and route != "train":
             sampler = DistributedSampler(dataset, self.mesh.data_size, self.mesh.data_index, shuffle=False)
         size = batch_size or self.config.train_micro_batch_size_per_gpu
-        return ShardedLoader(dataset, size, self.mesh, collate_fn, self.config.dataloader_drop_last, sampler)
+        return ShardedLoader(dataset, size, self.mesh, collate_fn, self.parts.data_settings.drop_last, sampler)
 
     # -- saving
 
@@ -257,10 +257,8 @@ class DeepSpeedEngine(Engine):
         if not isinstance(client_state, Mapping | None):
             wanted = "a dict of plain values and tensors"
             raise refuse("save_checkpoint", "client_state", client_state, wanted, "pass a dict, or leave it out.")
-        policy = self.config.checkpoint
-        settings = SaveSettings(
-            save_latest, exclude_frozen_parameters, policy.tag_validation, wait, policy.snapshot_bytes
-        )
+        told = self.parts.saving_settings
+        settings = SaveSettings(save_latest, exclude_frozen_parameters, told.tag_validation, wait, told.snapshot_bytes)
         # Behind DeepSpeed's name stand clients that may look for its files.
         preferred = DEEPSPEED if is_dropin_imported() else None
         saving.save_checkpoint(self, folder, tag, dict(client_state or {}), settings, preferred=preferred)
@@ -324,8 +322,7 @@ class DeepSpeedEngine(Engine):
         """
         target = path_of("save_16bit_model", "save_dir", save_dir)
         target /= path_of("save_16bit_model", "save_filename", save_filename)
-        zero = self.config.zero_optimization
-        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+        if self.runtime.settings.stage == 3 and not self.parts.saving_settings.gather_16bit:
             log_once(f"Did not save the model {target} because stage3_gather_16bit_weights_on_model_save is False.")
             return False
         settings = ExportSettings(exclude_frozen=exclude_frozen_parameters)

@@ -99,7 +99,7 @@ def initialize(
     )
     engine = start(raw, request, DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
-    if engine.config.zero_optimization.stage == 3:
+    if engine.runtime.settings.stage == 3:
         show_ds_names(engine.runtime)
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()

@@ -21,7 +21,6 @@ never run.  LOCAL_RANK is in the environment in any case.
 from __future__ import annotations
 
 import ast
-import logging
 import os
 import re
 import sys
@@ -35,7 +34,7 @@ from typing import Annotated, Any
 import typer
 
 from ...base.errors import NotBuiltError, UsageError
-from ...base.log import logger
+from ...base.log import LEVELS, logger
 
 START_EACH = (
     "Nothing is started over ssh: run this same command on every host, each with its own --node_rank (0, 1, ...) and "
@@ -49,7 +48,6 @@ ELASTIC = (
     "A world of changing size is not built.",
     "Use --max_restarts, and load the last checkpoint at any world size.",
 )
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 # option: (why, what to do)
 REFUSED: dict[str, tuple[str, str]] = {

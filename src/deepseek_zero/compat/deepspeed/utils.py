@@ -24,10 +24,9 @@ from torch import Tensor, nn
 from ...base import world
 from ...base.device import allocated_bytes, default_device
 from ...base.errors import UsageError
-from ...base.log import logger, speak
+from ...base.log import LEVELS, logger, speak
 from ...sharding.access import GatheredParameters
 
-LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 _SAID: set[str] = set()
 
 
