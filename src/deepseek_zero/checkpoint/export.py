@@ -27,7 +27,7 @@ from .format import run_and_gather
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast
 from .staging import StagedOutput
-from .state import persistent_buffers, state_names
+from .state import exact_extents, persistent_buffers, state_names
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; anything else is a folder
@@ -93,9 +93,8 @@ def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
 
 
 def _evict(group: ParamGroup) -> None:
-    """What came from another memory to be read is not needed there any more."""
-    extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
-    for extent in extents:
+    """Give up the copies that were fetched from another memory to be read."""
+    for extent in (group.weight.extent, *exact_extents(group)):
         if extent is not None:
             extent.evict(0, extent.memory.numel())
 

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
-from ..planner.layout import boxes
 from . import files
-from .safetensors_file import TensorInfo
+from .safetensors_file import SafetensorsReader, TensorInfo
 
 STEM, INDEX = "model", "model.safetensors.index.json"
 EXPORT_PATTERNS = (
@@ -100,51 +98,40 @@ def _checked_file_name(name: Any, index: Path) -> str:
 
 
 class SafetensorsFolder:
-    """Tensors by name over several safetensors files; nothing is read before it is asked for."""
+    """Tensors by name over the safetensors files of a folder; nothing but headers is read before it is asked for.
+
+    CheckpointError where a file is missing or damaged, or where two files have a tensor of the same name.
+    """
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._file_of: dict[str, Any] = {}
+        """Open the files until `stack` closes."""
+        self._file_of: dict[str, SafetensorsReader] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.metadata: dict[str, str] = {}  # of all the files
         for file in safetensors_files(path):
             try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
+                reader = stack.enter_context(SafetensorsReader(file))
+            except (OSError, CheckpointError) as error:
                 raise CheckpointError(
-                    f"{file} cannot be read: {brief(error)}.",
+                    f"{file} cannot be read: {error.what if isinstance(error, CheckpointError) else brief(error)}.",
                     "It is missing, damaged or no safetensors file.",
                     "get it again.",
                 ) from None
-            self.metadata |= opened.metadata() or {}
-            for name in opened.keys():  # noqa: SIM118 (not a dict)
+            self.metadata |= reader.header.metadata
+            for name, location in reader.header.locations.items():
                 if name in self._file_of:
                     raise CheckpointError(
                         f"'{name}' is in {file.name} and in another file of {path} too.",
                         "An export that was cut off may have left files of an older one.",
                         "get the weights again, into an empty folder.",
                     )
-                self._file_of[name] = opened
-                self.shapes[name] = tuple(opened.get_slice(name).get_shape())
+                self._file_of[name] = reader
+                self.shapes[name] = location.shape
 
     def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The flat elements [start, stop) in parts, each with its place."""
-        with _describing_errors(name):
-            view = self._file_of[name].get_slice(name)
-        for offset, size, place in boxes(self.shapes[name], start, stop):
-            within = tuple(slice(low, low + length) for low, length in zip(offset, size, strict=True))
-            with _describing_errors(name):
-                part = (view[within] if within else view[...]).reshape(-1)
-            yield place, part
+        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, mapped: one part."""
+        yield start, self._file_of[name].mapped(name)[start:stop]
 
     def whole(self, name: str) -> Tensor:
-        with _describing_errors(name):
-            found: Tensor = self._file_of[name].get_tensor(name)
-        return found
-
-
-@contextmanager
-def _describing_errors(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"'{name}' cannot be read: {brief(error)}.", "", "get the weights again.") from error
+        """A tensor in its own shape and dtype, in memory of its own."""
+        return self._file_of[name].whole(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ from .format import (
 )
 from .read import CheckpointReader, StateRange, plain_values
 from .safetensors_file import dtype_named
-from .state import Contents, persistent_buffers, restore_rng
+from .state import Contents, exact_extents, persistent_buffers, restore_rng
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -268,7 +269,11 @@ def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[Stat
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, member.name):
-                yield WEIGHT, member.name, "", *_held_range(group, member)[:2]
+                if group.master is not None:
+                    start, stop, _ = group.master.local_range(member.slot)
+                else:
+                    start, stop, _ = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
+                yield WEIGHT, member.name, "", start, stop
 
 
 def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
@@ -277,13 +282,6 @@ def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iter
         for key in _moment_keys(reader, covers):
             for cover in covers:
                 yield MOMENT, cover.slot.name, key, cover.start, cover.stop
-
-
-def _held_range(group: ParamGroup, member: ParamInfo) -> tuple[int, int, Any]:
-    """Elements [start, stop) of a parameter that this rank holds, and where."""
-    if group.master is not None:
-        return group.master.local_range(member.slot)
-    return group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
@@ -297,27 +295,41 @@ def _moment_keys(reader: CheckpointReader, covers: list[ParamOverlap]) -> list[s
 
 
 def restore_weights(reader: CheckpointReader, contents: Contents) -> None:
-    """Masters, and weights without one; weights with a master follow in `refresh`."""
+    """Write masters, and weights without one, from the ranges that this rank holds; any world size may have saved them.
+
+    Weights with a master follow in `ParamGroup.refresh`.
+    """
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, member.name):
-                _restore_weight(reader, group, member)
-        extents = group.master.extents() if group.master is not None else [group.weight.extent]
-        for left in [each.store(0, each.memory.numel()) for each in extents if each is not None]:
-            left.wait()  # what rests elsewhere is here one group at a time
+                write_weight(group, member, partial(reader.read, WEIGHT, member.name, ""))
+        store_weights(group)
 
 
-def _restore_weight(reader: CheckpointReader, group: ParamGroup, member: ParamInfo) -> None:
-    device = group.comm_ctx.pool.device
-    if group.master is not None:
-        start, stop, place = _held_range(group, member)
-        for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+def write_weight(
+    group: ParamGroup, member: ParamInfo, read: Callable[[int, int], Iterator[tuple[int, Tensor]]]
+) -> None:
+    """Write this rank's elements of one parameter into its master, or into its weight where it has none.
+
+    read(start, stop): yields (position, flat values) parts of these elements of the parameter, on any device; they are
+    cast as an update casts.
+    """
+    device, master = group.comm_ctx.pool.device, group.master
+    if master is not None:
+        start, stop, place = master.local_range(member.slot)
+        for low, part in read(start, stop):
             at = place + low - start
-            group.master.write(at, at + part.numel(), part.to(device))
+            master.write(at, at + part.numel(), part.to(device))
         return
-    start, stop, view = _held_range(group, member)
-    for low, part in reader.read(WEIGHT, member.name, "", start, stop):
+    start, stop, view = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
+    for low, part in read(start, stop):
         cast_master(part.to(device), view[low - start : low - start + part.numel()])
+
+
+def store_weights(group: ParamGroup) -> None:
+    """Send what was written of a group to the memory where it rests, so that one group at a time is here."""
+    for pending in [extent.store(0, extent.memory.numel()) for extent in exact_extents(group)]:
+        pending.wait()
 
 
 def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Contents) -> None:

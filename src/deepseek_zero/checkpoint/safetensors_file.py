@@ -12,6 +12,7 @@ and keeps a checksum of each tensor for the header, which it writes last: export
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import zlib
 from collections import deque
@@ -51,6 +52,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
     torch.complex64: "C64",
 }
+if hasattr(torch, "float8_e8m0fnu"):
+    DTYPE_NAMES[torch.float8_e8m0fnu] = "F8_E8M0"
 DTYPE_OF_NAME = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 # The dtypes that a file may name in torch's words: a name from a file is looked up here, never in torch.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -206,19 +209,21 @@ def damaged_file(path: Path, problem: str) -> CheckpointError:
 
 
 class SafetensorsReader:
-    """A safetensors file: its header, its descriptor for those who read ranges (ahead.py), and tensors that were never
-    cut.  Errors are CheckpointErrors.
+    """An open safetensors file: its header, its descriptor for those who read ahead, and its tensors.
+
+    Nothing but the header is read before it is asked for.  Errors are CheckpointErrors.
     """
 
     def __init__(self, path: Path) -> None:
         self.path, self.header = path, read_header(path)
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._map: Tensor | None = None
 
     def whole(self, name: str) -> Tensor:
-        """A tensor in its own shape."""
-        place = self.header.locations[name]
-        values = torch.empty(place.numel, dtype=place.dtype)
-        offset, left = place.start, values.view(torch.uint8).numpy().data
+        """A tensor in its own shape and dtype, in memory of its own."""
+        location = self.header.locations[name]
+        values = torch.empty(location.numel, dtype=location.dtype)
+        offset, left = location.start, values.view(torch.uint8).numpy().data
         while len(left):
             try:
                 count = os.preadv(self.descriptor, [left], offset)
@@ -227,7 +232,18 @@ class SafetensorsReader:
             if not count:
                 raise damaged_file(self.path, "was cut short while it was read")
             offset, left = offset + count, left[count:]
-        return values.view(place.shape)
+        return values.view(location.shape)
+
+    def mapped(self, name: str) -> Tensor:
+        """A tensor, flat, mapped into memory: only what is looked at comes from the disk, and nothing is copied."""
+        location = self.header.locations[name]
+        if not location.numel:
+            return torch.empty(0, dtype=location.dtype)
+        if self._map is None:  # private: a write would stay in this process
+            self._map = torch.frombuffer(mmap.mmap(self.descriptor, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+        data = self._map[location.start : location.stop]
+        is_aligned = location.start % location.dtype.itemsize == 0  # other writers' files need not be
+        return (data if is_aligned else data.clone()).view(location.dtype)
 
     def __enter__(self) -> SafetensorsReader:
         return self

@@ -26,6 +26,7 @@ from ..optim.shards import MasterShard, ParamOverlap
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
+from ..tiers.tier import Extent
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
 from .safetensors_file import dtype_name
 
@@ -45,6 +46,13 @@ class Contents:
 def exact_dtype(group: ParamGroup) -> torch.dtype:
     """Dtype of the most precise form of a group's weights: the master's, where there is one."""
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
+
+
+def exact_extents(group: ParamGroup) -> list[Extent]:
+    """The extents under the most precise form of a group's weights: the master's, where there is one."""
+    if group.master is not None:
+        return group.master.extents()
+    return [group.weight.extent] if group.weight.extent is not None else []
 
 
 @dataclass(eq=False)
@@ -111,9 +119,8 @@ def _weight_items(group: ParamGroup) -> WriteGroup:
         places.append((place, place + stop - start))
         batch.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
     if places:
-        extents = master.extents() if master is not None else [group.weight.extent]
         low, high = places[0][0], places[-1][1]
-        batch.extents = [ExtentRange(extent, low, high, changes=False) for extent in extents if extent is not None]
+        batch.extents = [ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)]
     return batch
 
 

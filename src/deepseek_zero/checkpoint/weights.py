@@ -6,26 +6,25 @@ Every rank refuses what it must refuse before any rank changes anything.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..base.device import default_device
 from ..base.errors import CheckpointError
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
-from ..precision.policy import cast_master
 from ..sharding.init import Init, take_slice
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .format import run_and_gather
 from .hf_folder import SafetensorsFolder
-from .load import replace_states
+from .load import replace_states, store_weights, write_weight
 from .safetensors_file import RUN_KEY
 from .state import Contents, persistent_buffers, state_names
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
@@ -86,7 +85,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
             if param.is_meta or owner_of(param) is not None:
                 take_slice(param, session, partial(files.read, found[name]))
             else:
-                param.copy_(files.whole(found[name]))
+                for _, values in files.read(found[name], 0, param.numel()):
+                    param.copy_(values.view(param.shape))
         for name, buffer in persistent_buffers(model).items():
             if name in found:
                 prefix, _, leaf = name.rpartition(".")
@@ -151,31 +151,18 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
     for group in runtime.groups:
         for member in group.members:
             if member.name in found:
-                _restore_member(files, found[member.name], group, member)
-        _store(group)
+                write_weight(group, member, partial(_read_exact, files, found[member.name], group))
+        store_weights(group)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
             buffer.data.copy_(files.whole(found[name]))
     return ""
 
 
-def _restore_member(files: SafetensorsFolder, name: str, group: ParamGroup, member: ParamInfo) -> None:
-    device = group.comm_ctx.pool.device
-    if group.master is not None:
-        start, stop, place = group.master.local_range(member.slot)
-        for low, part in files.read(name, start, stop):
-            at = place + low - start
-            group.master.write(at, at + part.numel(), part.to(device=device, dtype=group.master.dtype))
-        return
-    start, stop, view = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
+def _read_exact(
+    files: SafetensorsFolder, name: str, group: ParamGroup, start: int, stop: int
+) -> Iterator[tuple[int, Tensor]]:
+    """Read elements in the master's dtype; where there is no master in fp32, from which the house casts."""
     for low, part in files.read(name, start, stop):
-        into = view[low - start : low - start + part.numel()]
-        cast_master(part.to(device).float() if part.is_floating_point() else part.to(device), into)
-
-
-def _store(group: ParamGroup) -> None:
-    """What was written of states that rest in another memory goes there, before the next group's come."""
-    extents = [group.weight.extent, *(group.master.extents() if group.master is not None else [])]
-    for extent in extents:
-        if extent is not None:
-            extent.store(0, extent.memory.numel()).wait()
+        exact = group.master.dtype if group.master is not None else torch.float32
+        yield low, part.to(exact) if group.master is not None or part.is_floating_point() else part
