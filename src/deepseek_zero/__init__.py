@@ -20,10 +20,11 @@ if TYPE_CHECKING:
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
     from .base.log import logger
+    from .compat.deepspeed.arguments import add_config_arguments
     from .compat.deepspeed.comm import init_distributed
     from .compat.deepspeed.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
     from .compat.deepspeed.engine import DeepSpeedEngine
-    from .compat.deepspeed.initialize import ConfigKeywords, add_config_arguments, initialize
+    from .compat.deepspeed.initialize import ConfigKeywords, initialize
     from .deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .utils import log_dist
 
@@ -56,7 +57,7 @@ _HOMES = {
     "DeepSpeedEngine": "compat.deepspeed.engine",
     "log_dist": "utils",
     "logger": "base.log",
-    "add_config_arguments": "compat.deepspeed.initialize",
+    "add_config_arguments": "compat.deepspeed.arguments",
     "init_distributed": "compat.deepspeed.comm",
     "initialize": "compat.deepspeed.initialize",
     "install_as_deepspeed": "compat.deepspeed.dropin",

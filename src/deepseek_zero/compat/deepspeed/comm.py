@@ -25,6 +25,7 @@ from ...base.errors import NotBuiltError, UnknownNameError, UsageError
 from ...base.given import whole_number
 from ...base.mesh import PATIENCE, default_backend
 from ...comm.context import local_rank as get_local_rank
+from .missing import missing_names
 
 MODULE = "deepseek_zero.comm"  # where users find these names
 __all__ = [
@@ -195,20 +196,6 @@ ALONE: dict[str, Callable[..., Any]] = {
     "destroy_process_group": _unchanged,
 }
 ALONE |= {name: alone for name, (_, alone) in COLLECTIVES.items()}
-# Why a name of DeepSpeed's is not here.
-LOGGED = "engine.explain() and the records say what was sent"
-LATER = {
-    "log_summary": LOGGED,
-    "configure": LOGGED,
-    "reset_log": LOGGED,
-    "has_comm_data": LOGGED,
-    "get_comm_operation_count": LOGGED,
-    "get_logged_comm_ops": LOGGED,
-    "mpi_discovery": "ranks are found in the variables that every launcher sets",
-    "init_deepspeed_backend": "torch.distributed's backends serve",
-    "set_backend": "torch.distributed's backends serve",
-    "enable_symm_mem_for_group": "same-host ranks share memory already",
-}
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
@@ -231,9 +218,9 @@ def __getattr__(name: str) -> Any:
         return _with_or_without_group(name)
     if name in ASKED:
         return lambda: True
-    if name in LATER:
+    if (missing := missing_names("deepspeed.comm").get(name)) is not None:
         raise UnknownNameError(
-            f"deepseek_zero.comm.{name} is not built: {LATER[name]}.",
+            f"deepspeed.comm.{name} is not built: {missing.reason}.",
             fix="what is there: every name of torch.distributed, and init_distributed.",
         )
     if name.startswith("_") or not hasattr(dist, name):

@@ -1,4 +1,4 @@
-"""DeepSpeed's `initialize` and `add_config_arguments`: they read a configuration and make a DeepSpeedEngine.
+"""DeepSpeed's `initialize`: reads a configuration and makes a DeepSpeedEngine.
 
 The engine's class stands in engine.py, because `from deepspeed import DeepSpeedEngine` is asked often (accelerate's
 `unwrap_model`) and pays for no pydantic there.
@@ -39,7 +39,7 @@ from .parameters import ParameterOffload, show_ds_names
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
 Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
 
-__all__ = ["ConfigKeywords", "add_config_arguments", "initialize"]
+__all__ = ["ConfigKeywords", "initialize"]
 
 
 def initialize(
@@ -106,16 +106,6 @@ def initialize(
     _engines[engine.module] = weakref.ref(engine)
     engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add --deepspeed, --deepspeed_config and their deprecated spellings to a parser."""
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
-    group.add_argument("--deepspeed", action="store_true", help="use the engine (a flag for the script to read)")
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
-    group.add_argument("--deepscale", action="store_true", help="deprecated spelling of --deepspeed")
-    group.add_argument("--deepscale_config", type=str, default=None, help="deprecated spelling of --deepspeed_config")
-    return parser
 
 
 # Model -> its engine, both weakly.

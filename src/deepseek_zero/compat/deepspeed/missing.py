@@ -52,6 +52,7 @@ BY_CONFIG = "the configuration decides; see docs/reference/config.md"
 DATA = "curricula and data efficiency are not planned"
 TIERS = "states have one tier for a run; the configuration chooses it (offload_optimizer, offload_param)"
 REPORT = "`ds_report` and `deepseek-zero doctor` look at the machine"
+LOGGED = "engine.explain() and the records say what was sent"
 LAUNCH = "`deepseek-zero run` launches"
 SHED = "`offload_*` and `vertical_micro_batches` serve"
 LOW_LEVEL = "it links DeepSpeed's inner tensors; safe_get_* and safe_set_* serve"
@@ -94,6 +95,12 @@ MISSING: dict[str, Rows] = {
         (L, TENSOR, "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"),
         (L, TENSOR, "partition_activations_in_checkpoint"),
         (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
+    ),
+    "deepspeed.comm": (
+        (N, LOGGED, "log_summary configure reset_log has_comm_data get_comm_operation_count get_logged_comm_ops"),
+        (N, "ranks are found in the variables that every launcher sets", "mpi_discovery"),
+        (N, "torch.distributed's backends serve", "init_deepspeed_backend set_backend"),
+        (N, "same-host ranks share memory already", "enable_symm_mem_for_group"),
     ),
     "deepspeed.elasticity": (
         (N, "`deepseek-zero run --max-restarts` starts ranks again", "DSElasticAgent elastic_agent"),
@@ -171,7 +178,7 @@ MISSING: dict[str, Rows] = {
         (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),
         (N, "DeepSpeed's debugging prints are not planned", "debug print_rank print_rank0"),
         (N, "ranks are bound to cores by their affinity", "get_numactl_cmd"),
-        (N, "engine.explain() and the records say what was sent", "comms_logging get_caller_func"),
+        (N, LOGGED, "comms_logging get_caller_func"),
     ),
     "deepspeed.utils.groups": (
         (L, TENSOR, "set_tensor_model_parallel_world_size set_tensor_model_parallel_rank"),

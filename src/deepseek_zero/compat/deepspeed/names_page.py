@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from importlib import import_module
 
 from .comm import ALONE, ASKED
-from .comm import LATER as COMM_MISSING
 from .comm import __all__ as COMM
 from .dropin import DIRECTORY
 from .engine import ATTRIBUTES, GETTERS, METHODS
@@ -80,11 +79,9 @@ def _missing_row(module: str, name: str) -> Row:
 
 def _comm() -> Iterator[Row]:
     yield "every name of `torch.distributed`", PROVIDED, "torch's own; a world of one answers without a group"
-    for name in sorted({*COMM, *ALONE, *ASKED, *COMM_MISSING}):
-        if name in COMM_MISSING:
-            yield name, When.NEVER.value, COMM_MISSING[name]
-        else:
-            yield name, PROVIDED, "`deepseek_zero.comm`"
+    missing = missing_names("deepspeed.comm")
+    for name in sorted({*COMM, *ALONE, *ASKED, *missing}):
+        yield _missing_row("deepspeed.comm", name) if name in missing else (name, PROVIDED, "`deepseek_zero.comm`")
 
 
 def _engine() -> Iterator[Row]:

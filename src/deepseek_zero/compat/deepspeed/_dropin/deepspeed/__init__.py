@@ -23,7 +23,7 @@ __getattr__, __dir__ = stand_in(
             "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER DeepSpeedOptimizer HAS_TRITON LAMB_OPTIMIZER "
             "LION_OPTIMIZER MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT ZeROOptimizer"
         ),
-        "deepseek_zero.optim.lr_schedules": "add_tuning_arguments",
+        "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments",
     },
     rooms=(
         "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops profiling "

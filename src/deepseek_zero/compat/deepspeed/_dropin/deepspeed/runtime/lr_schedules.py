@@ -7,9 +7,9 @@ from deepseek_zero.compat.deepspeed.module_stub import stand_in
 __getattr__, __dir__ = stand_in(
     __name__,
     {
+        "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments get_config_from_args",
         "deepseek_zero.optim.lr_schedules": (
-            "add_tuning_arguments get_config_from_args LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR "
-            "WarmupDecayLR WarmupLR"
+            "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR"
         ),
     },
 )
