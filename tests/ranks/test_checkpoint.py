@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -243,13 +244,7 @@ def test_the_consolidated_weights_are_on_rank_zero_and_in_the_file(tmp_path: Pat
     assert (consolidated is None) == (here() != 0)
     assert engine.save_16bit_model(tmp_path, "refused.bin") is False
     saver = build(3, **BF16)
-    saver.config = saver.config.model_copy(
-        update={
-            "zero_optimization": saver.config.zero_optimization.model_copy(
-                update={"stage3_gather_16bit_weights_on_model_save": True}
-            )
-        }
-    )
+    saver.parts.saving_settings = replace(saver.parts.saving_settings, gather_16bit=True)
     assert saver.save_16bit_model(tmp_path) is True
     assert_same(whole, torch.load(tmp_path / "pytorch_model.bin", weights_only=True))
     assert saver.save_fp16_model(tmp_path, "model.safetensors") is True
@@ -590,9 +585,9 @@ def test_moments_are_read_once_where_they_replace_none_and_over_the_old_ones_els
 ) -> None:
     left_out: list[str] = []
 
-    def spy(folder: Path, share: Any, *, again: bool, but: str) -> Any:
-        left_out.append(but)
-        return verify(folder, share, again=again, but=but)
+    def spy(folder: Path, subset: Any, *, read_again: bool, except_kind: str) -> Any:
+        left_out.append(except_kind)
+        return verify(folder, subset, read_again=read_again, except_kind=except_kind)
 
     monkeypatch.setattr(load, "verify", spy)
     saved = build(3)

@@ -115,7 +115,7 @@ class PruneResult:
 # -- what there is
 
 
-def checkpoints(directory: Path, *, glancing: bool = True) -> list[CheckpointInfo]:
+def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[CheckpointInfo]:
     """All tags, newest first: by step, then by time; those whose step nobody knows before all others.
 
     Reads manifests and, if `glancing`, the headers of their files.
@@ -123,8 +123,8 @@ def checkpoints(directory: Path, *, glancing: bool = True) -> list[CheckpointInf
     found = []
     for tag in tags_in(directory):
         with suppress(FileNotFoundError):  # it went while we looked
-            found.append(info_of(directory, tag, glancing=glancing))
-    return sorted(found, key=lambda entry: (entry.manifest is None, entry.step, entry.saved_at), reverse=True)
+            found.append(info_of(directory, tag, reads_headers=reads_headers))
+    return sorted(found, key=lambda info: (info.manifest is None, info.step, info.saved_at), reverse=True)
 
 
 def latest_tag(directory: Path) -> str | None:
@@ -141,14 +141,14 @@ def latest_tag(directory: Path) -> str | None:
         ) from error
 
 
-def info_of(directory: Path, tag: str, *, glancing: bool = True) -> CheckpointInfo:
+def info_of(directory: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
     """One tag, which must be there."""
-    return info_at(tag_folder(directory, tag), tag, glancing=glancing)
+    return info_at(tag_folder(directory, tag), tag, reads_headers=reads_headers)
 
 
-def info_at(path: Path, tag: str, *, glancing: bool = True) -> CheckpointInfo:
+def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
     """A checkpoint or export by its path, which must be there."""
-    manifest, faults = check_headers(path) if glancing else check_headers(path, NO_FILES)
+    manifest, faults = check_headers(path) if reads_headers else check_headers(path, NO_FILES)
     saved = path / MANIFEST
     return CheckpointInfo(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
 
@@ -227,7 +227,7 @@ def newest_good(directory: Path) -> str | None:
 
     A CheckpointError where there are checkpoints and none is good: whoever starts anew then should do so on purpose.
     """
-    tags = [entry.tag for entry in checkpoints(directory, glancing=False)]
+    tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
     return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))])
 
 
@@ -235,15 +235,17 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
     """As `newest_good`, each rank reading its share of the files.  Collective."""
 
     def listed() -> str:
-        found = checkpoints(directory, glancing=False) if comm.rank == 0 else []
-        return json.dumps([entry.tag for entry in found])
+        found = checkpoints(directory, reads_headers=False) if comm.rank == 0 else []
+        return json.dumps([info.tag for info in found])
 
     def check(tag: str) -> list[str]:
-        def mine() -> str:
-            faults = verify(tag_folder(directory, tag), FileSubset(comm.rank, comm.size), again=True)
+        def check_share() -> str:
+            faults = verify(tag_folder(directory, tag), FileSubset(comm.rank, comm.size), read_again=True)
             return json.dumps([str(fault) for fault in faults[: MAX_FAULTS_SHOWN + 1]])
 
-        return [fault for said in run_and_gather(comm, f"verifying {tag}", mine) for fault in json.loads(said)]
+        return [
+            fault for answer in run_and_gather(comm, f"verifying {tag}", check_share) for fault in json.loads(answer)
+        ]
 
     return _first_good(
         directory, json.loads(run_and_gather(comm, "loading: the list of checkpoints", listed)[0]), check
@@ -251,17 +253,17 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
 
 
 def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]) -> str | None:
-    passed = []
+    passed_over = []
     for tag in tags:
         faults = check(tag)
         if not faults:
             return tag
         more = "; and more" if len(faults) > MAX_FAULTS_SHOWN else ""
-        passed.append(f"{tag}: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}")
-        log_once(f"checkpoint {directory / tag} is passed over. {passed[-1]}", logging.WARNING)
-    if passed:
+        passed_over.append(f"{tag}: {'; '.join(faults[:MAX_FAULTS_SHOWN])}{more}")
+        log_once(f"checkpoint {directory / tag} is passed over. {passed_over[-1]}", logging.WARNING)
+    if passed_over:
         raise CheckpointError(
-            f"none of the {len(passed)} checkpoint(s) in {directory} is good. " + ". ".join(passed) + ".",
+            f"none of the {len(passed_over)} checkpoint(s) in {directory} is good. " + ". ".join(passed_over) + ".",
             fix="bring the files back from a copy; to start anew, name another directory.",
         )
     return None
@@ -270,57 +272,57 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
 # -- which ones go
 
 
-def outdated(entries: Sequence[CheckpointInfo], latest: str | None, keep: Retention) -> list[CheckpointInfo]:
+def outdated(infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention) -> list[CheckpointInfo]:
     """Those that need not be kept, of entries newest first.
 
     Only complete ones count as kept, and nothing goes unless a complete one is newer.  What `latest` names stays, and
     so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in
     another layout than ours are never removed: another program may have written them.
     """
-    entries = [entry for entry in entries if entry.layout in (SLICES, None)]
-    complete = [entry for entry in entries if entry.is_complete]
-    if keep.last is None or not complete:
+    infos = [info for info in infos if info.layout in (SLICES, None)]
+    complete = [info for info in infos if info.is_complete]
+    if retention.last is None or not complete:
         return []
-    kept = {entry.tag for entry in complete[: keep.last]} | {latest}
-    kept |= {entry.tag for entry in complete if keep.every and entry.step % keep.every == 0}
-    older = entries[list(entries).index(complete[0]) + 1 :]
-    return [entry for entry in older if entry.tag not in kept and entry.manifest is not None]
+    kept = {info.tag for info in complete[: retention.last]} | {latest}
+    kept |= {info.tag for info in complete if retention.every and info.step % retention.every == 0}
+    older = infos[list(infos).index(complete[0]) + 1 :]
+    return [info for info in older if info.tag not in kept and info.manifest is not None]
 
 
-def prune(directory: Path, keep: Retention, *, dry_run: bool = False) -> PruneResult:
+def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> PruneResult:
     """Clean up, then remove what need not be kept.
 
     A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call removes.
     """
-    done = PruneResult(cleaned=clean(directory, dry_run=dry_run))
-    entries = checkpoints(directory)
-    done.removed = outdated(entries, latest_tag(directory), keep)
-    done.kept = [entry for entry in entries if entry not in done.removed]
+    result = PruneResult(cleaned=clean(directory, dry_run=dry_run))
+    infos = checkpoints(directory)
+    result.removed = outdated(infos, latest_tag(directory), retention)
+    result.kept = [info for info in infos if info not in result.removed]
     if not dry_run:
-        for entry in done.removed:
-            _remove(entry.folder, entry.tag)
-    return done
+        for info in result.removed:
+            _remove(info.folder, info.tag)
+    return result
 
 
 def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
     """Remove what unfinished saves have left, and give a tag its name back; returns the hidden names that went."""
-    left = [one for one in leftovers(directory) if not one.is_in_use]
-    busy = {one.tag for one in leftovers(directory) if one.is_in_use}
-    nameless = [
+    unused = [leftover for leftover in leftovers(directory) if not leftover.is_in_use]
+    in_use = {leftover.tag for leftover in leftovers(directory) if leftover.is_in_use}
+    to_rename = [
         (path, tag)
         for path, tag, state in _hidden(directory)
-        if state == "replaced" and tag not in busy and tag_folder(directory, tag) == path
+        if state == "replaced" and tag not in in_use and tag_folder(directory, tag) == path
     ]
     if not dry_run:
-        for path, tag in nameless:
+        for path, tag in to_rename:
             files.rename(path, directory / tag)
             files.sync_folder(directory)
-        for one in left:
-            if one.path.is_dir():
-                _remove(one.path, one.tag)
+        for leftover in unused:
+            if leftover.path.is_dir():
+                _remove(leftover.path, leftover.tag)
             else:
-                files.remove(one.path)
-    return [path for path, _ in nameless] + [one.path for one in left]
+                files.remove(leftover.path)
+    return [path for path, _ in to_rename] + [leftover.path for leftover in unused]
 
 
 def remove_replaced(folder: Path) -> None:
@@ -329,25 +331,25 @@ def remove_replaced(folder: Path) -> None:
         files.remove_folder(replaced_path(folder))
 
 
-def apply_retention(folder: Path, keep: Retention) -> None:
+def apply_retention(folder: Path, retention: Retention) -> None:
     """What rank 0 removes after a save into `folder`.  A directory that refuses costs a warning, never the training."""
     try:
         remove_replaced(folder)
-        if keep.last is not None:
-            prune(folder.parent, keep)
+        if retention.last is not None:
+            prune(folder.parent, retention)
     except (OSError, CheckpointError) as error:
         log_once(f"older checkpoints in {folder.parent} could not be removed: {error}", logging.WARNING)
 
 
 def _remove(folder: Path, tag: str) -> None:
-    doomed = folder.with_name(f".{tag}.pruned")
-    if folder != doomed:
-        if doomed.exists():
-            files.remove_folder(doomed)
-        files.rename(folder, doomed)
+    pruned = folder.with_name(f".{tag}.pruned")
+    if folder != pruned:
+        if pruned.exists():
+            files.remove_folder(pruned)
+        files.rename(folder, pruned)
         files.sync_folder(folder.parent)
     with suppress(FileNotFoundError):  # somebody else removes it too
-        files.remove_folder(doomed)
+        files.remove_folder(pruned)
 
 
 WRITER = ".writer"
@@ -408,17 +410,17 @@ def _lock(directory: Path) -> _HeldLock:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            said = _read_owner(path)
+            owner = _read_owner(path)
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 os.close(descriptor)
                 raise CheckpointError(
-                    f"another job writes into '{directory}': {_describe_owner(said)}.",
+                    f"another job writes into '{directory}': {_describe_owner(owner)}.",
                     "One directory has one `latest`, and jobs would remove each other's checkpoints.",
                     "give each job a directory of its own, or end the other one.",
                 ) from None
-            if said and said != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
+            if owner and owner != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
                 log_once(
-                    f"another job may be writing into {directory}: {_describe_owner(said)}. Its file system knows no "
+                    f"another job may be writing into {directory}: {_describe_owner(owner)}. Its file system knows no "
                     f"locks ({error.strerror}), so nobody can tell. One directory should have one job.",
                     logging.WARNING,
                 )
@@ -447,12 +449,12 @@ def _this_process() -> dict[str, str]:
 def _read_owner(path: Path) -> dict[str, str]:
     """Who says that it writes there; nobody where the file cannot be read."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+        owner = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):
         return {}
-    return {str(key): str(value) for key, value in told.items()} if isinstance(told, dict) else {}
+    return {str(key): str(value) for key, value in owner.items()} if isinstance(owner, dict) else {}
 
 
-def _describe_owner(said: dict[str, str]) -> str:
-    job = f" (job {said['job']})" if said.get("job") else ""
-    return f"process {said.get('process', '?')} on {said.get('host', 'some host')}{job}"
+def _describe_owner(owner: dict[str, str]) -> str:
+    job = f" (job {owner['job']})" if owner.get("job") else ""
+    return f"process {owner.get('process', '?')} on {owner.get('host', 'some host')}{job}"

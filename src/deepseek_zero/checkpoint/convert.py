@@ -35,15 +35,15 @@ def convert_to_safetensors(
         tensors = tensors_of(open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
         names, run = shard_names(len(shards)), secrets.token_hex(8)
-        draft = stack.enter_context(staged_output(out))
-        for name, entries in zip(names, shards, strict=True):
-            with SafetensorsWriter(draft.path / name, entries, run) as file:
-                for entry in entries:
-                    for low, part in tensors[entry.name].parts():
-                        file.write(entry.name, low, part)
+        output = stack.enter_context(staged_output(out))
+        for name, infos in zip(names, shards, strict=True):
+            with SafetensorsWriter(output.path / name, infos, run) as file:
+                for info in infos:
+                    for low, part in tensors[info.name].parts():
+                        file.write(info.name, low, part)
         if len(names) > 1:
-            write_index(draft.path / INDEX, shards, names)
-        draft.publish_folder(EXPORT_PATTERNS, INDEX)
+            write_index(output.path / INDEX, shards, names)
+        output.publish_folder(EXPORT_PATTERNS, INDEX)
         return names
 
 
@@ -64,6 +64,6 @@ def convert_to_pth(
         tensors = tensors_of(source, dtype_of(dtype), exclude_frozen=exclude_frozen)
         state = {name: lazy.contiguous() for name, lazy in tensors.items()}
         state |= {name: state[first] for name, first in source.tied.items() if first in state}
-    with staged_output(out) as draft:
-        save_torch(state, draft.path / out.name)
-        draft.publish_file()
+    with staged_output(out) as output:
+        save_torch(state, output.path / out.name)
+        output.publish_file()

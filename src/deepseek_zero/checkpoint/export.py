@@ -119,9 +119,9 @@ class _RankFiles:
         self._problem: Exception | None = None
 
     def open(self) -> str:
-        for name, entries in self.shards.items():
-            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, entries, self.run))
-            self._file_of |= {entry.name: file for entry in entries}
+        for name, infos in self.shards.items():
+            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos, self.run))
+            self._file_of |= {info.name: file for info in infos}
         return ""
 
     def put(self, name: str, values: Tensor) -> None:
@@ -153,24 +153,24 @@ def export_safetensors(
     File k is rank k's (modulo their number): with as many files as ranks all of them write at once.  Nothing is to be
     seen in `directory` before everything is on the disk.
     """
-    comm, draft = runtime.comm, StagedOutput(directory)
+    comm, output = runtime.comm, StagedOutput(directory)
     shards = plan_shards(tensors_to_export(runtime, settings), settings.max_shard_bytes)
     names = shard_names(len(shards))
 
     def finish() -> None:
         if len(names) > 1:
-            write_index(draft.path / INDEX, shards, names)
+            write_index(output.path / INDEX, shards, names)
         if companions is not None:
-            companions(draft.path)
-        draft.publish_folder(EXPORT_PATTERNS, INDEX)
+            companions(output.path)
+        output.publish_folder(EXPORT_PATTERNS, INDEX)
 
     try:
-        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, draft))[0]
-        mine = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-        _write(runtime, settings, _RankFiles(draft.path, mine, run))
+        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, output))[0]
+        own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
+        _write(runtime, settings, _RankFiles(output.path, own_files, run))
         run_and_gather(comm, "export: the names", lambda: _on_first_rank(comm, finish))
     except Exception:
-        draft.discard()
+        output.discard()
         raise
     return names
 
@@ -181,46 +181,46 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     A safetensors file is written tensor by tensor.  torch.save wants everything at once: rank 0 holds the whole model
     in host memory, in the dtype asked for.
     """
-    comm, draft = runtime.comm, StagedOutput(path)
+    comm, output = runtime.comm, StagedOutput(path)
     try:
-        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, draft))[0]
+        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, output))[0]
         if path.suffix == ".safetensors":
-            mine = {path.name: tensors_to_export(runtime, settings)} if comm.rank == 0 else {}
-            _write(runtime, settings, _RankFiles(draft.path, mine, run))
+            own_files = {path.name: tensors_to_export(runtime, settings)} if comm.rank == 0 else {}
+            _write(runtime, settings, _RankFiles(output.path, own_files, run))
         else:
             state = consolidated(runtime, settings)
-            into = draft.path / path.name
+            into = output.path / path.name
             run_and_gather(comm, "export: the file", lambda: save_torch(state, into) if state is not None else "")
-        run_and_gather(comm, "export: the name", lambda: _on_first_rank(comm, draft.publish_file))
+        run_and_gather(comm, "export: the name", lambda: _on_first_rank(comm, output.publish_file))
     except Exception:
-        draft.discard()
+        output.discard()
         raise
 
 
-def _begin(comm: Comm, draft: StagedOutput) -> str:
+def _begin(comm: Comm, output: StagedOutput) -> str:
     """Rank 0 opens the draft and says which export this is."""
     if comm.rank:
         return ""
-    if draft.final.is_dir() and draft.final.suffix in FILE_SUFFIXES:
-        raise CheckpointError(f"{draft.final} is a folder.", "Its name is that of a file.", "name another file.")
-    if draft.final.is_file() and draft.final.suffix not in FILE_SUFFIXES:
+    if output.final.is_dir() and output.final.suffix in FILE_SUFFIXES:
+        raise CheckpointError(f"{output.final} is a folder.", "Its name is that of a file.", "name another file.")
+    if output.final.is_file() and output.final.suffix not in FILE_SUFFIXES:
         raise CheckpointError(
-            f"{draft.final} is a file.", "An export is a folder.", "name a folder, or a file that ends in .pth."
+            f"{output.final} is a file.", "An export is a folder.", "name a folder, or a file that ends in .pth."
         )
-    draft.open()
+    output.open()
     return secrets.token_hex(8)
 
 
-def _write(runtime: Runtime, settings: ExportSettings, mine: _RankFiles) -> None:
+def _write(runtime: Runtime, settings: ExportSettings, own_files: _RankFiles) -> None:
     """Gather every tensor on every rank, and write this rank's."""
     try:
-        run_and_gather(runtime.comm, "export: this rank's files", mine.open)
+        run_and_gather(runtime.comm, "export: this rank's files", own_files.open)
         for name, values in whole_values(runtime, settings):
-            mine.put(name, values)
+            own_files.put(name, values)
             del values  # or its group would stay while the next one is gathered
-        run_and_gather(runtime.comm, "export: this rank's tensors", mine.close)
+        run_and_gather(runtime.comm, "export: this rank's tensors", own_files.close)
     finally:
-        mine.abandon()
+        own_files.abandon()
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
@@ -232,7 +232,7 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
         del values
     if runtime.comm.rank:
         return None
-    shapes = {entry.name: entry.shape for entry in tensors_to_export(runtime, settings)}
+    shapes = {info.name: info.shape for info in tensors_to_export(runtime, settings)}
     whole_of = {name: values.view(shapes[name]) for name, values in found.items()}
     return {name: whole_of[first] for name, first in state_names(runtime.model).items() if first in whole_of}
 

@@ -189,8 +189,8 @@ def _is_plain(tag: Any) -> bool:
 
 
 def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
-    told = repr(tag)
-    return CheckpointError(f"{told[:80]}{'...' if len(told) > 80 else ''} cannot be a tag.", why, fix)
+    shown = repr(tag)
+    return CheckpointError(f"{shown[:80]}{'...' if len(shown) > 80 else ''} cannot be a tag.", why, fix)
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:

@@ -28,7 +28,7 @@ EXPORT_PATTERNS = (
 MAX_SHARD_BYTES = 5_000_000_000
 
 
-def plan_shards(entries: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
+def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
     """Entries in order, cut into files of at most so many bytes; a larger tensor has a file of its own."""
     if most < 1:
         raise CheckpointError(
@@ -36,12 +36,12 @@ def plan_shards(entries: Sequence[TensorInfo], most: int) -> list[list[TensorInf
         )
     shards: list[list[TensorInfo]] = [[]]
     filled = 0
-    for entry in entries:
-        if shards[-1] and filled + entry.nbytes > most:
+    for info in infos:
+        if shards[-1] and filled + info.nbytes > most:
             shards.append([])
             filled = 0
-        shards[-1].append(entry)
-        filled += entry.nbytes
+        shards[-1].append(info)
+        filled += info.nbytes
     return shards
 
 
@@ -54,8 +54,8 @@ def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> li
 
 def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> None:
     """Say which tensor is in which file."""
-    total = sum(entry.nbytes for shard in shards for entry in shard)
-    where = {entry.name: name for shard, name in zip(shards, names, strict=True) for entry in shard}
+    total = sum(info.nbytes for shard in shards for info in shard)
+    where = {info.name: name for shard, name in zip(shards, names, strict=True) for info in shard}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
     files.write_text(path, text + "\n")
 

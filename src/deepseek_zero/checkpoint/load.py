@@ -85,7 +85,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     runtime, loaded = contents.runtime, []
     runtime.follow_requires_grad()
 
-    def look() -> str:
+    def check_manifest() -> str:
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
         check(manifest, contents, settings)
@@ -98,22 +98,22 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         loaded.append((manifest, folder))
         return NEW_MOMENTS if settings.moments and _takes_new_moments(folder, manifest, contents) else ""
 
-    answers = run_and_gather(runtime.comm, f"loading {tag}: the manifest", look)
+    answers = run_and_gather(runtime.comm, f"loading {tag}: the manifest", check_manifest)
     manifest, folder = loaded[0]
     checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
     if settings.verify:
-        share, but = FileSubset(runtime.comm.rank, runtime.comm.size), MOMENT if checks_moments else ""
-        run_and_gather(runtime.comm, f"loading {tag}: checksums", lambda: _verify_files(folder, share, but))
+        subset, except_kind = FileSubset(runtime.comm.rank, runtime.comm.size), MOMENT if checks_moments else ""
+        run_and_gather(runtime.comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind))
     plain: dict[str, Any] = {}
     states: list[GroupStates] = []
 
-    def look_inside() -> str:
+    def read_values() -> str:
         plain.update(plain_values(folder, manifest))
         if checks_moments:
             states.extend(_read_new_moments(folder, manifest, contents))
         return ""
 
-    run_and_gather(runtime.comm, f"loading {tag}: values", look_inside)
+    run_and_gather(runtime.comm, f"loading {tag}: values", read_values)
     known = states if checks_moments else None
     replace_states(
         contents, tag, lambda: _restore_all(folder, manifest, plain, contents, settings, known), manifest.lifted
@@ -149,9 +149,9 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
 # -- what is refused
 
 
-def _verify_files(folder: Path, share: FileSubset, but: str) -> str:
+def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
     """Read this rank's share of the files."""
-    raise_faults(folder, verify(folder, share, again=True, but=but))
+    raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
     return ""
 
 
@@ -277,11 +277,11 @@ def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[Stat
 
 
 def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
-    for _, piece in _shards_by_group(optimizer):
-        covers = list(piece.overlaps())
-        for key in _moment_keys(reader, covers):
-            for cover in covers:
-                yield MOMENT, cover.slot.name, key, cover.start, cover.stop
+    for _, shard in _shards_by_group(optimizer):
+        overlaps = list(shard.overlaps())
+        for key in _moment_keys(reader, overlaps):
+            for overlap in overlaps:
+                yield MOMENT, overlap.slot.name, key, overlap.start, overlap.stop
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
@@ -290,8 +290,8 @@ def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard
     return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
 
 
-def _moment_keys(reader: CheckpointReader, covers: list[ParamOverlap]) -> list[str]:
-    return list(dict.fromkeys(key for cover in covers for key in reader.keys(MOMENT, cover.slot.name)))
+def _moment_keys(reader: CheckpointReader, overlaps: list[ParamOverlap]) -> list[str]:
+    return list(dict.fromkeys(key for overlap in overlaps for key in reader.keys(MOMENT, overlap.slot.name)))
 
 
 def restore_weights(reader: CheckpointReader, contents: Contents) -> None:
@@ -345,10 +345,10 @@ def read_states(
     reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
 ) -> Iterator[GroupStates]:
     """What the optimizer will have, group by group.  before: what it had, whose memory is taken again."""
-    for group, pieces in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
+    for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         yield (
             group,
-            {number: _shard_state(reader, manifest, piece, before.pop(piece.param, {})) for number, piece in pieces},
+            {number: _shard_state(reader, manifest, shard, before.pop(shard.param, {})) for number, shard in shards},
         )
 
 
@@ -382,8 +382,8 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
     frozen for a time, or their gradients dropped.  Local.  keys: the kinds of a parameter's moments.
     """
 
-    def saved(cover: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
-        return manifest.scalars.get(cover.slot.name, {}), frozenset(keys(cover.slot.name))
+    def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
+        return manifest.scalars.get(overlap.slot.name, {}), frozenset(keys(overlap.slot.name))
 
     optimizer.cut_apart(saved)
 
@@ -402,44 +402,46 @@ def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimi
 
 
 def _shard_state(
-    reader: CheckpointReader, manifest: Manifest, piece: MasterShard, before: dict[str, Any]
+    reader: CheckpointReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]
 ) -> dict[str, Any]:
-    covers = list(piece.overlaps())
+    overlaps = list(shard.overlaps())
     state: dict[str, Any] = {}
-    for key in _moment_keys(reader, covers):
-        state[key] = _moment(reader, piece, covers, key, before.get(key))
-    for cover in covers:
-        state |= {key: reader.whole(cover.slot.name, key) for key in reader.keys(WHOLE, cover.slot.name)}
-    return state | _numbers(manifest, [cover.slot.name for cover in covers])
+    for key in _moment_keys(reader, overlaps):
+        state[key] = _moment(reader, shard, overlaps, key, before.get(key))
+    for overlap in overlaps:
+        state |= {key: reader.whole(overlap.slot.name, key) for key in reader.keys(WHOLE, overlap.slot.name)}
+    return state | _numbers(manifest, [overlap.slot.name for overlap in overlaps])
 
 
-def _moment(reader: CheckpointReader, piece: MasterShard, covers: list[ParamOverlap], key: str, before: Any) -> Tensor:
+def _moment(
+    reader: CheckpointReader, shard: MasterShard, overlaps: list[ParamOverlap], key: str, before: Any
+) -> Tensor:
     """One state of a piece, put together from what its parameters have; zeros between them."""
     value: Tensor | None = None
-    for cover in covers:
-        for low, part in reader.read(MOMENT, cover.slot.name, key, cover.start, cover.stop):
+    for overlap in overlaps:
+        for low, part in reader.read(MOMENT, overlap.slot.name, key, overlap.start, overlap.stop):
             if value is None:
-                value = _moment_memory(piece, part.dtype, before)
-                if sum(each.stop - each.start for each in covers) < piece.numel:
+                value = _moment_memory(shard, part.dtype, before)
+                if sum(each.stop - each.start for each in overlaps) < shard.numel:
                     value.zero_()
-            at = cover.offset + low - cover.start
+            at = overlap.offset + low - overlap.start
             value[at : at + part.numel()].copy_(part)
     assert value is not None
-    return value.view(piece.param.shape)
+    return value.view(shard.param.shape)
 
 
-def _moment_memory(piece: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
+def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
     """Where a moment goes: over the one before it, if that lies here as it is, since new pages cost as much as the
     copy does.
     """
     if (
         isinstance(before, Tensor)
-        and (before.device.type, before.dtype, before.numel()) == ("cpu", dtype, piece.numel)
+        and (before.device.type, before.dtype, before.numel()) == ("cpu", dtype, shard.numel)
         and before.is_contiguous()
-        and not piece.group.plan.moments_external
+        and not shard.group.plan.moments_external
     ):
         return before.view(-1)
-    return torch.empty(piece.numel, dtype=dtype)
+    return torch.empty(shard.numel, dtype=dtype)
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:

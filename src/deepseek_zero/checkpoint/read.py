@@ -66,16 +66,16 @@ class CheckpointReader:
         """
         reached = start
         for chunk, low, high in self._chunks_of(kind, name, key, start, stop):
-            span, dtype = (
+            byte_range, dtype = (
                 self._byte_range(chunk, low, high),
                 self._file(chunk).header.locations[chunk.tensor_name].dtype,
             )
             found = 0
-            for piece in self._parts_of(span):
-                values = self._values_of(chunk, piece, dtype)
+            for part in self._parts_of(byte_range):
+                values = self._values_of(chunk, part, dtype)
                 if self._verifies:
                     found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
-                yield low + (piece.start - span.start) // dtype.itemsize, values
+                yield low + (part.start - byte_range.start) // dtype.itemsize, values
             if self._verifies and (low, high) == (chunk.start, chunk.stop):
                 raise_faults(self.folder, compare_checksum(chunk, found))
             reached = high
@@ -104,16 +104,16 @@ class CheckpointReader:
         start, stop = (place.start + (at - chunk.start) * place.dtype.itemsize for at in (low, high))
         return ByteRange(file.descriptor, start, stop)
 
-    def _parts_of(self, span: ByteRange) -> Iterator[ReadPart]:
-        if self._head is None or self._head.range != span:
-            yield from read_ahead([span])
-        while self._head is not None and self._head.range == span:
+    def _parts_of(self, byte_range: ByteRange) -> Iterator[ReadPart]:
+        if self._head is None or self._head.range != byte_range:
+            yield from read_ahead([byte_range])
+        while self._head is not None and self._head.range == byte_range:
             yield self._head
             self._head = next(self._prefetched, None)
 
-    def _values_of(self, chunk: SavedChunk, piece: ReadPart, dtype: torch.dtype) -> Tensor:
+    def _values_of(self, chunk: SavedChunk, part: ReadPart, dtype: torch.dtype) -> Tensor:
         try:
-            data = piece.data
+            data = part.data
         except OSError as error:
             raise damaged_file(self.folder / chunk.file, f"cannot be read: {error.strerror or error}") from None
         is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
@@ -180,7 +180,7 @@ def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bo
     """
     folder = resolve_checkpoint(path, tag)
     if checks:
-        raise_faults(folder, verify(folder, again=True))
+        raise_faults(folder, verify(folder, read_again=True))
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
         return layout.open_at(folder, stack)

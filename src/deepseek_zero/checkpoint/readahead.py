@@ -56,9 +56,9 @@ class ReadPart:
 class ReadRequest:
     """One request: what it reads into, and how far it is."""
 
-    def __init__(self, way: ReadPath) -> None:
+    def __init__(self, path: ReadPath) -> None:
         self.parts = list[ReadPart]()
-        self._path, self._block, self._job = way, torch.empty(0), Future[None]()
+        self._path, self._block, self._job = path, torch.empty(0), Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
         self._block = block
@@ -70,15 +70,15 @@ class ReadRequest:
         self._job.exception()
         return self._block
 
-    def bytes_of(self, piece: ReadPart) -> Tensor:
+    def bytes_of(self, part: ReadPart) -> Tensor:
         first = self.parts[0].start
         if self._job.exception() is not None:
             if len(self.parts) == 1:
                 self._job.result()
-            first = piece.start  # perhaps another piece of the read is the one that is lost
-            self._path.fill(self._block, piece.range, piece.start, piece.stop)
-        low = first % PAGE + piece.start - first
-        return self._block[low : low + piece.stop - piece.start]
+            first = part.start  # perhaps another piece of the read is the one that is lost
+            self._path.fill(self._block, part.range, part.start, part.stop)
+        low = first % PAGE + part.start - first
+        return self._block[low : low + part.stop - part.start]
 
 
 class ReadPath:
@@ -87,18 +87,20 @@ class ReadPath:
     def __init__(self) -> None:
         self._num_bytes, self._seconds = 0, 0.0  # that direct reads took, `THREADS` of them at once
 
-    def fill(self, block: Tensor, span: ByteRange, start: int, stop: int) -> None:
+    def fill(self, block: Tensor, byte_range: ByteRange, start: int, stop: int) -> None:
         """Read [start, stop) so that `start` has its place in its page."""
         low = start - start % PAGE
         target = block.numpy().data[: stop - low]
-        is_slow = span.read_again and self._num_bytes * THREADS < FAST * self._seconds
-        is_for_cache = is_slow or is_cached(span.descriptor, low, stop)
-        if not is_for_cache and self._read_direct(span.descriptor, block.numpy().data, low, stop):
+        is_slow = byte_range.read_again and self._num_bytes * THREADS < FAST * self._seconds
+        is_for_cache = is_slow or is_cached(byte_range.descriptor, low, stop)
+        if not is_for_cache and self._read_direct(byte_range.descriptor, block.numpy().data, low, stop):
             return
         with suppress(OSError):
-            os.posix_fadvise(span.descriptor, low, len(target), os.POSIX_FADV_WILLNEED)  # at once, not 128 KiB a time
+            os.posix_fadvise(
+                byte_range.descriptor, low, len(target), os.POSIX_FADV_WILLNEED
+            )  # at once, not 128 KiB a time
         while len(target):
-            count = os.preadv(span.descriptor, [target], low)
+            count = os.preadv(byte_range.descriptor, [target], low)
             if not count:
                 raise OSError("the file ended early")
             low, target = low + count, target[count:]
@@ -120,9 +122,9 @@ class ReadPath:
         return count >= stop - low
 
 
-def read_ahead(spans: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
+def read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
     """The bytes of spans, in order and in pieces; each is good until the next is asked for."""
-    coming, under_way = _requests(spans), deque[ReadRequest]()
+    coming, under_way = _requests(ranges), deque[ReadRequest]()
     blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
     with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:
         for read, block in zip(islice(coming, BLOCKS), blocks, strict=False):
@@ -137,25 +139,29 @@ def read_ahead(spans: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
                 under_way.append(following)
 
 
-def _requests(spans: Iterable[ByteRange]) -> Iterator[ReadRequest]:
+def _requests(ranges: Iterable[ByteRange]) -> Iterator[ReadRequest]:
     """Requests of at most a block; spans that follow each other share one."""
-    way = ReadPath()
-    read = ReadRequest(way)
-    for span in spans:
-        at = span.start
-        while at < span.stop:
-            if read.parts and not _continues(read.parts, span, at):
+    path = ReadPath()
+    read = ReadRequest(path)
+    for byte_range in ranges:
+        at = byte_range.start
+        while at < byte_range.stop:
+            if read.parts and not _continues(read.parts, byte_range, at):
                 yield read
-                read = ReadRequest(way)
+                read = ReadRequest(path)
             begin = read.parts[0].start if read.parts else at
-            end = min(span.stop, begin + BLOCK_BYTES)
-            read.parts.append(ReadPart(span, at, end, read))
+            end = min(byte_range.stop, begin + BLOCK_BYTES)
+            read.parts.append(ReadPart(byte_range, at, end, read))
             at = end
     if read.parts:
         yield read
 
 
-def _continues(before: list[ReadPart], span: ByteRange, at: int) -> bool:
+def _continues(before: list[ReadPart], byte_range: ByteRange, at: int) -> bool:
     first, last = before[0], before[-1]
-    is_next = (last.range.descriptor, last.range.read_again, last.stop) == (span.descriptor, span.read_again, at)
+    is_next = (last.range.descriptor, last.range.read_again, last.stop) == (
+        byte_range.descriptor,
+        byte_range.read_again,
+        at,
+    )
     return is_next and at - first.start < BLOCK_BYTES

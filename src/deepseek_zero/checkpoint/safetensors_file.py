@@ -89,14 +89,14 @@ class TensorInfo:
         return self.numel * self.dtype.itemsize
 
 
-def encode_header(entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
+def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
     """The head of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
-    place = 0
-    for entry in entries:
-        ends = [place, place + entry.nbytes]
-        header[entry.name] = {"dtype": _format_dtype(entry), "shape": list(entry.shape), "data_offsets": ends}
-        place = ends[1]
+    offset = 0
+    for info in infos:
+        ends = [offset, offset + info.nbytes]
+        header[info.name] = {"dtype": _format_dtype(info), "shape": list(info.shape), "data_offsets": ends}
+        offset = ends[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -148,8 +148,8 @@ class SafetensorsHeader:
     @property
     def tensor_crcs(self) -> dict[str, int]:
         """CRC-32 of the tensors' bytes, as far as the file has them; a ValueError where it has nonsense."""
-        told = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
-        return {name: int(text, 16) for name, text in told.items()}
+        crcs = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
+        return {name: int(text, 16) for name, text in crcs.items()}
 
 
 def read_header(path: Path) -> SafetensorsHeader:
@@ -179,11 +179,11 @@ def read_header(path: Path) -> SafetensorsHeader:
     if own is not None and f"{zlib.crc32(_without_crc(size, text, own)):08x}" != own:
         raise damaged_file(path, "has another header than was written: its checksum differs")
     reached = begin
-    for place in sorted(places.values(), key=lambda each: (each.start, each.stop)):
-        if place.start != reached or place.num_bytes != place.numel * place.dtype.itemsize:
+    for offset in sorted(places.values(), key=lambda each: (each.start, each.stop)):
+        if offset.start != reached or offset.num_bytes != offset.numel * offset.dtype.itemsize:
             raise damaged_file(path, "has a header whose tensors do not lie end to end: it was overwritten")
-        reached = place.stop
-    end = max((place.stop for place in places.values()), default=begin)
+        reached = offset.stop
+    end = max((offset.stop for offset in places.values()), default=begin)
     if end != length:
         how = "it was cut short" if length < end else "something was added to it"
         raise damaged_file(path, f"is {length:,} bytes long, its header says {end:,}: {how}")
@@ -258,17 +258,17 @@ class SafetensorsWriter:
     The header comes last, since it has the checksums of what was written.  Errors are CheckpointErrors.
     """
 
-    def __init__(self, path: Path, entries: Sequence[TensorInfo], run: str = "") -> None:
+    def __init__(self, path: Path, infos: Sequence[TensorInfo], run: str = "") -> None:
         """run: the identity of the export that the file is of."""
         # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
-        self._tensors = sorted(entries, key=lambda each: -each.dtype.itemsize)
-        self.path, self._run, self._locations, place = path, run, dict[str, tuple[TensorInfo, int]](), 0
-        self._crcs = dict.fromkeys((entry.name for entry in entries), 0)
+        self._tensors = sorted(infos, key=lambda each: -each.dtype.itemsize)
+        self.path, self._run, self._locations, offset = path, run, dict[str, tuple[TensorInfo, int]](), 0
+        self._crcs = dict.fromkeys((info.name for info in infos), 0)
         self._written = dict.fromkeys(self._crcs, 0)
         self._start = len(self._header(NO_CRC))
-        for entry in self._tensors:
-            self._locations[entry.name] = (entry, self._start + place)
-            place += entry.nbytes
+        for info in self._tensors:
+            self._locations[info.name] = (info, self._start + offset)
+            offset += info.nbytes
         with self._describing_errors():
             self._descriptor = files.create(path)
 
@@ -276,15 +276,15 @@ class SafetensorsWriter:
         """Elements from `start` on of a tensor, flat, in C order, from its first to its last; cast to what the file
         says.
         """
-        entry, place = self._locations[name]
+        info, offset = self._locations[name]
         if start != self._written[name]:
             raise AssertionError(f"'{name}' is written at {start}, its next element is {self._written[name]}")
         if not values.numel():
             return
-        flat = cast(values.detach().reshape(-1).to("cpu"), entry.dtype).contiguous()
+        flat = cast(values.detach().reshape(-1).to("cpu"), info.dtype).contiguous()
         data = flat.view(torch.uint8).numpy().data
         with self._describing_errors():
-            files.write(self._descriptor, data, place + start * entry.dtype.itemsize)
+            files.write(self._descriptor, data, offset + start * info.dtype.itemsize)
         self._crcs[name] = zlib.crc32(data, self._crcs[name])
         self._written[name] += flat.numel()
 
@@ -339,13 +339,13 @@ def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
-def _format_dtype(entry: TensorInfo) -> str:
-    if entry.dtype not in DTYPE_NAMES:
+def _format_dtype(info: TensorInfo) -> str:
+    if info.dtype not in DTYPE_NAMES:
         raise CheckpointError(
-            f"'{entry.name}' is {entry.dtype}, which the safetensors format has no name for.",
+            f"'{info.name}' is {info.dtype}, which the safetensors format has no name for.",
             fix="export to a .pth file, or keep it in another dtype.",
         )
-    return DTYPE_NAMES[entry.dtype]
+    return DTYPE_NAMES[info.dtype]
 
 
 BLOCK_BYTES = 8 << 20
@@ -356,10 +356,10 @@ THREADS = 2  # writes at once
 class StreamingWriter:
     """Writes one file from front to back.  Errors are CheckpointErrors that name it."""
 
-    def __init__(self, path: Path, entries: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
-        head = encode_header(entries, metadata)
+    def __init__(self, path: Path, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
+        head = encode_header(infos, metadata)
         self.header_crc = zlib.crc32(head)
-        self.path, self.nbytes = path, len(head) + sum(entry.nbytes for entry in entries)
+        self.path, self.nbytes = path, len(head) + sum(info.nbytes for info in infos)
         with self._describing_errors():
             self._descriptor = _create_direct(path)
         self._free = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))

@@ -76,11 +76,11 @@ class PendingSave:
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
 
-        def look() -> str:
+        def encode_values() -> str:
             self._plain = _encoded_values(contents, self._tensors)
             return tag
 
-        tag = _agreed_tag(run_and_gather(self._comm, "saving: the values", look), settings.tag_validation)
+        tag = _agreed_tag(run_and_gather(self._comm, "saving: the values", encode_values), settings.tag_validation)
         self._staged = StagedOutput(directory / tag)
         self.final, self.hidden = self._staged.final, self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
@@ -125,11 +125,11 @@ class PendingSave:
     def _plan_write(self, common: dict[str, str]) -> str:
         """Find what is to be written, and when. common: digests of the buffers that rank 0 writes for all."""
         contents, rank = self.contents, self._comm.rank
-        batches = [*self._value_items(common), *self._state_items()]
+        groups = [*self._value_items(common), *self._state_items()]
         self._scalars = optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
         self._manifest = _manifest(contents, self.settings, self.run)
         path, metadata = self.hidden / f"rank_{rank:05d}.safetensors", {"run": self.run, "rank": str(rank)}
-        self.write = BackgroundWrite(path, batches, metadata, self.settings.snapshot_bytes)
+        self.write = BackgroundWrite(path, groups, metadata, self.settings.snapshot_bytes)
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
     def _write(self) -> str:
@@ -238,10 +238,10 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
 def _agreed_tag(tags: list[str], validation: str) -> str:
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
-        said = f"rank 0 saves under tag {tags[0]!r}, rank {different} under {tags[different]!r}"
+        message = f"rank 0 saves under tag {tags[0]!r}, rank {different} under {tags[different]!r}"
         if validation == "Fail":
-            raise CheckpointError(f"{said}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
-        log_once(f"{said}; rank 0's is used.")
+            raise CheckpointError(f"{message}.", "One checkpoint has one tag.", "pass the same tag on every rank.")
+        log_once(f"{message}; rank 0's is used.")
     return tag_to_save(tags[0])
 
 
@@ -311,11 +311,11 @@ class BackgroundWrite:
     """This rank's file, and how far it is."""
 
     def __init__(
-        self, path: Path, batches: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
+        self, path: Path, groups: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
     ) -> None:
         self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
-        self._groups = by_element_size(batches)
-        self._items = {id(origin): ItemProgress(origin) for batch in self._groups for origin in batch.items}
+        self._groups = by_element_size(groups)
+        self._items = {id(item): ItemProgress(item) for write_group in self._groups for item in write_group.items}
         self._of_group: dict[ParamGroup, list[ItemProgress]] = {}
         for state in self._items.values():
             if state.item.group is not None:
@@ -347,7 +347,7 @@ class BackgroundWrite:
     @property
     def is_resident(self) -> bool:
         """Whether a thread may read all of it."""
-        return not any(stretch.extent.is_offloaded for batch in self._groups for stretch in batch.extents)
+        return not any(stretch.extent.is_offloaded for write_group in self._groups for stretch in write_group.extents)
 
     @property
     def is_over(self) -> bool:
@@ -378,17 +378,17 @@ class BackgroundWrite:
             self._progress.notify_all()
 
     def _write(self) -> None:
-        origins = [state.item for state in self._items.values()]
+        items = [state.item for state in self._items.values()]
         writer = StreamingWriter(
-            self.path, [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in origins], self.metadata
+            self.path, [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in items], self.metadata
         )
         self.head_crc = writer.header_crc
         try:
-            flow = TilePrefetcher(self._groups, lambda batch: batch.extents, PrefetchSettings())
-            while (batch := flow.next()) is not None:
-                for origin in batch.items:
-                    self._write_item(writer, self._items[id(origin)])
-                flow.release(batch)
+            prefetcher = TilePrefetcher(self._groups, lambda write_group: write_group.extents, PrefetchSettings())
+            while (write_group := prefetcher.next()) is not None:
+                for item in write_group.items:
+                    self._write_item(writer, self._items[id(item)])
+                prefetcher.release(write_group)
             writer.finish()
         finally:
             writer.close()
@@ -396,10 +396,10 @@ class BackgroundWrite:
     def _write_item(self, writer: StreamingWriter, state: ItemProgress) -> None:
         with self._progress:
             state.is_begun = True
-        origin, crc = state.item, 0
-        read: Callable[[int, int], Tensor] = origin.read if state.copy is None else _slices_of(state.copy)
-        for low in range(0, origin.numel, BLOCK_NUMEL):
-            crc = writer.append(read(low, min(low + BLOCK_NUMEL, origin.numel)), crc)
+        item, crc = state.item, 0
+        read: Callable[[int, int], Tensor] = item.read if state.copy is None else _slices_of(state.copy)
+        for low in range(0, item.numel, BLOCK_NUMEL):
+            crc = writer.append(read(low, min(low + BLOCK_NUMEL, item.numel)), crc)
         with self._progress:
             self._copied_bytes -= state.nbytes if state.copy is not None else 0
             state.copy, state.crc = None, crc
@@ -427,13 +427,11 @@ def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
     return lambda low, high: flat[low:high]
 
 
-def by_element_size(batches: Sequence[WriteGroup]) -> list[WriteGroup]:
+def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
     """In the order of the file: larger dtypes first, so that every tensor lies at a multiple of its elements' size;
     else as they come.
     """
-    found = [(origin, batch) for batch in batches for origin in batch.items]
+    found = [(item, write_group) for write_group in groups for item in write_group.items]
     found.sort(key=lambda item: -item[0].dtype.itemsize)
     parts = groupby(found, key=lambda item: id(item[1]))
-    return [
-        WriteGroup([origin for origin, _ in part], part[0][1].extents) for part in (list(each) for _, each in parts)
-    ]
+    return [WriteGroup([item for item, _ in part], part[0][1].extents) for part in (list(each) for _, each in parts)]

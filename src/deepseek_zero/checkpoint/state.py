@@ -86,23 +86,23 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
     the model is in one rank's batches.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
-    pieces: dict[int, list[MasterShard]] = {}
-    for piece in optimizer.pieces() if optimizer is not None else ():
-        pieces.setdefault(id(piece.group), []).append(piece)
-    recent = MomentCache()
+    shards_by_group: dict[int, list[MasterShard]] = {}
+    for shard in optimizer.pieces() if optimizer is not None else ():
+        shards_by_group.setdefault(id(shard.group), []).append(shard)
+    cache = MomentCache()
     for group in runtime.groups:
         if group.trainable or not skip_frozen:
             yield _weight_items(group)
-        for piece in pieces.get(id(group), ()):
+        for shard in shards_by_group.get(id(group), ()):
             assert optimizer is not None
-            yield _moment_items(optimizer, piece, recent)
+            yield _moment_items(optimizer, shard, cache)
         if group.trainable:
             yield _delayed_gradient_items(group)
 
 
 def _weight_items(group: ParamGroup) -> WriteGroup:
     """This rank's part of a group's parameters, also of those that every rank holds whole."""
-    batch, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
+    write_group, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
     places = []
     for member in group.members:
         start, stop = group.layout.owned(member.slot, rank)
@@ -117,20 +117,20 @@ def _weight_items(group: ParamGroup) -> WriteGroup:
             place = start - (group.layout.bounds(rank)[0] if group.is_sharded else 0)
             read = partial(_read_from, group.weight.read_now, place)
         places.append((place, place + stop - start))
-        batch.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
+        write_group.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
     if places:
         low, high = places[0][0], places[-1][1]
-        batch.extents = [ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)]
-    return batch
+        write_group.extents = [ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)]
+    return write_group
 
 
-def _read_from(peek: Callable[[int, int], Tensor], place: int, low: int, high: int) -> Tensor:
-    return peek(place + low, place + high)
+def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: int) -> Tensor:
+    return read(place + low, place + high)
 
 
 def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
     """This rank's part of a gradient whose update comes a step late."""
-    waiting, rank, batch = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
+    waiting, rank, write_group = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
     low = group.layout.bounds(rank)[0]
     for number, member in enumerate(group.members if waiting.is_full and waiting.buffer is not None else ()):
         if number in (waiting.absent or ()):
@@ -140,9 +140,9 @@ def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
         if start < stop:
             chunk = SavedChunk(DELAYED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
             read = partial(_read_from, waiting.buffer.read_now, start - low)
-            batch.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
-            batch.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
-    return batch
+            write_group.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
+            write_group.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
+    return write_group
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -175,28 +175,28 @@ class MomentCache:
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
 
-    def of(self, optimizer: ShardedOptimizer, piece: MasterShard, key: str) -> Tensor:
+    def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
         last = self._last
-        if last is None or last[0] != (id(piece), key):
-            last = self._last = (id(piece), key), optimizer.moments.read(piece, key).reshape(-1)
+        if last is None or last[0] != (id(shard), key):
+            last = self._last = (id(shard), key), optimizer.moments.read(shard, key).reshape(-1)
         return last[1]
 
 
-def _moment_items(optimizer: ShardedOptimizer, piece: MasterShard, recent: MomentCache) -> WriteGroup:
+def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, cache: MomentCache) -> WriteGroup:
     """This rank's part of every optimizer state of a piece that has elements."""
-    batch, rank = (
-        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(piece)]),
-        piece.rank,
+    write_group, rank = (
+        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]),
+        shard.rank,
     )
-    for key, value in optimizer.inner.state.get(piece.param, {}).items():
-        if not isinstance(value, Tensor) or is_scalar_state(value, piece.param):
+    for key, value in optimizer.inner.state.get(shard.param, {}).items():
+        if not isinstance(value, Tensor) or is_scalar_state(value, shard.param):
             continue
-        for cover in piece.overlaps():
-            if value.shape == piece.param.shape:
-                batch.items += _owned_moment_items(optimizer, cover, key, value.dtype, recent)
+        for overlap in shard.overlaps():
+            if value.shape == shard.param.shape:
+                write_group.items += _owned_moment_items(optimizer, overlap, key, value.dtype, cache)
             else:
-                batch.items += _whole_state_items(cover, key, value, rank)
-    return batch
+                write_group.items += _whole_state_items(overlap, key, value, rank)
+    return write_group
 
 
 def is_scalar_state(value: Tensor, param: Tensor) -> bool:
@@ -205,47 +205,47 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
 
 
 def _owned_moment_items(
-    optimizer: ShardedOptimizer, cover: ParamOverlap, key: str, dtype: torch.dtype, recent: MomentCache
+    optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, cache: MomentCache
 ) -> Iterator[WriteItem]:
     """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
-    piece, rank = cover.piece, cover.piece.rank
-    low, high = piece.group.layout.owned(cover.slot, rank)
-    start, stop = max(cover.start, low - cover.slot.start), min(cover.stop, high - cover.slot.start)
+    shard, rank = overlap.piece, overlap.piece.rank
+    low, high = shard.group.layout.owned(overlap.slot, rank)
+    start, stop = max(overlap.start, low - overlap.slot.start), min(overlap.stop, high - overlap.slot.start)
     if start < stop:
-        at = cover.offset + start - cover.start
+        at = overlap.offset + start - overlap.start
 
         def read(low: int, high: int) -> Tensor:
-            return recent.of(optimizer, piece, key)[at + low : at + high]
+            return cache.of(optimizer, shard, key)[at + low : at + high]
 
         yield WriteItem(
-            SavedChunk(MOMENT, cover.slot.name, key, start, stop, rank), dtype, (stop - start,), read, piece.group
+            SavedChunk(MOMENT, overlap.slot.name, key, start, stop, rank), dtype, (stop - start,), read, shard.group
         )
 
 
-def _whole_state_items(cover: ParamOverlap, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
-    if cover.stop - cover.start != cover.slot.numel:
+def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
+    if overlap.stop - overlap.start != overlap.slot.numel:
         raise CheckpointError(
-            f"optimizer state '{key}' of '{cover.slot.name}' has shape {tuple(value.shape)} over part of it.",
+            f"optimizer state '{key}' of '{overlap.slot.name}' has shape {tuple(value.shape)} over part of it.",
             "Only whole parameters can have a state of another shape.",
             'give the optimizer class the attribute granularity = "tensor".',
         )
-    group = cover.piece.group
+    group = overlap.piece.group
     low, high = group.layout.bounds(rank)
     replicated = group.master is not None and group.master.placement is R
-    if not replicated or low <= cover.slot.start < high:
-        chunk = SavedChunk(WHOLE, cover.slot.name, key, 0, value.numel(), rank)
+    if not replicated or low <= overlap.slot.start < high:
+        chunk = SavedChunk(WHOLE, overlap.slot.name, key, 0, value.numel(), rank)
         yield WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """Optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
     found: dict[str, dict[str, Any]] = {}
-    for piece in optimizer.pieces():
-        for key, value in optimizer.inner.state.get(piece.param, {}).items():
-            if isinstance(value, Tensor) and not is_scalar_state(value, piece.param):
+    for shard in optimizer.pieces():
+        for key, value in optimizer.inner.state.get(shard.param, {}).items():
+            if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
                 continue
-            number = _scalar(key, value, piece.names[0])
-            for name in piece.names:
+            number = _scalar(key, value, shard.names[0])
+            for name in shard.names:
                 found.setdefault(name, {})[key] = number
     return found
 

@@ -45,7 +45,7 @@ ALL_FILES = FileSubset()
 NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
-def check_headers(folder: Path, share: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
+def check_headers(folder: Path, subset: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
     """The manifest, if it can be read, and what is found wrong without reading tensors."""
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -53,34 +53,39 @@ def check_headers(folder: Path, share: FileSubset = ALL_FILES) -> tuple[Manifest
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return None, [manifest]
-    faults = list(_missing_elements(manifest)) if share.rank == 0 else []
-    for file, chunks in _files(folder, manifest, share):
+    faults = list(_missing_elements(manifest)) if subset.rank == 0 else []
+    for file, chunks in _files(folder, manifest, subset):
         faults += _check_header(folder / file, chunks, manifest)[1]
     return manifest, faults
 
 
 def verify(
-    folder: Path, share: FileSubset = ALL_FILES, seen: OnBytes | None = None, *, again: bool = False, but: str = ""
+    folder: Path,
+    subset: FileSubset = ALL_FILES,
+    on_bytes: OnBytes | None = None,
+    *,
+    read_again: bool = False,
+    except_kind: str = "",
 ) -> list[Fault]:
     """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
     will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
-        faults = _check_foreign(folder, layout)[1] if share.rank == 0 else []
-        paths = layout.files(folder)[share.rank :: share.of]
-        return faults + [fault for path in paths for fault in _check_records(path, layout, seen or _ignore)]
+        faults = _check_foreign(folder, layout)[1] if subset.rank == 0 else []
+        paths = layout.files(folder)[subset.rank :: subset.of]
+        return faults + [fault for path in paths for fault in _check_records(path, layout, on_bytes or _ignore)]
     manifest = _manifest_or_fault(folder)
     if isinstance(manifest, Fault):
         return [manifest]
-    faults = list(_missing_elements(manifest)) if share.rank == 0 else []
-    for file, chunks in _files(folder, manifest, share):
+    faults = list(_missing_elements(manifest)) if subset.rank == 0 else []
+    for file, chunks in _files(folder, manifest, subset):
         header, found = _check_header(folder / file, chunks, manifest)
         faults += found
         if header is not None:
-            later = {chunk.tensor_name for chunk in chunks if chunk.kind == but}
-            places = {entry: place for entry, place in header.locations.items() if entry not in later}
-            faults += _check_tensors(folder / file, places, chunks, seen or _ignore, again=again)
+            later = {chunk.tensor_name for chunk in chunks if chunk.kind == except_kind}
+            locations = {entry: location for entry, location in header.locations.items() if entry not in later}
+            faults += _check_tensors(folder / file, locations, chunks, on_bytes or _ignore, read_again=read_again)
     return faults
 
 
@@ -108,7 +113,7 @@ def checksum_coverage(path: Path) -> str:
     return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
 
-def _check_records(path: Path, layout: ForeignLayout, seen: OnBytes) -> Iterator[Fault]:
+def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iterator[Fault]:
     """Compare every record of a file with its CRC-32; one without is only read."""
     try:
         records = sorted(layout.records(path), key=lambda each: each.start)
@@ -116,17 +121,17 @@ def _check_records(path: Path, layout: ForeignLayout, seen: OnBytes) -> Iterator
         yield Fault(path.name, error.what.removeprefix(f"{path.name} "))
         return
     with open(path, "rb", buffering=0) as file:
-        spans = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
+        ranges = {ByteRange(file.fileno(), each.start, each.stop): each for each in records}
         sums: dict[FileRecord, int | OSError] = dict.fromkeys(records, 0)
-        for piece in read_ahead(spans):
-            sums[spans[piece.range]] = _checksum(piece, sums[spans[piece.range]])
-            seen(piece.stop - piece.start)
+        for part in read_ahead(ranges):
+            sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
+            on_bytes(part.stop - part.start)
     for record, found in sums.items():
         if isinstance(found, OSError):
             yield Fault(path.name, f"cannot be read: {found.strerror or found}", record.name)
         elif record.crc is not None and found != record.crc:
-            told = f"differs from what was saved (checksum {found:08x}, saved {record.crc:08x})"
-            yield Fault(path.name, told, record.name)
+            problem = f"differs from what was saved (checksum {found:08x}, saved {record.crc:08x})"
+            yield Fault(path.name, problem, record.name)
 
 
 def num_without_checksum(manifest: Manifest) -> int:
@@ -138,13 +143,13 @@ def _ignore(count: int) -> None:
     pass
 
 
-def _files(folder: Path, manifest: Manifest, share: FileSubset) -> Iterator[tuple[str, list[SavedChunk]]]:
+def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tuple[str, list[SavedChunk]]]:
     """The files of a share, with the chunks that must be in them; what lies there beside them must be whole too."""
     chunks: dict[str, list[SavedChunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
     for chunk in manifest.chunks:
         chunks.setdefault(chunk.file, []).append(chunk)
     for number, file in enumerate(sorted(chunks)):
-        if number % share.of == share.rank:
+        if number % subset.of == subset.rank:
             yield file, chunks[file]
 
 
@@ -171,20 +176,22 @@ def _check_header(
         header = read_header(path)
     except CheckpointError as error:
         return None, [Fault(path.name, error.what.removeprefix(f"{path.name} "))]
-    mine, theirs = getattr(manifest, "run", None), header.metadata.get("run")
-    if mine and theirs and mine != theirs:
-        return None, [Fault(path.name, f"is of another save: it says {theirs}, the manifest {mine}")]
+    own_run, file_run = getattr(manifest, "run", None), header.metadata.get("run")
+    if own_run and file_run and own_run != file_run:
+        return None, [Fault(path.name, f"is of another save: it says {file_run}, the manifest {own_run}")]
     saved = getattr(manifest, "extra", {}).get("heads", {}).get(path.name)
     faults = []
     for chunk in chunks:
-        place = header.locations.get(chunk.tensor_name)
-        if place is None:
+        location = header.locations.get(chunk.tensor_name)
+        if location is None:
             faults.append(Fault(path.name, f"{_describe(chunk)} is not in the file", chunk.name))
-        elif place.numel != chunk.stop - chunk.start:
-            faults.append(Fault(path.name, f"{_describe(chunk)} has {place.numel:,} elements in the file", chunk.name))
+        elif location.numel != chunk.stop - chunk.start:
+            faults.append(
+                Fault(path.name, f"{_describe(chunk)} has {location.numel:,} elements in the file", chunk.name)
+            )
     if saved is not None and header.crc != saved:  # a dtype, perhaps, which no chunk's checksum knows
-        told = f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
-        return None, faults or [Fault(path.name, told)]
+        problem = f"has another header than was written (checksum {header.crc:08x}, saved {saved:08x})"
+        return None, faults or [Fault(path.name, problem)]
     return header, faults
 
 
@@ -193,17 +200,24 @@ def _describe(chunk: SavedChunk) -> str:
 
 
 def _check_tensors(
-    path: Path, places: Mapping[str, TensorLocation], chunks: Sequence[SavedChunk], seen: OnBytes, *, again: bool
+    path: Path,
+    locations: Mapping[str, TensorLocation],
+    chunks: Sequence[SavedChunk],
+    on_bytes: OnBytes,
+    *,
+    read_again: bool,
 ) -> Iterator[Fault]:
     """Read these tensors of a file from front to back and compare what has a checksum."""
     known = {chunk.tensor_name: chunk for chunk in chunks}
-    entries = sorted(places.items(), key=lambda item: item[1].start)
-    sums: dict[str, int | OSError] = dict.fromkeys(places, 0)
+    entries = sorted(locations.items(), key=lambda item: item[1].start)
+    sums: dict[str, int | OSError] = dict.fromkeys(locations, 0)
     with open(path, "rb", buffering=0) as file:
-        names = {ByteRange(file.fileno(), place.start, place.stop, again): entry for entry, place in entries}
-        for piece in read_ahead(names):
-            sums[names[piece.range]] = _checksum(piece, sums[names[piece.range]])
-            seen(piece.stop - piece.start)
+        ranges = {
+            ByteRange(file.fileno(), location.start, location.stop, read_again): entry for entry, location in entries
+        }
+        for part in read_ahead(ranges):
+            sums[ranges[part.range]] = _checksum(part, sums[ranges[part.range]])
+            on_bytes(part.stop - part.start)
     for entry, _ in entries:
         chunk, found = known.get(entry), sums[entry]
         if isinstance(found, OSError):
@@ -216,16 +230,16 @@ def _check_tensors(
 def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
     """What is wrong with a chunk whose bytes have the checksum `found`."""
     if chunk.crc is not None and found != chunk.crc:
-        told = f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
-        yield Fault(chunk.file, told, chunk.name)
+        problem = f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
+        yield Fault(chunk.file, problem, chunk.name)
 
 
 def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
     """Raise if there are any."""
-    told = [str(fault) for fault in faults]
-    if told:
+    descriptions = [str(fault) for fault in faults]
+    if descriptions:
         raise CheckpointError(
-            f"{folder} is damaged: {first_few(told)}.",
+            f"{folder} is damaged: {first_few(descriptions)}.",
             "Nothing of the run has changed.",
             'load another tag; "newest" takes the newest one of which every byte is right.',
         )
@@ -236,11 +250,11 @@ def first_few(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _checksum(piece: ReadPart, before: int | OSError) -> int | OSError:
+def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
     """Of a tensor as far as this piece; or why there is none."""
     if isinstance(before, OSError):
         return before
     try:
-        return zlib.crc32(piece.data.numpy().data, before)
+        return zlib.crc32(part.data.numpy().data, before)
     except OSError as error:
         return error

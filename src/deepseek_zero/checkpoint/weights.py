@@ -30,12 +30,12 @@ from .state import Contents, persistent_buffers, state_names
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
-def _verify_own_files(path: Path, share: FileSubset = ALL_FILES) -> str:
+def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
     """Read this rank's share of the files that an export of ours wrote: no others say what their bytes were."""
     with ExitStack() as stack:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:
-        raise_faults(path, verify(path, share, again=True))
+        raise_faults(path, verify(path, subset, read_again=True))
     return ""
 
 
@@ -44,16 +44,16 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
     with ExitStack() as stack, torch.no_grad():
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
-        def look() -> str:
+        def match_files() -> str:
             files = SafetensorsFolder(path, stack)
             opened.append(
                 (files, match_names(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict))
             )
             return ""
 
-        share = FileSubset(runtime.comm.rank, runtime.comm.size)
-        run_and_gather(runtime.comm, "loading weights: checksums", lambda: _verify_own_files(path, share))
-        run_and_gather(runtime.comm, "loading weights: the names", look)
+        subset = FileSubset(runtime.comm.rank, runtime.comm.size)
+        run_and_gather(runtime.comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
+        run_and_gather(runtime.comm, "loading weights: the names", match_files)
         files, found = opened[0]
         replace_states(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _restore(runtime, files, found))
 

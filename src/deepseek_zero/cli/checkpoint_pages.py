@@ -206,9 +206,9 @@ def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
     """Read everything; whether all is good."""
     entries = _entries(where, tag)
     found: dict[str, list[Fault]] = {}
-    with _progress(sum(entry.num_bytes for entry in entries), quiet=as_json) as seen:
+    with _progress(sum(entry.num_bytes for entry in entries), quiet=as_json) as on_bytes:
         for entry in entries:
-            found[entry.tag] = verify_one(entry.folder, seen=seen)
+            found[entry.tag] = verify_one(entry.folder, on_bytes=on_bytes)
     if as_json:
         _print_json([_verdict(entry, found[entry.tag]) for entry in entries])
     else:

@@ -132,21 +132,21 @@ def save_checkpoint(
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
-    begun = engine.micro_steps % engine.config.gradient_accumulation_steps
-    if begun:
+    num_begun = engine.micro_steps % engine.config.gradient_accumulation_steps
+    if num_begun:
         log_once(
-            f"saved between two micro-batches of one step: the gradients of {begun} of them are not in the checkpoint, "
-            "and a run that goes on from it takes that step from its first micro-batch again."
+            f"saved between two micro-batches of one step: the gradients of {num_begun} of them are not in the "
+            "checkpoint, and a run that goes on from it takes that step from its first micro-batch again."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
-    trainer["global_samples"] -= begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
+    trainer["global_samples"] -= num_begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
-    trainer["data"] = _position(loader, begun)
+    trainer["data"] = _position(loader, num_begun)
     engine.parts.saver.finish()
     engine.parts.saver.claim_directory(engine.runtime.comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
@@ -159,10 +159,10 @@ def save_checkpoint(
     return saving.final
 
 
-def _position(loader: Any, begun: int) -> Any:
+def _position(loader: Any, num_begun: int) -> Any:
     """How far the data are at the beginning of this step.  Only our own loader can tell that in the midst of one."""
     if isinstance(loader, ShardedLoader):
-        return loader.state_dict(again=begun)
+        return loader.state_dict(again=num_begun)
     return loader.state_dict() if hasattr(loader, "state_dict") else None
 
 
@@ -224,13 +224,13 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
     empty where there is none.  Rank 0's words count.  Collective.
     """
 
-    def look() -> str:
+    def choose() -> str:
         if tag is None and is_checkpoint(folder) and not tags_in(folder):
             return json.dumps([True, folder.absolute().name])
         named = latest_tag(folder) if tag is None else NEWEST if _asks_for_newest(folder, tag) else tag
         return json.dumps([False, checked_tag(named) if named is not None else ""])
 
-    is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", look)[0])
+    is_itself, chosen = json.loads(run_and_gather(comm, "loading: the tag", choose)[0])
     if is_itself:
         log_once(f"{folder} is a checkpoint itself: tag '{chosen}' of {folder.parent} is loaded.", logging.WARNING)
         return folder.absolute().parent, chosen, False

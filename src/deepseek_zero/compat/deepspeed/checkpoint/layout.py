@@ -106,7 +106,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     runtime.follow_requires_grad()
     trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
 
-    def look() -> str:
+    def read_files() -> str:
         found = read_deepspeed(folder, trained)
         check(found.manifest, contents, replace(settings, moments=False))
         if settings.moments and contents.optimizer is not None:
@@ -130,7 +130,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
     if settings.verify:
         run_and_gather(runtime.comm, f"loading {tag}: checksums", check_bytes)
-    run_and_gather(runtime.comm, f"loading {tag}: DeepSpeed's files", look)
+    run_and_gather(runtime.comm, f"loading {tag}: DeepSpeed's files", read_files)
     found = opened[0]
     replace_states(contents, tag, fill)
     return Loaded(folder, found.plain["trainer"], found.plain["client"])
@@ -176,48 +176,50 @@ def unsupported_reason(contents: Contents) -> str:
         return "an update is owed (delayed_update_after), which DeepSpeed's layout has no place for"
     optimizer = contents.optimizer
     states = optimizer.inner.state if optimizer is not None else {}
-    for piece in optimizer.pieces() if optimizer is not None else ():
-        for key, value in states.get(piece.param, {}).items():
+    for shard in optimizer.pieces() if optimizer is not None else ():
+        for key, value in states.get(shard.param, {}).items():
             if (
                 isinstance(value, Tensor)
-                and not is_scalar_state(value, piece.param)
-                and value.shape != piece.param.shape
+                and not is_scalar_state(value, shard.param)
+                and value.shape != shard.param.shape
             ):
-                return f"the optimizer's state '{key}' of '{piece.names[0]}' has a shape of its own"
+                return f"the optimizer's state '{key}' of '{shard.names[0]}' has a shape of its own"
     return ""
 
 
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints."""
-    comm, slices = contents.runtime.comm, directory / ".slices.saving"
+    comm, slices_folder = contents.runtime.comm, directory / ".slices.saving"
     run_and_gather(
         comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(unsupported_reason(contents), directory / tag)
     )
-    made: list[Path] = []
-    draft: StagedOutput | None = None
+    written: list[Path] = []
+    output: StagedOutput | None = None
     try:
-        folder = save(slices, tag, contents, replace(settings, latest=False, wait=True))
+        folder = save(slices_folder, tag, contents, replace(settings, latest=False, wait=True))
         final = directory / folder.name
-        made, opened = [folder], StagedOutput(final)
-        draft = opened
-        _rewrite(folder, draft, contents)
-        run_and_gather(comm, "saving: the name", lambda: _finish(opened, slices, settings) if comm.rank == 0 else "")
+        written, opened = [folder], StagedOutput(final)
+        output = opened
+        _rewrite(folder, output, contents)
+        run_and_gather(
+            comm, "saving: the name", lambda: _finish(opened, slices_folder, settings) if comm.rank == 0 else ""
+        )
     except CheckpointError:
         if comm.rank == 0:
-            if draft is not None:
-                draft.discard()
-            _abandon(made, slices)
+            if output is not None:
+                output.discard()
+            _abandon(written, slices_folder)
         raise
     return final
 
 
-def _abandon(made: list[Path], slices: Path) -> None:
+def _abandon(written: list[Path], slices_folder: Path) -> None:
     """What was written takes room and is good for nothing."""
-    for folder in made:
+    for folder in written:
         with suppress(OSError):
             files.remove_folder(folder)
     with suppress(OSError):  # another job's may be there
-        files.remove_empty_folder(slices)
+        files.remove_empty_folder(slices_folder)
 
 
 def _refuse(problem: str, final: Path) -> str:
@@ -229,7 +231,7 @@ def _refuse(problem: str, final: Path) -> str:
     return ""
 
 
-def _rewrite(folder: Path, draft: StagedOutput, contents: Contents) -> None:
+def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
     """Make DeepSpeed's files of the slices in `folder`."""
     comm = contents.runtime.comm
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
@@ -240,26 +242,26 @@ def _rewrite(folder: Path, draft: StagedOutput, contents: Contents) -> None:
             source = open_checkpoint(folder, None, stack, checks=False)  # written just now
             layout = replace(DeepSpeedTarget.of(source), scaling=scaling)
             if comm.rank in layout.files:
-                with files.describing_errors(f"writing '{draft.path}'"):
-                    write_rank(source, draft.path, layout, comm.rank)
+                with files.describing_errors(f"writing '{output.path}'"):
+                    write_rank(source, output.path, layout, comm.rank)
         return ""
 
-    run_and_gather(comm, "saving: DeepSpeed's folder", lambda: _open(draft) if comm.rank == 0 else "")
+    run_and_gather(comm, "saving: DeepSpeed's folder", lambda: _open(output) if comm.rank == 0 else "")
     run_and_gather(comm, "saving: DeepSpeed's files", write)
 
 
-def _open(draft: StagedOutput) -> str:
-    draft.open()
+def _open(output: StagedOutput) -> str:
+    output.open()
     return ""
 
 
-def _finish(draft: StagedOutput, slices: Path, settings: SaveSettings) -> str:
-    final = draft.final
+def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:
+    final = output.final
     with files.describing_errors(f"completing '{final}'"):
-        draft.finish()
+        output.finish()
         files.replace_text(final.parent / "zero_to_fp32.py", SCRIPT)
-        publish(draft.path, final, latest=settings.latest)
-        draft.unlock()
+        publish(output.path, final, latest=settings.latest)
+        output.unlock()
         remove_replaced(final)
-        files.remove_folder(slices)
+        files.remove_folder(slices_folder)
     return ""

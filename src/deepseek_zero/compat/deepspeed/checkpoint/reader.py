@@ -160,9 +160,9 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     """Raise if files that this library wrote are of different saves, or of other ranks than their names say."""
-    told = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
-    own = next((each["run"] for _, each in told if each is not None), None)
-    for rank, each in told:
+    saved_scaler = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
+    own = next((each["run"] for _, each in saved_scaler if each is not None), None)
+    for rank, each in saved_scaler:
         if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
             raise CheckpointError(
                 f"{folder} holds a file of rank {rank} that is of another rank or another save: {each}, not {own}.",
@@ -192,8 +192,8 @@ def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     names = {name: tied.get(name, name) for name in first["module"]}
     dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    told = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
-    run, extra = str(told.get("run", "")), {"names": names, "groups": []}
+    saved_scaler = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
+    run, extra = str(saved_scaler.get("run", "")), {"names": names, "groups": []}
     return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], run=run, format="DeepSpeed", version=0, extra=extra)
 
 
@@ -290,18 +290,18 @@ def _add_partitioned(
             found.add(WEIGHT, name, "", cut.start, part.reshape(-1)[: cut.stop - cut.start])
     for rank, optimizer in enumerate(optimizers):
         for number, of_group in enumerate(models[0]["param_shapes"]):
-            flat, states, place = optimizer["fp32_flat_groups"][number], _states(optimizer, number), 0
+            flat, states, offset = optimizer["fp32_flat_groups"][number], _states(optimizer, number), 0
             for name, shape in of_group.items():
-                _fits(found, flat, place, shape, ranks)
+                _fits(found, flat, offset, shape, ranks)
                 if not rank:
                     _master(found, name, shape, flat.dtype)
                     found.manifest.extra["groups"][owner[number]].append(name)
                 cut = partition_slice(prod(shape), rank, ranks)
-                here = slice(place, place + cut.stop - cut.start)
+                here = slice(offset, offset + cut.stop - cut.start)
                 if here.start < here.stop:
                     found.add(WEIGHT, name, "", cut.start, flat[here])
                     _add_states(found, name, states, cut.start, here)
-                place += -(-prod(shape) // ranks)
+                offset += -(-prod(shape) // ranks)
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
@@ -310,8 +310,8 @@ def partition_slice(numel: int, rank: int, ranks: int) -> slice:
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 
 
-def _fits(found: DeepSpeedCheckpoint, flat: Tensor, place: int, shape: Sequence[int], ranks: int) -> None:
-    if place + -(-prod(shape) // ranks) > flat.numel():
+def _fits(found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int) -> None:
+    if offset + -(-prod(shape) // ranks) > flat.numel():
         raise CheckpointError(
             f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
             "DeepSpeed leaves what it offloads to NVMe out of these files, in a folder offloaded_tensors.",
@@ -360,32 +360,32 @@ def _add_stretches(
     found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
 ) -> list[list[str]]:
     """fp16 at stage 0: each group's masters end to end, without padding.  Names by group."""
-    number, place = 0, 0
+    number, offset = 0, 0
     groups: list[list[str]] = [[] for _ in flats]
     for name in names:
         shape = found.manifest.parameters[name]["shape"]
-        while place == flats[number].numel() and number + 1 < len(flats):
-            number, place = number + 1, 0
-        here = slice(place, place + prod(shape))
+        while offset == flats[number].numel() and number + 1 < len(flats):
+            number, offset = number + 1, 0
+        here = slice(offset, offset + prod(shape))
         _master(found, name, shape, flats[number].dtype)
         found.add(WEIGHT, name, "", 0, flats[number][here])
         _add_states(found, name, _states(optimizer, number), 0, here)
         groups[number].append(name)
-        place = here.stop
+        offset = here.stop
     return groups
 
 
 def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """Our scaler's words for DeepSpeed's."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
-    told = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
-    if "cur_scale" not in told:
+    saved_scaler = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
+    if "cur_scale" not in saved_scaler:
         return None
     fp16 = (first.get("ds_config") or {}).get("fp16") or {}
     return {
-        "dynamic": bool(told.get("dynamic", told.get("dynamic_loss_scale", False))),
-        "scale": float(told["cur_scale"]),
-        "cur_iter": int(told.get("cur_iter", 0)),
-        "last_overflow_iter": int(told.get("last_overflow_iter", -1)),
-        "cur_hysteresis": int(told.get("cur_hysteresis", fp16.get("hysteresis", 2))),
+        "dynamic": bool(saved_scaler.get("dynamic", saved_scaler.get("dynamic_loss_scale", False))),
+        "scale": float(saved_scaler["cur_scale"]),
+        "cur_iter": int(saved_scaler.get("cur_iter", 0)),
+        "last_overflow_iter": int(saved_scaler.get("last_overflow_iter", -1)),
+        "cur_hysteresis": int(saved_scaler.get("cur_hysteresis", fp16.get("hysteresis", 2))),
     }

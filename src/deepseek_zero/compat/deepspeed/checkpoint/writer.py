@@ -90,8 +90,8 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
     if layout.stage:
         prefix = "bf16_" if layout.dtype == torch.bfloat16 else ""
         state = _partitioned(source, layout, rank, groups) if layout.stage == 3 else _flat(source, layout, rank, groups)
-        told = {"optimizer_state_dict": state, "ds_config": _config(layout, rank), "ds_version": LAYOUT}
-        _save(told, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        param_groups = {"optimizer_state_dict": state, "ds_config": _config(layout, rank), "ds_version": LAYOUT}
+        _save(param_groups, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
 
 
 def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def convert_to_deepspeed(
                 "convert the checkpoint that these weights are of, or load them with engine.load_weights and save.",
             )
         layout = DeepSpeedTarget.of(source, stage, ranks)
-        draft = stack.enter_context(staged_output(out))
+        output = stack.enter_context(staged_output(out))
         for rank in layout.files:
-            write_rank(source, draft.path, layout, rank)
-        draft.publish_folder()
+            write_rank(source, output.path, layout, rank)
+        output.publish_folder()
 
 
 # -- model files
@@ -344,7 +344,7 @@ def _partitioned(
 ) -> dict[str, Any]:
     """Stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
     masters: list[Tensor] = []
-    states, told = {}, []
+    states, param_groups = {}, []
     for number, group in enumerate(groups):
         first = len(masters)
         for names in _sub_groups(source, group, layout):
@@ -358,12 +358,12 @@ def _partitioned(
             if keys:
                 states[len(masters)] = _numbers(source, names) | {key: vector.of(MOMENT, key) for key in keys}
             masters.append(vector.of(WEIGHT, ""))
-        told.append(_group(source, number, list(range(first, len(masters)))))
+        param_groups.append(_group(source, number, list(range(first, len(masters)))))
     return {
         "zero_stage": 3,
         **_scaler(source, layout),
         "partition_count": layout.ranks,
-        "optimizer_state_dict": {"state": states, "param_groups": told},
+        "optimizer_state_dict": {"state": states, "param_groups": param_groups},
         "fp32_flat_groups": masters,
         "ds_version": LAYOUT,
     }
@@ -375,11 +375,11 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequenc
         names = source.manifest.extra.get("names") or {}
         groups = [[name for name, first in names.items() if name == first and name in source.manifest.parameters]]
     states: dict[int, dict[str, Any]] = {}
-    told: list[dict[str, Any]] = []
+    param_groups: list[dict[str, Any]] = []
     masters: list[list[Tensor]] = []
     count = 0
     for number, group in enumerate(groups):
-        told.append(_group(source, number, list(range(count, count + len(group)))))
+        param_groups.append(_group(source, number, list(range(count, count + len(group)))))
         masters.append([])
         for index, name in enumerate(group, start=count):
             shape = source.manifest.parameters[name]["shape"]
@@ -391,7 +391,7 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequenc
             if layout.dtype != torch.float32:
                 masters[-1].append(vector.of(WEIGHT, "").view(shape))
         count += len(group)
-    base = {"state": states, "param_groups": told}
+    base = {"state": states, "param_groups": param_groups}
     if layout.dtype == torch.float32:
         return base
     scaler = source.plain["trainer"].get("scaler") or {}
