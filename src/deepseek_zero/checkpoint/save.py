@@ -331,7 +331,7 @@ class BackgroundWrite:
     def start(self) -> None:
         """Write in a thread from now on; only where all of it `rests_in_place`."""
         for group in self._of_group:
-            group.barrier.reader = partial(self._copy_before_change, group)
+            group.guard.reader = partial(self._copy_before_change, group)
         self._thread = threading.Thread(target=self._run, name="deepseek_zero checkpoint", daemon=True)
         self._thread.start()
 
@@ -359,7 +359,7 @@ class BackgroundWrite:
         if self._thread is not None:
             self._thread.join()
             for group in self._of_group:
-                group.barrier.reader = None
+                group.guard.reader = None
         if self._error is not None:
             raise self._error
         return [replace(state.item.chunk, crc=state.crc) for state in self._items.values()]
@@ -418,7 +418,7 @@ class BackgroundWrite:
                     self._copied_bytes += state.nbytes
                 while state.copy is None and state.crc is None and not self._is_over:
                     self._progress.wait()
-        group.barrier.reader = None
+        group.guard.reader = None
         self.blocked_seconds += time.perf_counter() - began
 
 

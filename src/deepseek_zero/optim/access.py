@@ -201,7 +201,7 @@ def _owner(param: nn.Parameter) -> ParamGroup:
             "Only a wrapped model's parameters have sharded state.",
             "pass a parameter of the model that initialize (or DeepSeekZeRO3) wrapped.",
         )
-    owner.barrier.before_write()
+    owner.guard.before_write()
     return owner
 
 

@@ -78,7 +78,7 @@ class Moments:
         """Let the optimizer, or whoever may change them, see a piece's moments.  working: for one tile's update, in
         what tiles share.
         """
-        piece.group.barrier.before_write()
+        piece.group.guard.before_write()
         if piece.param not in self._inner.state:
             return
         for name in self._names.get(id(piece.group), ()):
@@ -109,7 +109,7 @@ class Moments:
 
         chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
         """
-        piece.group.barrier.before_write()
+        piece.group.guard.before_write()
         state = self._inner.state.get(piece.param, {})
         self._count(piece, state)
         if not piece.group.plan.moments_external:
@@ -145,7 +145,7 @@ class Moments:
 
     def cut(self, piece: MasterShard, into: Sequence[MasterShard]) -> None:
         """Let the optimizer's state of a piece be that of the stretches it was cut into."""
-        piece.group.barrier.before_write()  # a checkpoint that is written meanwhile reads it by this piece
+        piece.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this piece
         state = self._inner.state.pop(piece.param, None)
         self._counted.discard(id(piece))
         for part in into if state is not None else ():

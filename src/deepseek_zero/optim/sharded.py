@@ -533,7 +533,7 @@ def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     """As before the first step; returns what was there."""
     optimizer.finish()
     for piece in optimizer.pieces():
-        piece.group.barrier.before_write()
+        piece.group.guard.before_write()
     before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
     return before

@@ -96,7 +96,7 @@ class MasterShard:
 
     def load_values(self, scratch: Scratch) -> None:
         """Let `param` hold the values, which the optimizer changes, as it does the moments."""
-        self.group.barrier.before_write()
+        self.group.guard.before_write()
         values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
         if values is None:
             into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]

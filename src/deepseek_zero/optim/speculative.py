@@ -13,7 +13,7 @@ backwards without rounding, and not at all once a number is not finite.  The log
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,10 +27,9 @@ from ..base.memory import return_pages
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
 from ..sharding.forward import Phase
-from ..sharding.param_group import ParamGroup, offloaded_extents
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.unit import Unit
-from ..tiers.tier import DeferredUpdate, Extent
 from .moments import Moments
 from .prefetch import ExtentRange
 from .scratch import Scratch
@@ -117,8 +116,8 @@ class SpeculativeStep:
         self.updater.step_speculative(tiles, self._decision, self.log.note)
         self._done[unit.number] = groups
         self.stats.updated += 1
-        for extent in _extents(groups):
-            extent.deferred = DeferredUpdate(self.undo, self.undo)
+        for group in groups:
+            group.set_pending(self)
 
     def chosen(self) -> frozenset[int]:
         """The units whose bytes before the update fit the budget together, the first ones first.
@@ -149,6 +148,14 @@ class SpeculativeStep:
         self._decision, self._is_off = None, False
         return stands
 
+    def flush(self) -> None:
+        """Somebody reads what was updated before its step was over: it is as if it had not been."""
+        self.undo()
+
+    def flush_group(self, group: ParamGroup) -> None:
+        """As `flush`."""
+        self.undo()
+
     def undo(self) -> None:
         """Bring everything back that was updated ahead of its step."""
         if not self._done:
@@ -169,17 +176,13 @@ class SpeculativeStep:
         return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {tally}"]
 
     def _clear_deferred(self) -> None:
-        for extent in _extents(group for groups in self._done.values() for group in groups):
-            extent.deferred = None
+        for group in (group for groups in self._done.values() for group in groups):
+            group.set_pending(None)
 
     def _close(self) -> None:
         self._clear_deferred()
         self._done = {}
         self.log.clear()
-
-
-def _extents(groups: Iterable[ParamGroup]) -> Iterable[Extent]:
-    return (extent for group in groups for extent in offloaded_extents(group))
 
 
 def works_by_piece(optimizer: Optimizer) -> bool:
@@ -245,7 +248,7 @@ class UndoLog:
     def undo(self) -> None:
         """Bring back every piece that was noted."""
         for before in reversed(self._entries):
-            before.piece.group.barrier.before_write()
+            before.piece.group.guard.before_write()
             for stretch, copy in before.places:
                 stretch.extent.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
                 stretch.release()

@@ -35,8 +35,7 @@ from torch.optim import Optimizer
 from ..base.clock import PhaseClock
 from ..base.errors import UsageError
 from ..precision.compact import StochasticRounding
-from ..sharding.param_group import ParamGroup, offloaded_extents
-from ..tiers.tier import DeferredUpdate
+from ..sharding.param_group import ParamGroup
 from .moments import Moments
 from .prefetch import PrefetchSettings, StagedState, TilePrefetcher
 from .scratch import Scratch
@@ -122,8 +121,7 @@ class Updater:
         )
         for group in self._tiles_left:
             group.gradient.is_deferred = True
-            for extent in offloaded_extents(group):
-                extent.deferred = DeferredUpdate(partial(self._flush_group, group), self.flush)
+            group.set_pending(self)
 
     def step_speculative(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]) -> None:
         """Update these before their step is over; `note` is shown each piece first."""
@@ -164,7 +162,7 @@ class Updater:
         while self._update_next():
             pass
 
-    def _flush_group(self, group: ParamGroup) -> None:
+    def flush_group(self, group: ParamGroup) -> None:
         """The weight of this group is about to be gathered."""
         if self._ended_halfway:
             self.flush()
@@ -181,8 +179,7 @@ class Updater:
         for group in {piece.group for _, piece in tile}:
             self._tiles_left[group] -= 1
             if not self._tiles_left[group]:
-                for extent in offloaded_extents(group):
-                    extent.deferred = None
+                group.set_pending(None)
                 group.gradient.is_deferred = False
                 group.gradient.discard()
         return True

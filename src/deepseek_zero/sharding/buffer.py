@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -80,19 +81,36 @@ class Pool:
         self.budget.release(nbytes)
 
 
-@dataclass(eq=False)
-class WriteBarrier:
-    """What every change of one group's states passes first: weight, master, moments, a gradient that waits.
+class PendingUpdate(Protocol):
+    """An update that is still to come to a group's states, or that came to them before its step was over."""
 
-    reader: told of it once, and returns when the change may happen; who reads states behind the training
-    (checkpoint/save.py) has by then taken what it has not yet written.  Views that may be written come from
-    `FlatBuffer.write` and `held`, `MasterWeight` and `Moments`, which all call `cross`; nothing else writes.
+    def flush_group(self, group: Any) -> None:
+        """Bring this `ParamGroup`'s states, and nothing more than needs be, to where its last step leaves them."""
+
+    def flush(self) -> None:
+        """Bring the states of every group there.  StorageError where a disk fails, UsageError after a failed update."""
+
+
+@dataclass(eq=False)
+class StateGuard:
+    """What every access to one group's states passes first.
+
+    pending: an update that a read must not overtake; set and cleared by the optimizer that defers it.  reader: called
+    before a write, and returns when the write may happen; who reads states behind the training (checkpoint/save.py) has
+    by then copied what it has not yet written.  Views that may be written come from `FlatBuffer.write` and
+    `local_part`, `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes.
     """
 
+    pending: PendingUpdate | None = None
     reader: Callable[[], None] | None = None
 
+    def before_read(self) -> None:
+        """Flush pending updates, of all groups: such readers hold views of several states."""
+        if self.pending is not None:
+            self.pending.flush()
+
     def before_write(self) -> None:
-        """The group's states are about to change."""
+        """Let whoever still reads the old values copy them."""
         if self.reader is not None:
             self.reader()
 
@@ -102,8 +120,8 @@ class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where
     sharded.
 
-    memory: its elements; where it has an `extent` they may be elsewhere, and `storage` and `part` bring them.  common:
-    of a weight at rest, the pages that it shares with the other slices.
+    memory: its elements; where it has an `extent` they may be elsewhere, and `storage` and `elements` fetch them.
+    common: of a sharded weight, the pages that it shares with the other slices.
     """
 
     layout: FlatLayout
@@ -111,25 +129,31 @@ class FlatBuffer:
     memory: Tensor
     common: SharedWeights | None = None
     extent: Extent | None = None
-    barrier: WriteBarrier = field(default_factory=WriteBarrier)
+    guard: StateGuard = field(default_factory=StateGuard)
 
     @property
     def storage(self) -> Tensor:
         """All elements that this rank holds, to be read, or moved to by `move`."""
-        return self.memory if self.extent is None else self.extent.write(0, self.memory.numel())
+        return self.memory if self.extent is None else self.elements(0, self.memory.numel())
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Some of them: a view."""
-        return self.memory[low:high] if self.extent is None else self.extent.write(low, high)
+        """Return a view of elements [low, high), fetched where they are offloaded; pending updates come first."""
+        if self.extent is None:
+            return self.memory[low:high]
+        self.guard.before_read()
+        return self.extent.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
-        """As `part`, to be written: whoever still reads the old values has them when this returns."""
-        self.barrier.before_write()
+        """As `elements`, to be written: whoever still reads the old values has them when this returns."""
+        self.guard.before_write()
         return self.elements(low, high)
 
     def read(self, low: int, high: int) -> Tensor:
-        """As `part`, to be read only."""
-        return self.memory[low:high] if self.extent is None else self.extent.read(low, high)
+        """As `elements`, to be read only: a disk need not store them again."""
+        if self.extent is None:
+            return self.memory[low:high]
+        self.guard.before_read()
+        return self.extent.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
         """As `look`, but as they are now, whatever update waits."""
@@ -191,7 +215,7 @@ class FlatBuffer:
 
     def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat, to be written."""
-        self.barrier.before_write()
+        self.guard.before_write()
         if self.spec.placement is R:
             return 0, slot.numel, self.elements(slot.start, slot.stop)
         view = self.owned_view(slot, rank)

@@ -6,6 +6,7 @@ everywhere.  Records the order units are used in, until the ranks have agreed on
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -31,6 +32,7 @@ class Gatherer:
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None
         self._cursor = 0
+        self._to_issue: deque[int] = deque()  # units whose gather the walk has asked for, in order
         self._resident_before: frozenset[int] = frozenset()
         self._look_at_groups()
 
@@ -49,6 +51,7 @@ class Gatherer:
         if self._rests_in_common:
             self.comm.barrier_begin("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._cursor = walk, 0
+        self._to_issue.clear()
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
 
     def use(self, unit: Unit, *, in_turn: bool = True) -> None:
@@ -149,8 +152,16 @@ class Gatherer:
                 self.issue_queue.issue_all()
 
     def _issue_up_to(self, position: int) -> None:
+        """Start the gathers that the walk has up to a use; those ahead of it stop where an update is pending, which is
+        made when its unit is used: states of the next tiles travel meanwhile.
+        """
         assert self._walk is not None
         for index in range(self._cursor, position + 1):
-            for number in self._walk.issue[index]:
-                self.units[number].unshard()
+            self._to_issue.extend(self._walk.issue[index])
         self._cursor = max(self._cursor, position + 1)
+        while self._to_issue:
+            unit = self.units[self._to_issue[0]]
+            if unit.has_pending_update and self._walk.position[unit.number] > position:
+                break
+            self._to_issue.popleft()
+            unit.unshard()

@@ -21,7 +21,7 @@ from ..comm.collectives import DONE, Pending
 from ..planner.layout import Slot
 from ..planner.spec import P, R, S, Spec
 from ..tiers.tier import Extent, Tier
-from .buffer import FlatBuffer, has_pages_to_return, move
+from .buffer import FlatBuffer, StateGuard, has_pages_to_return, move
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
@@ -50,6 +50,7 @@ class Gradient:
         self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
         self.buffer: FlatBuffer | None = None
         self.state = ReductionState()
+        self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader
         self.is_deferred = False  # to an update that has not come to it: a step that is over owns the sum
         self.known_squares: float | None = None  # of this rank's slice; None where it may have changed
         self.delayed = DelayedGradient(self)  # for the step after its own
@@ -84,8 +85,8 @@ class Gradient:
         state, group = self.state, self.group
         if state.partial is not None:
             return state.partial
-        if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
-            self.buffer.extent.flush()
+        if self.is_deferred and self.guard.pending is not None:
+            self.guard.pending.flush_group(self.group)
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
@@ -147,9 +148,11 @@ class Gradient:
         """A place for this rank's slice of the sum."""
         layout, comm_ctx = self.group.layout, self.group.comm_ctx
         if spec.tier is not Tier.DEVICE or comm_ctx.pool.device.type != "cpu" or not layout.padded_numel:
-            return FlatBuffer.allocate(layout, spec, comm_ctx, self._what)
+            found = FlatBuffer.allocate(layout, spec, comm_ctx, self._what)
+            found.guard = self.guard
+            return found
         memory = private_pages(spec.numel(layout.padded_numel, layout.ranks), spec.dtype)
-        return FlatBuffer(layout, spec, memory).counted(comm_ctx, self._what)
+        return FlatBuffer(layout, spec, memory, guard=self.guard).counted(comm_ctx, self._what)
 
     @property
     def _what(self) -> str:
@@ -217,7 +220,8 @@ class Gradient:
         self.known_squares = None
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
         if shard is not None and shard.extent is not None:
-            shard.extent.flush_all()  # an update made ahead of its step goes with the gradient
+            self.guard.before_read()  # an update made ahead of its step goes with the gradient
+            shard.extent.wait_for_copy()
             shard.extent.discard(0, shard.memory.numel())
         elif shard is not None and has_pages_to_return(shard.memory):
             return_pages(shard.memory)
@@ -337,8 +341,8 @@ class Gradient:
 
     def _seed(self) -> None:
         """Let there be a reduced gradient, of zeros where no backward has made one."""
-        if self.is_deferred and self.buffer is not None and self.buffer.extent is not None:
-            self.buffer.extent.flush()
+        if self.is_deferred and self.guard.pending is not None:
+            self.guard.pending.flush_group(self.group)
         if not self.state.reduced:
             self._own(self.ensure_buffer()).zero_()
             self.state.reduced = True
@@ -462,7 +466,7 @@ class DelayedGradient:
         gradient, comes = self.gradient, self.is_full
         if not (keep or comes):
             return
-        gradient.group.barrier.before_write()
+        gradient.group.guard.before_write()
         theirs, mine = gradient.ensure_buffer(), self._ensure_buffer()
         if theirs.spec.placement is S:
             gradient.buffer, self.buffer = mine, theirs
@@ -481,12 +485,12 @@ class DelayedGradient:
 
     def owned(self, slot: Slot) -> Tensor:
         """This rank's part of one member's, flat: a view, which a checkpoint fills."""
-        self.gradient.group.barrier.before_write()
+        self.gradient.group.guard.before_write()
         return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
 
     def discard(self) -> None:
         """What waits never comes to an update."""
-        self.gradient.group.barrier.before_write()
+        self.gradient.group.guard.before_write()
         self.is_full, self.absent = False, None
         for extent in self.extents:
             extent.discard(0, extent.memory.numel())

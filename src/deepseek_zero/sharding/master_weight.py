@@ -128,7 +128,7 @@ class MasterWeight:
 
     def write_consuming(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
         """`write` for values that are not needed any more, in the master's dtype.  chance: where it `is_rounded`."""
-        self.buffer.barrier.before_write()
+        self.buffer.guard.before_write()
         lower = self._at_update_device(self.buffer, place, end)
         if chance is not None:
             round_to_bf16(values, lower, chance)
@@ -145,7 +145,7 @@ class MasterWeight:
     def copy_to_weight(self, place: int, end: int) -> None:
         """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
         if self.weight is not None and not self.is_split:
-            self.buffer.barrier.before_write()
+            self.buffer.guard.before_write()
             values, upper = self.buffer.elements(place, end), self._at_update_device(self.weight, place, end)
             near = staging_like(upper, values)
             cast_master(values, near)

@@ -21,8 +21,8 @@ from ..planner.auto_wrap_policy import GroupKey
 from ..planner.layout import LAYOUTS, FlatLayout, Slot
 from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
 from ..precision.policy import cast_master
-from ..tiers.tier import Extent, FetchAfterUpdate, Tier
-from .buffer import CommContext, FlatBuffer, WriteBarrier, move
+from ..tiers.tier import Extent, Tier
+from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, move
 from .gradient import Gradient
 from .init import take_values
 from .master_weight import MasterWeight
@@ -74,7 +74,7 @@ class ParamGroup:
         self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
-        self.barrier = WriteBarrier()  # of weight, master, moments and the gradient that waits
+        self.guard = StateGuard()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device)
         self._views: list[Tensor] = []  # of members in common pages, which stay where they are
@@ -114,7 +114,7 @@ class ParamGroup:
         self.weight = FlatBuffer.allocate_weight(
             self.layout, self.plan.weight, self.comm_ctx, f"the weights of {names[0]}"
         )
-        self.weight.barrier = self.barrier
+        self.weight.guard = self.guard
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.storage if whole else full.shard(comm.rank), self.weight.storage)
@@ -165,7 +165,7 @@ class ParamGroup:
         values, rank = self.master.values(), self.master.rank
         self.plan = self.plan.promoted()
         self.weight = FlatBuffer.allocate_weight(self.layout, self.plan.weight, self.comm_ctx, f"the weights of {what}")
-        self.weight.barrier = values.barrier = self.barrier
+        self.weight.guard = values.guard = self.guard
         self.master = replace(
             self.master, buffer=values, weight=weight_shard(self.weight, self.plan, rank), is_split=False
         )
@@ -200,6 +200,10 @@ class ParamGroup:
             member.param.data = member.placeholder
         return flat
 
+    def set_pending(self, update: PendingUpdate | None) -> None:
+        """Let whoever reads the group's states flush this update first; None: nothing is pending."""
+        self.guard.pending = self.gradient.guard.pending = update
+
     # -- weights
 
     def gather(self, what: str) -> Pending:
@@ -222,8 +226,12 @@ class ParamGroup:
     def _gather_offloaded(self, extent: Extent, spec: Spec, what: str) -> Pending:
         """Out of another memory: this rank's slice comes here first, and goes when it has been copied.
 
-        An update that waits for it is made when somebody waits for it, not before: others travel meanwhile.
+        A pending update is made first, and its weight stays in memory; the executor comes here for others only when
+        their turn is, so that states travel meanwhile.
         """
+        if self.guard.pending is not None:
+            extent.pin()
+            self.guard.pending.flush_group(self)
         numel = self.weight.memory.numel()
         full = self.unsharded = FlatBuffer(
             self.layout, spec, self.comm_ctx.pool.take(self.layout.padded_numel, spec.dtype)
@@ -244,7 +252,7 @@ class ParamGroup:
             leave()
             return pending
 
-        return self.comm_ctx.issue_queue.add(FetchAfterUpdate(extent), start)
+        return self.comm_ctx.issue_queue.add(extent.fetch(0, numel), start)
 
     def point_to_unsharded(self) -> None:
         """Point every parameter at the gathered buffer."""
@@ -284,7 +292,7 @@ class ParamGroup:
         """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
         their bits).
         """
-        self.barrier.before_write()
+        self.guard.before_write()
         rank = self.comm_ctx.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.shard(rank)
@@ -381,7 +389,7 @@ def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
     """The part of a weight whose values this rank's master has."""
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
-    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), barrier=weight.barrier)
+    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard)
 
 
 def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
@@ -392,10 +400,10 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
     beneath = weight_shard(weight, plan, rank)
     if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, barrier=weight.barrier)
+        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard)
         return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
     buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
-    buffer.barrier = weight.barrier
+    buffer.guard = weight.guard
     exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
     return MasterWeight(
         buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine

@@ -121,7 +121,7 @@ def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamIn
     if not thawed:
         return [group]
     assert group.key is not None
-    group.barrier.before_write()
+    group.guard.before_write()
     group.restore_params()
     found = []
     for trainable in (True, False):

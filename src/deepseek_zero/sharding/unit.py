@@ -61,6 +61,11 @@ class Unit:
         return any(group.is_idle or not group.trainable for group in self.sharded)
 
     @property
+    def has_pending_update(self) -> bool:
+        """Whether an update of a sharded weight is still to come."""
+        return any(group.guard.pending is not None for group in self.sharded)
+
+    @property
     def state(self) -> UnitState:
         return self._state
 

@@ -3,7 +3,7 @@
 On a CPU there is nothing to cross: what is asked for has been done on return.  Beside an accelerator each direction has
 a stream of its own, as it has wires of its own, so that a copy passes while the device computes.  What that leaves to
 get wrong is kept in two rules: a `CopyEvent` is ordered before the device goes on with its result, and an extent is not
-touched on the host before its copy is over (`Extent.flush_all`).
+touched on the host before its copy is over (`Extent.wait_for_copy`).
 """
 
 from __future__ import annotations

@@ -315,12 +315,12 @@ class DiskExtent(Extent):
             chunk.pin()
 
     def read(self, low: int, high: int) -> Tensor:
-        self.flush_all()
+        self.wait_for_copy()
         self.fetch(low, high).wait()
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
-        self.flush_all()
+        self.wait_for_copy()
         for chunk in self._of(low, high):
             chunk.mark_dirty()
         return self.read(low, high)

@@ -7,7 +7,7 @@ are while nobody uses them, and who needs that never learns more than: `fetch` b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -61,33 +61,13 @@ class CompletedWork:
 COMPLETED = CompletedWork()
 
 
-@dataclass(frozen=True)
-class DeferredUpdate:
-    """What must be done before anybody sees an extent's elements: about it alone, or about all that wait."""
-
-    flush_one: Callable[[], None]
-    flush_all: Callable[[], None]
-
-
 class Extent:
     """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
 
-    deferred: DeferredUpdate | None = None
     copy_event: CopyEvent = COMPLETED  # under way between its elements and the training device
 
     def __init__(self, memory: Tensor) -> None:
         self.memory = memory
-
-    def flush(self) -> None:
-        """Let these elements, and nothing more than needs to, be what they ought to be by now."""
-        if self.deferred is not None:
-            self.deferred.flush_one()
-
-    def flush_all(self) -> None:
-        """As `catch_up`, for whoever will look at other states too, and keep views of them; and let nothing cross."""
-        if self.deferred is not None:
-            self.deferred.flush_all()
-        self.wait_for_copy()
 
     def wait_for_copy(self) -> None:
         """Let what is copied to or from the training device be over."""
@@ -103,7 +83,7 @@ class Extent:
 
     def read(self, low: int, high: int) -> Tensor:
         """These elements, to be read until `store` or `drop`: a view."""
-        self.flush_all()
+        self.wait_for_copy()
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
@@ -124,34 +104,6 @@ class Extent:
     def is_offloaded(self) -> bool:
         """Whether a view shows nothing between `store` and `fetch`."""
         return False
-
-
-class FetchAfterUpdate:
-    """All elements of an extent, on their way to their address as soon as what is due is done.
-
-    Somebody has to ask for what is due: `wait` does, so whoever does not wait leaves it to the others.
-    """
-
-    def __init__(self, extent: Extent) -> None:
-        self.extent = extent
-        self._transfer: Work | None = None
-        if self._fetch() is None:
-            extent.pin()
-
-    def wait(self) -> None:
-        self.extent.flush()
-        if (transfer := self._fetch()) is not None:
-            transfer.wait()
-
-    def is_done(self) -> bool:
-        transfer = self._fetch()
-        return transfer is not None and transfer.is_done()
-
-    def _fetch(self) -> Work | None:
-        """The transfer, started as soon as nothing is due; None before that."""
-        if self._transfer is None and self.extent.deferred is None:
-            self._transfer = self.extent.fetch(0, self.extent.memory.numel())
-        return self._transfer
 
 
 def read_now(extent: Extent, low: int, high: int) -> Tensor:

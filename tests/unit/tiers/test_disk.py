@@ -91,7 +91,7 @@ def test_what_is_kept_is_written_and_stays_until_it_is_dropped(disk: Disk) -> No
     moved = extent.store(0, NUMEL)
     extent.evict(0, NUMEL)  # while it leaves
     moved.wait()
-    extent.flush_all()
+    extent.wait_for_copy()
     extent.evict(0, NUMEL)
     assert states(extent) == {State.AWAY}
     values[:CHUNK] += 1
