@@ -46,7 +46,7 @@ _ZERO = "zero_optimization"
 
 
 def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords of `DeepSeekZeRO3` (`stage` of seed 000, and top-level keys) as a configuration of stage 3."""
+    """Turn the keywords of `DeepSeekZeRO3` (seed 000's `stage`, and top-level keys) into a configuration of stage 3."""
     config = dict(keywords)
     section = config.get(_ZERO, {})
     if not isinstance(section, Mapping):
@@ -75,7 +75,7 @@ def configuration_of(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _asks(stated: Any) -> bool:
-    """Whether a key, or one of a section, was stated to some effect: switched off and empty it asks for nothing."""
+    """Return whether a key, or one of a section, asks for something: switched off and empty it does not."""
     return any(map(_asks, stated.values())) if isinstance(stated, Mapping) else bool(stated)
 
 
@@ -111,7 +111,7 @@ class DeepSeekZeRO3(StandsForModule):
         return self.module(*args, **kwargs)
 
     def explain(self) -> str:
-        """The schedule of gathers, uses, releases and reductions."""
+        """Return the schedule of gathers, uses, releases and reductions as text."""
         return str(self.runtime.gatherer.schedule)
 
     def export(self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any) -> Path:
@@ -134,7 +134,7 @@ class DeepSeekZeRO3(StandsForModule):
         return self.module.named_modules(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors under the model's names, on every rank.  Collective."""
+        """Return whole tensors under the model's names, on every rank.  Collective."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -182,7 +182,7 @@ class ZeroOptimizer(ScalesItself, Optimizer):
         return self.client.defaults
 
     def _attach(self) -> ShardedOptimizer | Optimizer:
-        """The sharded optimizer once the parameters are wrapped; before that, the plain one."""
+        """Return the sharded optimizer once the parameters are wrapped; before that, the plain one."""
         if self.sharded is None:
             owner = owner_of(self.client.param_groups[0]["params"][0])
             runtime = owner.runtime() if isinstance(owner, ParamGroup) else None

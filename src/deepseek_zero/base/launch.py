@@ -30,13 +30,13 @@ def is_marked(attempt: str, word: str) -> bool:
 
 
 def say_that_we_save(signals: Iterable[str]) -> None:
-    """A rank's word to its launcher, where it has one of ours."""
+    """Tell our launcher, if there is one, that this rank saves when it gets one of these signals."""
     if attempt := os.environ.get(ATTEMPT):
         for name in signals:
             mark(attempt, SAVES + name)
 
 
 def is_ending() -> bool:
-    """Whether our launcher ends the ranks, as it does when one of them is gone; asked from within signal handlers."""
+    """Return whether our launcher ends the ranks, as it does when one of them is gone; safe within signal handlers."""
     attempt = os.environ.get(ATTEMPT)
     return bool(attempt) and is_marked(str(attempt), ENDING)

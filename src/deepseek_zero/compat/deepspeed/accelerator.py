@@ -21,7 +21,7 @@ from ...comm.context import ranks_of_this_host
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What a CPU has to do where a GPU waits, marks or clears."""
+    """Do nothing: a CPU has nothing to wait for, to mark or to clear."""
 
 
 def _device_of(kind: str, index: int | None = None) -> str:
@@ -108,7 +108,7 @@ CUDA: dict[str, Callable[..., Any]] = {name: partial(_of_cuda, name) for name in
 
 
 class Accelerator:
-    """One rank's device, a GPU or the CPU, under DeepSpeed's method names."""
+    """Answer DeepSpeed's method names for the device that this rank trains on, a GPU or the CPU."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         own = CPU if default_device().type == "cpu" else CUDA
@@ -131,12 +131,12 @@ DeepSpeedAccelerator = Accelerator
 
 @cache
 def get_accelerator() -> Accelerator:
-    """The device this rank trains on; one object per process."""
+    """Return the Accelerator of this rank; one object per process."""
     return Accelerator()
 
 
 def set_accelerator(accel_obj: Any) -> None:
-    """DeepSpeed takes another device here; ours is the GPU where there is one, else the CPU."""
+    """Refuse any accelerator but our own: ranks train on a GPU where there is one, else on the CPU."""
     if accel_obj is not get_accelerator():
         raise NotBuiltError(
             "set_accelerator() with an accelerator of your own is not built.",
@@ -146,5 +146,5 @@ def set_accelerator(accel_obj: Any) -> None:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Whether this rank's device is one we train on: it is always chosen so."""
+    """Return True: a rank is only ever given a device that can be trained on."""
     return True

@@ -53,7 +53,7 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
 
 
 def _settings(deepspeed_config: Any) -> RecomputeSettings:
-    """What a configuration says, or what is in force."""
+    """Return the settings of a configuration, or without one those in force."""
     if deepspeed_config is not None:
         return recompute_settings_of(Config.model_validate(load(deepspeed_config).values))
     current = recompute.current()
@@ -76,11 +76,11 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
 
 
 def is_configured() -> bool:
-    """Whether anything was said of it: by `configure`, or by the configuration of an engine that is alive."""
+    """Return whether `configure` was called, or a living engine has a configuration of it."""
     return recompute.current() is not None
 
 
 def reset() -> None:
-    """Give the memory of parked inputs up; its size is learned anew.  Graphs that are alive keep theirs."""
+    """Free the arena of offloaded inputs and learn its size anew.  Graphs that are alive keep theirs."""
     if (current := recompute.current()) is not None:
         current.reset()

@@ -70,7 +70,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
-    """The config's `scheduler` block from parsed flags: (block, None) or (None, why not)."""
+    """Return the config's `scheduler` block of parsed flags: (block, None) or (None, why not)."""
     name = getattr(args, "lr_schedule", None)
     if name is None:
         return None, "--lr_schedule not specified on command line"

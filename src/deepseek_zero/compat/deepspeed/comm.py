@@ -56,7 +56,9 @@ def init_distributed(dist_backend: str | None = None, timeout: timedelta | None 
 
 
 def join(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> bool:
-    """As `init_distributed`, but a process that nobody described to stays without a group; whether it has one."""
+    """Do as `init_distributed` does, but leave a process alone that nobody described a group to; return whether it has
+    one.
+    """
     unknown = sorted(options.keys() - WITHOUT_EFFECT - EFFECTIVE)
     if unknown:
         raise UsageError(
@@ -68,7 +70,7 @@ def join(dist_backend: str | None = None, timeout: timedelta | None = None, **op
 
 
 def _describe(options: dict[str, Any]) -> None:
-    """Put what the caller says of the group where launchers put it; a launcher's own word stands."""
+    """Write the caller's group into the variables that launchers set; a launcher's own value stands."""
     method = options.get("init_method") or "env://"
     address = urlsplit(method)
     if address.scheme not in ("env", "tcp"):
@@ -131,7 +133,7 @@ def _all_gather_coalesced(
 
 
 def initialize_mesh_device(mesh_shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> DeviceMesh:
-    """torch's DeviceMesh over all ranks.  Collective."""
+    """Return torch's DeviceMesh over all ranks.  Collective."""
     return init_device_mesh(default_device().type, mesh_shape, mesh_dim_names=mesh_dim_names)
 
 
@@ -199,17 +201,17 @@ ALONE |= {name: alone for name, (_, alone) in COLLECTIVES.items()}
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The global number of a group's rank."""
+    """Return the global number of a group's rank."""
     return dist.get_global_rank(group, group_rank) if group is not None else group_rank
 
 
 def get_world_group() -> Any:
-    """The group of all ranks, None in a world of one."""
+    """Return the group of all ranks, None in a world of one."""
     return dist.group.WORLD if dist.is_initialized() else None
 
 
 def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
-    """The global numbers of a group's ranks."""
+    """Return the global numbers of a group's ranks."""
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 

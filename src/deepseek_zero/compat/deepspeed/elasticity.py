@@ -45,7 +45,7 @@ BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_ac
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether a configuration asks for elastic batches."""
+    """Return whether a configuration asks for elastic batches."""
     return bool(ds_config.get("elasticity", {}).get("enabled", False))
 
 
@@ -55,10 +55,11 @@ def compute_elastic_config(
     world_size: int = 0,
     return_microbatch: bool = False,
 ) -> tuple[Any, ...]:
-    """(batch, numbers of ranks that can train with it), and the micro-batch where a world size or
+    """Return (batch, numbers of ranks that can train with it), and the micro-batch where a world size or
     `return_microbatch` asks for it.
 
-    target_deepspeed_version: ignored; there is one arithmetic here.
+    target_deepspeed_version: ignored; there is one arithmetic here.  Raises ElasticityConfigError for a section that
+    cannot be used, ElasticityIncompatibleWorldSize for a world size that the batch does not fit.
     """
     section = _section(ds_config)
     request = ElasticRequest(
@@ -84,7 +85,7 @@ def _micro_batch(found: ElasticBatch, request: ElasticRequest, world_size: int) 
 
 
 def _section(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The section with its defaults, checked."""
+    """Return the section with its defaults, checked."""
     given = ds_config.get("elasticity")
     if not isinstance(given, Mapping):
         raise ElasticityConfigError("the configuration has no section `elasticity`.", fix="state one.")

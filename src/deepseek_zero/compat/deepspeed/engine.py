@@ -47,7 +47,7 @@ def _norm(engine: Engine) -> float | None:
 
 
 def _offload(section: Any) -> Any:
-    """The section, None where nothing is offloaded; as DeepSpeed answers."""
+    """Return the section, None where it offloads nothing, as DeepSpeed does."""
     return section if section.device != "none" else None
 
 
@@ -221,9 +221,10 @@ class DeepSpeedEngine(Engine):
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> ShardedLoader:
-        """A loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
+        """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
 
-        pin_memory: memory is pinned where the device is a GPU, whatever is said here.
+        batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored; memory is pinned where
+        the device is a GPU.
         """
         if num_local_io_workers:
             raise NotBuiltError(
@@ -288,7 +289,7 @@ class DeepSpeedEngine(Engine):
         self.parts.saver.finish()
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        """The model's whole state dict, on every rank.  Collective."""
+        """Return the model's whole state dict, on every rank.  Collective."""
         state = dict(self.module.state_dict())
         frozen = {
             name for name, param in self.module.named_parameters(remove_duplicate=False) if not param.requires_grad
@@ -332,7 +333,7 @@ class DeepSpeedEngine(Engine):
     save_fp16_model = save_16bit_model
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
-        """The whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
+        """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
         return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
 
     def export(
@@ -356,7 +357,7 @@ class DeepSpeedEngine(Engine):
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:
-        """Put every unit to rest and free the buffers kept for the next gather; between steps, on every rank."""
+        """Reshard every unit and free the buffers kept for the next gather.  Collective; between steps."""
         with torch.no_grad():
             self.runtime.gatherer.reshard_all()
         for group in self.runtime.groups:
@@ -389,7 +390,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compile() was called."""
+        """Whether compile() was called and not undone."""
         return bool(self.__dict__.get("_compiled_units"))
 
     def destroy(self) -> None:

@@ -50,7 +50,7 @@ def estimate_zero2_model_states_mem_needs(
     cpu_offload: bool = True,
     additional_buffer_factor: float = 1.0,
 ) -> tuple[int, int]:
-    """(bytes of a host, bytes of a GPU).  The model is built in fp32 on the host by every rank."""
+    """Return (bytes of a host, bytes of a GPU).  Every rank builds the model in fp32 on the host."""
     found = _states(2, total_params, num_gpus_per_node * num_nodes, cpu_offload, False)
     host = max(found[Tier.HOST], 4 * total_params) * num_gpus_per_node * additional_buffer_factor
     return int(host), found[Tier.DEVICE]
@@ -117,13 +117,13 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 
 
 def model_to_params(model: nn.Module) -> tuple[int, int]:
-    """Parameters in all, and in the largest layer."""
+    """Return the elements of all parameters, and of the largest layer."""
     layers = (sum(param.numel() for param in module.parameters(recurse=False)) for module in model.modules())
     return sum(param.numel() for param in model.parameters()), max(layers, default=0)
 
 
 def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_weights: bool) -> dict[Tier, int]:
-    """Bytes of one rank on the device and on the host: bf16 with Adam, the plan multiplied out."""
+    """Return the bytes of one rank on the device and on the host, for bf16 with Adam."""
     settings = PlanSettings(
         stage=stage,
         policy=Policy(compute=torch.bfloat16),
@@ -138,7 +138,7 @@ def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_w
 
 
 def _cases() -> Iterator[tuple[bool, bool, bool]]:
-    """Optimizer offloaded, weights offloaded, built by zero.Init; weights never without the optimizer."""
+    """Yield (optimizer offloaded, weights offloaded, built by zero.Init); weights never without the optimizer."""
     for optimizer, weights in ((True, True), (True, False), (False, False)):
         for init in (True, False):
             yield optimizer, weights, init
@@ -149,7 +149,7 @@ def _place(offloaded: bool) -> str:
 
 
 def _print(rows: list[tuple[int, int, str]], params: int, layer: str, per_node: int, nodes: int) -> None:
-    """DeepSpeed's table, on standard output as there."""
+    """Print DeepSpeed's table to standard output, as DeepSpeed does."""
     lines = [
         "Estimated memory needed for params, optim states and gradients for a:",
         f"HW: Setup with {nodes} node{'s' * (nodes > 1)}, {per_node} GPU{'s' * (per_node > 1)} per node.",

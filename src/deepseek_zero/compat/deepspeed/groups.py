@@ -24,7 +24,7 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
 
 
 def get_data_parallel_group() -> Any:
-    """All ranks; None in a world of one without a group."""
+    """Return the group of all ranks; None in a world of one without a group."""
     return get_world_group()
 
 
@@ -41,7 +41,7 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def get_model_parallel_world_size() -> int:
-    """1: a rank is alone in it, as rank 0, and there is no group."""
+    """Return 1: a rank is alone in it, as rank 0, and there is no group."""
     return 1
 
 
@@ -54,7 +54,7 @@ def get_model_parallel_group() -> None:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The rank that a model's input would come from: this one."""
+    """Return the rank that a model's input would come from: this one."""
     return get_data_parallel_rank()
 
 

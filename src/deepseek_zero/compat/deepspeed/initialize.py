@@ -113,7 +113,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 
 
 def end_engine_of(model: nn.Module) -> None:
-    """Destroy the engine the model is in, if there is one; what its last step left to do is done first."""
+    """Destroy the engine that the model is in, if there is one, after its last update has been made."""
     reference = _engines.pop(model, None)
     engine = reference() if reference is not None else None
     owners = {owner_of(param) for param in model.parameters()}
@@ -149,7 +149,9 @@ def refuse_miscount() -> None:
 
 
 def _counted_by_accelerate() -> int | None:
-    """Its number of processes, where it was started for DeepSpeed; asked of a module that others have imported."""
+    """Return accelerate's number of processes where it was started for DeepSpeed, else None; accelerate is not imported
+    for it.
+    """
     state: Any = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     shared = getattr(state, "_shared_state", None)
     if not isinstance(shared, Mapping) or "DEEPSPEED" not in str(shared.get("distributed_type")):

@@ -69,7 +69,7 @@ def _option(*names: str, text: str) -> Any:
 
 @dataclass(frozen=True)
 class LauncherOptions:
-    """The options; `run`'s own stand beside them in RunOptions."""
+    """The options of the `deepspeed` command that `deepseek-zero run` has not as its own; RunOptions adds those."""
 
     launcher: Annotated[
         str | None, _option("--launcher", text="Without effect on one machine; refused for several.")
@@ -96,7 +96,7 @@ class LauncherOptions:
 
 
 def refuse_options(options: LauncherOptions) -> None:
-    """An error for the first option that asks for what is not here."""
+    """Raise a NotBuiltError for the first option that asks for what is not here."""
     for name, (why, fix) in REFUSED.items():
         if getattr(options, name):
             raise NotBuiltError(f"--{name} of the deepspeed command is not here.", why, fix)
@@ -105,7 +105,7 @@ def refuse_options(options: LauncherOptions) -> None:
 
 
 def refuse_launcher(options: LauncherOptions, num_nodes: int) -> None:
-    """Several machines: DeepSpeed's starters reach the others over ssh, MPI or Slurm, and ours does not."""
+    """Raise a NotBuiltError where several machines are to be reached by DeepSpeed's starters (ssh, MPI, Slurm)."""
     given = [name for name in ("launcher", "launcher_args") if getattr(options, name)]
     if given and num_nodes == 1:
         logger.info("--%s is without effect on one machine: its ranks are started from here", given[0])
@@ -126,7 +126,7 @@ def set_log_level(options: LauncherOptions) -> None:
 
 @contextmanager
 def pid_file(options: LauncherOptions) -> Iterator[None]:
-    """With --save_pid a file that programs which started this one find the launcher by."""
+    """With --save_pid, keep a file from which the programs that started this one learn its process id."""
     path = Path(tempfile.gettempdir()) / f"{os.getpid()}.deepspeed" if options.save_pid else None
     if path is not None:
         path.write_text(str(os.getpid()), encoding="utf-8")
@@ -154,7 +154,7 @@ def read_hostfile(path: Path) -> Slots:
 
 
 def parse_hostfile(lines: Iterable[str]) -> Slots:
-    """Hosts and their slots 0..N-1, in the file's order."""
+    """Return hosts and their slots 0..N-1, in the file's order."""
     hosts: Slots = {}
     for line in lines:
         text = line.partition("#")[0].strip()
@@ -182,7 +182,7 @@ def parse_hostfile(lines: Iterable[str]) -> Slots:
 
 
 def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
-    """Host -> slots named in an --include or --exclude text; None for a host named without slots."""
+    """Return host -> slots named in an --include or --exclude text; None for a host named without slots."""
     named: dict[str, tuple[int, ...] | None] = {}
     for part in text.split("@"):
         host, colon, slots = part.strip().partition(":")
@@ -199,7 +199,7 @@ def parse_filter(text: str) -> dict[str, tuple[int, ...] | None]:
 
 
 def filter_slots(hosts: Mapping[str, tuple[int, ...]], include: str = "", exclude: str = "") -> Slots:
-    """The hosts and slots left by --include or --exclude; hosts keep the hostfile's order, empty ones fall out."""
+    """Return the hosts and slots left by --include or --exclude, in the hostfile's order; empty hosts fall out."""
     if include and exclude:
         raise UsageError("--include and --exclude are mutually exclusive.", fix="Give one of them.")
     named = parse_filter(include or exclude) if include or exclude else {}
@@ -235,7 +235,7 @@ MAX_FILES = 200
 
 
 def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
-    """True if the script at `source` takes --local_rank=N and `args` do not give it already."""
+    """Return whether the script at `source` takes --local_rank=N and `args` do not give it already."""
     if source is None or any(arg.partition("=")[0] in OPTIONS for arg in args):
         return False
     waiting, seen = [source], {source}
@@ -252,7 +252,7 @@ def accepts_local_rank(source: Path | None, args: Sequence[str] = ()) -> bool:
 
 
 def find_module(name: str, folders: Sequence[str] | None = None) -> Path | None:
-    """The file that `python -m name` would run, found by path alone (importing would run the parent packages)."""
+    """Return the file that `python -m name` would run, found by path: importing would run the parent packages."""
     for folder in folders if folders is not None else [str(Path.cwd()), *sys.path]:
         base = Path(folder).joinpath(*name.split("."))
         for candidate in (base.with_name(f"{base.name}.py"), base / "__main__.py"):

@@ -57,12 +57,12 @@ def set_z3_leaf_modules_by_suffix(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules."""
+    """Return the marked modules."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
-    """The full names of the marked modules, every one of a module that has several."""
+    """Return the full names of the marked modules; all of them where a module has several."""
     return tuple(name for name, module in model.named_modules(remove_duplicate=False) if z3_leaf_module(module))
 
 
@@ -73,12 +73,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether this very module is marked."""
+    """Return whether this very module is marked."""
     return bool(model.__dict__.get("_z3_leaf", False))
 
 
 def z3_leaf_parameter(param: nn.Parameter) -> bool:
-    """Whether a parameter was marked as belonging to a leaf module; parameters are never marked here."""
+    """Return False: modules are marked here, and parameters never."""
     return False
 
 

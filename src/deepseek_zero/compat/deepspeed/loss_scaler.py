@@ -45,7 +45,7 @@ class LossScalerBase:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def update_scale(self, overflow: bool) -> None:
-        """A scale that never moves."""
+        """Do nothing: this scale never moves."""
 
 
 class LossScaler(LossScalerBase):
@@ -81,7 +81,7 @@ class DynamicLossScaler(LossScalerBase):
         self.cur_iter, self.last_overflow_iter, self.scale_factor = 0, -1, 2.0
 
     def has_overflow_serial(self, params: Any) -> bool:
-        """Whether a gradient of these parameters is not finite, on this rank."""
+        """Return whether a gradient of these parameters is not finite, on this rank."""
         return any(param.grad is not None and not bool(torch.isfinite(param.grad).all()) for param in params)
 
     has_overflow = has_overflow_serial
@@ -98,7 +98,7 @@ class DynamicLossScaler(LossScalerBase):
         self.cur_iter += 1
 
     def _rule(self) -> Rule:
-        """The house's scaler in the state of this one."""
+        """Return precision/loss_scale.py's scaler in the state of this one."""
         settings = LossScaleSettings(
             initial_scale_power=127,  # not used: the scale is set below
             loss_scale_window=self.scale_window,
@@ -115,7 +115,7 @@ class DynamicLossScaler(LossScalerBase):
 def CreateLossScaler(
     dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: Mapping[str, Any] | None
 ) -> LossScalerBase:
-    """The scaler of a dtype: other than fp16 needs none, and gets a scale of 1."""
+    """Return the scaler of a dtype; other than fp16 needs none, and gets a scale of 1."""
     if dtype is torch.half and dynamic_scaling:
         return DynamicLossScaler(dtype=dtype, **(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype is torch.half else 1.0)

@@ -218,13 +218,13 @@ SAME = {  # two paths to one module
 
 
 def missing_names(module: str) -> dict[str, MissingName]:
-    """The names of one module of DeepSpeed's that are not here."""
+    """Return the names of one module of DeepSpeed's that are not here."""
     rows = MISSING.get(SAME.get(module, module), ())
     return {name: MissingName(when, reason) for when, reason, names in rows for name in names.split()}
 
 
 def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNameError:
-    """The error for a name of the drop-in's that this library does not answer to.  public: what the module has."""
+    """Return the error for a name that a module of the drop-in does not have.  public: the names it has."""
     found = missing_names(module).get(name)
     why = f"{found.reason[:1].upper()}{found.reason[1:]}." if found else ""
     return UnknownNameError(
@@ -244,7 +244,7 @@ CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() pu
 
 
 def package_name_missing(name: str) -> UnknownNameError | None:
-    """The error for `deepseek_zero.name`, None for a name that is not DeepSpeed's."""
+    """Return the error for `deepseek_zero.name`, None for a name that is not DeepSpeed's."""
     found = missing_names("deepspeed").get(name)
     reason = CLIENTS if name in IN_THE_DROPIN else found.reason if found else None
     if reason is None:
@@ -256,7 +256,7 @@ def package_name_missing(name: str) -> UnknownNameError | None:
 
 
 def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
-    """The error for an attribute of the engine's.  there: names to look for near ones in."""
+    """Return the error for an attribute that the engine does not have.  there: names to look for near ones in."""
     near = difflib.get_close_matches(name, there, n=4, cutoff=0.5)
     return UnknownNameError(
         f"engine.{name} is DeepSpeed's and is not built: {missing_names(ENGINE)[name].reason}.",

@@ -18,7 +18,7 @@ TABLES: dict[str, dict[str, str]] = {}
 def stand_in(
     module: str, homes: Mapping[str, str] | None = None, rooms: str = ""
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """`__getattr__` and `__dir__` of one module of the drop-in.
+    """Return `__getattr__` and `__dir__` for one module of the drop-in.
 
     homes: our module -> the names it gives, blank-separated.  rooms: the drop-in's own submodules, likewise.
     """

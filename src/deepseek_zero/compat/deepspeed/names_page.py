@@ -40,7 +40,7 @@ module has; so does any name that is not listed.
 
 
 def render() -> str:
-    """The whole page.  The drop-in must be on the path (`install_as_deepspeed`)."""
+    """Return the whole page.  The drop-in must be on the path (`install_as_deepspeed`)."""
     sections = {name: list(_rows(name)) for name in _modules()}
     sections["deepspeed.comm"] = list(_comm())
     sections |= {"The engine": list(_engine()), "A parameter at stage 3": list(_parameter())}
@@ -53,7 +53,7 @@ def render() -> str:
 
 
 def _modules() -> list[str]:
-    """Every module of the drop-in, imported; those with a table fill standin.TABLES."""
+    """Import every module of the drop-in and return their names; those with a table fill module_stub.TABLES."""
     paths = sorted((DIRECTORY / "deepspeed").rglob("*.py"))
     names = [".".join(path.relative_to(DIRECTORY).with_suffix("").parts).removesuffix(".__init__") for path in paths]
     for name in names:

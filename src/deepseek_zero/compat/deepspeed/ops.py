@@ -17,32 +17,32 @@ from ...optim.registry import resolve_optimizer
 
 
 def DeepSpeedCPUAdam(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
+    """Make an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
     return resolve_optimizer("Adam", {"lr": lr, **options}).build(model_params)
 
 
 def FusedAdam(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
+    """Make an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
     return resolve_optimizer("Adam", {"lr": lr, **options}).build(params)
 
 
 def DeepSpeedCPUAdagrad(model_params: Iterable[Any], lr: float = 1e-2, **options: Any) -> Optimizer:
-    """Adagrad."""
+    """Make an Adagrad."""
     return resolve_optimizer("Adagrad", {"lr": lr, **options}).build(model_params)
 
 
 def DeepSpeedCPULion(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Lion."""
+    """Make a Lion."""
     return resolve_optimizer("Lion", {"lr": lr, **options}).build(model_params)
 
 
 def FusedLion(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Lion."""
+    """Make a Lion."""
     return resolve_optimizer("Lion", {"lr": lr, **options}).build(params)
 
 
 def FusedLamb(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """LAMB."""
+    """Make a LAMB."""
     return resolve_optimizer("Lamb", {"lr": lr, **options}).build(params)
 
 
@@ -83,7 +83,7 @@ class OpBuilder:
         return type(self).__name__
 
     def load(self, verbose: bool = True) -> NoReturn:
-        """There is no compiled module to hand out."""
+        """Raise a NotBuiltError: there is no compiled module to hand out."""
         served = f"its use is served by {self.SERVED_BY}" if self.SERVED_BY else "its use is not built"
         raise NotBuiltError(
             f"{type(self).__name__}.load() has no compiled module to return.",

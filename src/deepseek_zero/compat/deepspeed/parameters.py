@@ -53,14 +53,14 @@ def _slot(owner: ParamGroup, param: nn.Parameter) -> Slot:
 
 
 def _number(owner: Owner, param: nn.Parameter) -> int:
-    """Its place in the model's parameters(), which every rank has alike."""
+    """Return the parameter's place in the model's parameters(), which every rank has alike."""
     if isinstance(owner, InitShard):
         return owner.number
     return next(number for number, each in enumerate(owner.runtime().units[0].module.parameters()) if each is param)
 
 
 def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
-    """The elements of the weight that this rank keeps, flat: the very bytes."""
+    """Return the elements of the weight that this rank keeps, flat: a view of the very bytes."""
     if isinstance(owner, InitShard):
         return owner.slice
     if owner.plan.weight.tier is not Tier.DEVICE:
@@ -109,7 +109,7 @@ VIEWS: dict[str, Callable[[Any, nn.Parameter], Any]] = {
 
 
 class _View:
-    """A name that is computed from the parameter's owner; an attribute of that name which somebody set comes first."""
+    """Compute a name from the parameter's owner; an attribute of that name which somebody set comes first."""
 
     def __init__(self, name: str) -> None:
         self.name, self.read = name, VIEWS[name]
@@ -141,7 +141,7 @@ def show_ds_names(user: object) -> None:
 
 
 def _no_longer(user: int) -> None:
-    """`torch.nn.Parameter` is torch's own again when the last user is gone."""
+    """Take the names off `torch.nn.Parameter` with the last user."""
     _needed_by.discard(user)
     if not _needed_by:
         for name in VIEWS:
@@ -149,10 +149,10 @@ def _no_longer(user: int) -> None:
 
 
 class ParameterOffload:
-    """What TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
+    """Stand for what TRL takes off a stage 3 optimizer while a gathered model generates, and puts back: nothing.
 
-    A forward gathers by itself and leaves alone what is gathered already.  `module` is where it looks for parameters to
-    tidy up.
+    A forward gathers by itself and leaves alone what is gathered already.  `module` is where TRL looks for parameters
+    to tidy up.
     """
 
     def __init__(self) -> None:
@@ -171,13 +171,14 @@ class ParameterOffload:
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """The whole fp32 master of a parameter; None for frozen ones.  Collective."""
+    """Return a parameter's whole master in fp32, in the parameter's shape; None for a frozen one.  Collective."""
     found = full_master(param)
     return found.float() if found is not None else None
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The whole reduced gradient, between backward and step; None otherwise.  Collective.
+    """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at any other
+    time.  Collective.
 
     Under fp16 it is still multiplied by the loss scale, as it is held.
     """
@@ -185,38 +186,40 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """A whole element-wise optimizer state ("exp_avg"); None before the first step.  Collective."""
+    """Return a whole element-wise optimizer state ("exp_avg"), in the parameter's shape; None before the first
+    step.  Collective.
+    """
     return access.full_state(param, optim_state_key)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's master and weight; every rank passes the same whole value."""
+    """Replace a parameter's master and weight by a whole value, which every rank passes alike.  Collective."""
     access.set_full_master(param, value)
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace a parameter's reduced gradient; every rank passes the same whole value."""
+    """Replace a parameter's reduced gradient by a whole value, which every rank passes alike."""
     access.set_grad(param, value, local=False)
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace an element-wise optimizer state; every rank passes the same whole value."""
+    """Replace an element-wise optimizer state by a whole value, which every rank passes alike."""
     access.set_full_state(param, value, optim_state_key)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the fp32 master, flat; None for frozen parameters."""
+    """Return this rank's part of the master in fp32, flat; None for a frozen parameter."""
     found = access.local_master(param)
     return found.float() if found is not None else None
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of the reduced gradient, flat, between backward and step; None otherwise."""
+    """Return this rank's part of the reduced gradient, flat, between backward and step; None at any other time."""
     return access.local_grad(param)
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """This rank's part of an optimizer state, flat; None where it has none."""
+    """Return this rank's part of an optimizer state, flat; None where it has none."""
     return access.local_state(param, optim_state_key)
 
 

@@ -58,20 +58,20 @@ class FlopsProfiler:
         self._cost, self.started = ForwardCost(self.model), False
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Floating-point operations of the watched forwards on this rank."""
+        """Return the floating-point operations of the watched forwards on this rank."""
         return flops_to_string(self._total.flops) if as_string else self._total.flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Multiplications with their additions: half the operations."""
+        """Return the multiplications with their additions: half the operations."""
         macs = self._total.flops // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Seconds of the watched forwards."""
+        """Return the seconds of the watched forwards."""
         return duration_to_string(self._total.seconds) if as_string else self._total.seconds
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Parameters of the model, whole."""
+        """Return the number of the model's elements, as if whole."""
         return params_to_string(self._total.params) if as_string else self._total.params
 
     @property
@@ -113,7 +113,7 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """(flops, macs, parameters) of one forward (mode "generate": of model.generate) without gradients.
+    """Return (flops, macs, parameters) of one forward (mode "generate": of model.generate) without gradients.
 
     input_shape: the model is given zeros of this shape, in its own dtype; else args and kwargs are passed.
     """
@@ -188,14 +188,14 @@ class Timer:
         self.started_ = False
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds in all calls since the last reset."""
+        """Return the milliseconds of all calls since the last reset."""
         found = self._watch.seconds * 1000
         if reset:
             self._watch.reset()
         return found
 
     def mean(self) -> float:
-        """Milliseconds of a call."""
+        """Return the milliseconds of a call."""
         return self._watch.mean * 1000
 
 
@@ -217,7 +217,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """What this process holds, in words."""
+        """Return in words what this process holds."""
         return f"allocated {format_bytes(allocated_bytes(default_device()))}"
 
     def log(
@@ -236,7 +236,7 @@ class SynchronizedWallClockTimer:
         log_dist(f"time (ms) | {' | '.join(spans)}{memory}", ranks=list(ranks or [0]))
 
     def get_mean(self, names: Sequence[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean milliseconds by name."""
+        """Return mean milliseconds by name."""
         found = {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
         for name in found if reset else ():
             self.timers[name].reset()
@@ -310,7 +310,7 @@ class ThroughputTimer:
             self.logging(f"step {self.global_step_count}: {self.avg_samples_per_sec():.3g} samples/s")
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second; -inf before the steps that count, as in DeepSpeed."""
+        """Return samples per second; -inf before the steps that count, as in DeepSpeed."""
         steps = self.global_step_count - self.start_step
         if steps > 0 and self.total_elapsed_time:
             return self.batch_size * steps / self.total_elapsed_time
@@ -321,6 +321,6 @@ SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """What a whole configuration says of monitors; `MonitorMaster` takes it."""
+    """Return a whole configuration's monitor settings, which `MonitorMaster` takes."""
     stated = {name: param_dict[name] for name in SECTIONS if name in param_dict}
     return observer_settings_of(Config.model_validate(load(stated).values)).monitor

@@ -38,14 +38,14 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """As `log_dist`, and a message that was logged already is not said again."""
+    """Log as `log_dist` does, unless the message was logged already."""
     if message not in _SAID:
         _SAID.add(message)
         log_dist(message, ranks, level)
 
 
 def warning_once(message: str) -> None:
-    """Warn of something once."""
+    """Log a warning, unless it was logged already."""
     log_dist_once(message, level=logging.WARNING)
 
 
@@ -70,7 +70,7 @@ def see_memory_usage(message: str, force: bool = False) -> None:
 
 
 class RepeatingLoader:
-    """A loader that starts again when it ends; `next()` never raises StopIteration unless the loader is empty."""
+    """Start a loader again when it ends; `next()` never raises StopIteration unless the loader is empty."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -88,7 +88,7 @@ class RepeatingLoader:
 
 
 class OnDevice:
-    """What is made inside is made on `device`, and floating values in `dtype`.
+    """Make what is built inside on `device`, and its floating values in `dtype`.
 
     "meta": shapes without values.  To train a model larger than memory, build it under zero.Init, which gives each rank
     its slices.
@@ -111,15 +111,17 @@ class OnDevice:
 
 
 def zero_wrapper_for_fp_tensor_constructor(constructor: Callable[..., Any], *_: Any, **__: Any) -> Callable[..., Any]:
-    """DeepSpeed's zero.Init wraps torch's constructors and transformers replaces the wrapper for a while.  Ours wraps
-    none, so nothing calls this.
+    """Return the constructor itself.
+
+    DeepSpeed's zero.Init wraps torch's constructors, and transformers replaces the wrapper for a while.  Ours wraps
+    none.
     """
     return constructor
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested dicts, lists and tuples in which each tensor has bytes of its own, so that no buffer around a
-    view is saved with it.
+    """Copy nested dicts, lists and tuples so that each tensor has bytes of its own, and no buffer around a view is
+    saved with it.
     """
     if isinstance(item, Tensor):
         return item.detach().to(device, copy=True)
@@ -132,7 +134,9 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The engine with all its weights gathered once, for many forwards.  Collective; the weights may be read only."""
+    """Yield the engine with all its weights gathered once, for many forwards.  Collective; the weights may be read
+    only.
+    """
     with GatheredParameters(model):
         yield model
 
@@ -140,7 +144,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 def move_to_device(
     item: Any, device: torch.device | str, criterion_func: Callable[[Tensor], bool] | None = None
 ) -> Any:
-    """Nested dicts, lists and tuples with their tensors (those that meet the criterion) on a device."""
+    """Return nested dicts, lists and tuples with their tensors (those that meet the criterion) on a device."""
     if isinstance(item, Tensor):
         return item.to(device) if criterion_func is None or criterion_func(item) else item
     if isinstance(item, Mapping):
@@ -151,7 +155,7 @@ def move_to_device(
 
 
 def noop_decorator(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function itself."""
+    """Return the function itself."""
     return func
 
 
@@ -172,18 +176,18 @@ def set_random_seed(seed: int) -> None:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """`model.a.b` from "a.b"."""
+    """Return `model.a.b` for "a.b"."""
     return reduce(getattr, module_name.split("."), model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Assign `model.a.b` from "a.b"."""
+    """Assign `model.a.b` for "a.b"."""
     *path, last = module_name.split(".")
     setattr(reduce(getattr, path, model), last, module)
 
 
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
-    """Whether torch's version lies within these bounds, as DeepSpeed asks: 2.1 is below 2.13."""
+    """Return whether torch's version lies within these bounds; 2.1 is below 2.13."""
     found = _version(torch.__version__)
     above = min_version is None or found >= _version(str(min_version))
     return above and (max_version is None or found <= _version(str(max_version)))

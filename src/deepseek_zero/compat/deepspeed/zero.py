@@ -91,7 +91,7 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:
-    """The engine and the unit of a wrapped parameter."""
+    """Return the engine and the unit of a wrapped parameter; a UsageError for any other."""
     owner = owner_of(parameter)
     runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
     if runtime is None or not isinstance(owner, ParamGroup):

@@ -41,9 +41,9 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | Path, tag: str | None = None, exclude_frozen_parameters: bool = False, lazy_mode: bool = False
 ) -> dict[str, Any]:
-    """The whole state dict in fp32, tied weights under each name.
+    """Return the whole state dict in fp32, tied weights under each name.
 
-    lazy_mode: values with `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor; memory: that tensor.
+    lazy_mode: its values have `.shape`, `.dtype` and `.contiguous()`, which reads the one tensor into memory.
     """
     lazy = _lazy_state(checkpoint_dir, tag, torch.float32, exclude_frozen_parameters)
     if lazy_mode:
@@ -93,7 +93,9 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
-    """Rank 0's model file in DeepSpeed's layout; of a checkpoint in ours a file with what is beside the tensors."""
+    """Return the path of rank 0's model file; for a checkpoint in our layout, of a file with what stands beside the
+    tensors.
+    """
     names = "mp_rank_00_model_states.pt" if zero_stage <= 2 else "zero_pp_rank_0_mp_rank_00_model_states.pt"
     path = _in_deepspeeds_layout(Path(checkpoint_dir)) / names
     if not path.exists():
@@ -102,7 +104,9 @@ def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:
 
 
 def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
-    """Every rank's optimizer file in DeepSpeed's layout, in the order of ranks; one that names the stage in ours."""
+    """Return the paths of every rank's optimizer file, in the order of ranks; for a checkpoint in our layout, of one
+    that names the stage.
+    """
     found = [str(path) for path in _in_deepspeeds_layout(Path(checkpoint_dir)).glob("*_optim_states.pt")]
     if not found:
         raise FileNotFoundError(f"can't find *_optim_states.pt files in directory '{checkpoint_dir}'")
@@ -110,7 +114,7 @@ def get_optim_files(checkpoint_dir: str | Path) -> list[str]:
 
 
 def _in_deepspeeds_layout(folder: Path) -> Path:
-    """The folder itself, or for one in our layout a folder with DeepSpeed's two files and no tensors in them.
+    """Return the folder itself, or for one in our layout a folder with DeepSpeed's two files and no tensors in them.
 
     Lightning's conversion asks them for the stage and for its own state.  The folder goes with the process.
     """
@@ -136,7 +140,7 @@ def _lazy_state(
 
 
 def _write_torch_shards(lazy: dict[str, LazyTensor], out: Path, most: int) -> None:
-    """One file in memory at a time; tied names stand in the file of their tensor."""
+    """Write torch files, one in memory at a time; tied names stand in the file of their tensor."""
     draft = StagedOutput(out)
     draft.open()
     try:
@@ -162,7 +166,7 @@ def _write_torch_files(lazy: dict[str, LazyTensor], out: Path, most: int) -> Non
 
 
 def _bytes_of(size: str | int | None) -> int:
-    """ "5GB", "500MB", "1GiB" or a number of bytes; None: everything in one file."""
+    """Return the bytes of "5GB", "500MB", "1GiB" or a number; None: everything in one file."""
     if size is None:
         return 1 << 62
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?B)", str(size).strip().upper())
