@@ -41,7 +41,7 @@ def ours(side: int, kind: str, tile_numel: int) -> Callable[[], Any]:
         },
     )
     engine.backward(engine(torch.randn(1, side)).float().square().mean())
-    work, updater = engine.optimizer.work, engine.optimizer.updater
+    work, updater = engine.optimizer.tiles, engine.optimizer.updater
     return lambda: updater.step_now(work.now, Decision(1.0, 1))
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .compat.deepspeed.engine import DeepSpeedEngine
     from .compat.deepspeed.initialize import ConfigKeywords, initialize
     from .deepseek import DeepSeekZeRO3, ZeroOptimizer
+    from .engine.start import plan
     from .utils import log_dist
 
 __version__ = "0.1.0"
@@ -45,6 +46,7 @@ __all__ = [
     "is_dropin_active",
     "log_dist",
     "logger",
+    "plan",
     "uninstall_as_deepspeed",
 ]
 
@@ -62,6 +64,7 @@ _HOMES = {
     "initialize": "compat.deepspeed.initialize",
     "install_as_deepspeed": "compat.deepspeed.dropin",
     "is_dropin_active": "compat.deepspeed.dropin",
+    "plan": "engine.start",
     "uninstall_as_deepspeed": "compat.deepspeed.dropin",
 }
 _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "optimizer")} | {"dist": "comm"}

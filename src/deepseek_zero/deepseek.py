@@ -27,8 +27,9 @@ from .config import resolve
 from .config.keywords import ZeroKeywords
 from .config.load import load
 from .engine import exporting
-from .engine.assemble import Parts, adopting, assemble, granularities
+from .engine.assemble import Parts, assemble
 from .engine.engine import StandsForModule
+from .engine.optimizer import adopting, granularities
 from .engine.start import Request, facts_of, module_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer

@@ -1,7 +1,8 @@
 """Who reads what a configuration key became: recorders over its sections and over the settings made of them.
 
 A key may travel: section -> settings -> settings.  Passing it on proves nothing, and neither does printing it; so a
-read counts where code outside the assembly (engine/assemble.py, and for sections engine/tiers.py) asks for the value.
+read counts where code outside the assembly (engine/settings.py and assemble.py, and for sections engine/optimizer.py)
+asks for the value.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from deepseek_zero.config import Config
 from deepseek_zero.config.fields import Section, subsection
 
 PACKAGE = str(Path(deepseek_zero.__file__).parent)
-PASS_ON = ("/engine/assemble.py",)
-PASS_SECTIONS_ON = (*PASS_ON, "/engine/tiers.py")
+PASS_ON = ("/engine/settings.py", "/engine/assemble.py")
+PASS_SECTIONS_ON = (*PASS_ON, "/engine/optimizer.py")
 PRINTS = {"__repr__", "describe", "__post_init__"}  # __post_init__ refuses; it uses nothing
 READERS_OF_CONFIG = f"{PACKAGE}/config/"
 

@@ -21,12 +21,15 @@ from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
 from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble
-from deepseek_zero.engine.tiers import tiers_of
+from deepseek_zero.engine.settings import memory_settings_of, plan_settings_of
+from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
+from deepseek_zero.sharding.wrap import open_tiers
 from deepseek_zero.tiers.tier import Tier
 from tests.contract.key_proofs import Reads, carriers, home_of, recording
 
@@ -193,8 +196,10 @@ def locks_pages_beside_a_gpu() -> None:
 
     def pinned(**sections: Any) -> bool:
         config = resolve(load({"zero_optimization": {"stage": 3, **sections}}), Facts())
-        cuda, settings = torch.device("cuda", 0), assemble.plan_settings_of(config)
-        return tiers_of(config, settings, Comm(torch.device("cpu")), cuda, 4096).memories[Tier.HOST].pinned
+        cuda = Mesh(dp_shard=1, device=torch.device("cuda", 0))
+        planned = plan_model(torch.nn.Linear(2, 2), plan_settings_of(config), cuda)
+        tiers = open_tiers(planned, memory_settings_of(config), Comm(torch.device("cpu")), 4096)
+        return tiers.memories[Tier.HOST].pinned
 
     for section in ("offload_optimizer", "offload_param"):
         assert pinned(**{section: {"device": "cpu"}})

@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.memory import predicted_bytes
-from deepseek_zero.optim.sharded import TILE_NUMEL
-from deepseek_zero.planner.memory import resident_bytes, step_of_units, units_of_model
-from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
+from deepseek_zero.planner.plan import Machine, plan_model
+from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded
 from tests.pairwise import cases
@@ -131,10 +131,10 @@ def test_a_model_without_storage_gives_the_same_prediction(ranks: int, stage: in
     engine = start_engine(Run(stage, optimizer="adamw"), seeded())
     with torch.device("meta"):
         model = Gpt()
-    settings = engine.runtime.settings
-    units = units_of_model(model, settings, ranks)
-    expected = resident_bytes(units, step_of_units(units, dist.get_rank(), "AdamW", TILE_NUMEL.cpu))
-    expected["buffers"] = buffer_bytes(pool_buffers(units, settings, in_place=ranks > 1))
+    update = UpdateSettings("AdamW", (ParamGroupPlan({}, frozenset(dict(model.named_parameters()))),))
+    machine = Machine(reads_in_place=ranks > 1)
+    plan = plan_model(model, engine.runtime.settings, Mesh(dp_shard=ranks, rank=dist.get_rank()), machine, update)
+    expected = plan.bytes_by_state()
     assert predicted_bytes(engine.runtime, engine.optimizer) == expected
 
 

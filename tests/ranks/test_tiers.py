@@ -22,9 +22,10 @@ from torch.utils.checkpoint import checkpoint
 import deepseek_zero
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import DeepSeekZeroError, OutOfMemoryError, PeerError, StorageError, UsageError
-from deepseek_zero.engine.memory import unit_places
+from deepseek_zero.engine.memory import plan_of
 from deepseek_zero.planner.spec import Tier
 from deepseek_zero.report.explain import overlap_share
+from deepseek_zero.report.picture import places_of
 from deepseek_zero.sharding import param_group as group_file
 from deepseek_zero.sharding.buffer import Pool
 from deepseek_zero.tiers.disk import Disk, DiskExtent
@@ -388,7 +389,7 @@ def test_the_picture_of_a_plan_shows_the_bytes_that_the_plan_predicts(stage: int
     zero = {"stage3_param_persistence_threshold": 300} | offload(tier, weights=stage == 3)
     engine = engine_of(stage, zero, bf16={"enabled": True})
     train_step(engine, Run(stage), 0)
-    shown = sum((Counter(place.nbytes) for place in unit_places(engine.runtime, engine.optimizer)), Counter())
+    shown = sum((Counter(place.nbytes) for place in places_of(plan_of(engine.runtime, engine.optimizer))), Counter())
     predicted = engine.memory_report().predicted
     for away in (Tier.HOST, Tier.NVME):
         assert sum(count for (_, where), count in shown.items() if where is away) == predicted.get(away.value, 0)

@@ -63,5 +63,5 @@ def _accumulate(engine: Engine, accumulation: int) -> None:
         assert group.plan.grad is not None
         dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
         if dtype != group.plan.grad.dtype:
-            group.plan = replace(group.plan, grad=replace(group.plan.grad, dtype=dtype))
+            group.planned = group.planned.with_grad_dtype(dtype)
             group.gradient.buffer = group.gradient.delayed.buffer = None

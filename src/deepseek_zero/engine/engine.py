@@ -23,9 +23,9 @@ from ..comm.agreement import run_on_all_ranks
 from ..optim.sharded import ShardedOptimizer
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.links import links_of
-from ..report.picture import draw_plan
+from ..report.picture import draw_plan, places_of
 from ..sharding.runtime import Runtime
-from .memory import memory_report, unit_places
+from .memory import memory_report, plan_of
 from .observe import Observer
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
@@ -241,7 +241,7 @@ class Engine(StandsForModule):
         picture: where rank 0 also draws plan and schedule, as a PNG.
         """
         if picture is not None and is_rank_zero():
-            places, about = unit_places(self.runtime, self.optimizer), self.plan().partition("\n")[0]
+            places, about = places_of(plan_of(self.runtime, self.optimizer)), self.plan().partition("\n")[0]
             draw_plan(places, self.runtime.gatherer.schedule, picture, about)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]

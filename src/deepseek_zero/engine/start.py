@@ -1,29 +1,36 @@
-"""From what a user passes to a running engine: read the configuration, resolve it, assemble, attach schedule and
-data.
+"""From what a user passes to a running engine, or to its plan: read the configuration, resolve it, assemble, attach
+schedule and data.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from ..base.device import default_device, has_fast_bf16
+from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError, shown
-from ..base.given import refuse
+from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
-from ..config import Facts, RawConfig, resolve
+from ..config import Facts, RawConfig, choose_source, resolve
+from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
+from ..planner.plan import Machine, Plan, plan_model
 from .assemble import assemble
 from .data import ShardedLoader
 from .engine import Engine
+from .optimizer import Client, optimizer_parts
+from .planning import look_at, stated_budgets, update_of
+from .settings import placement_settings_of, plan_settings_of, step_settings_of
 
 
 @dataclass
@@ -40,15 +47,15 @@ class Request:
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
 
 
-def facts_of(request: Request, mesh: Mesh) -> Facts:
-    """What the resolver of "auto" may know of this run."""
+def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
+    """What the resolver of "auto" may know of a run.  has_bf16: None: what this machine's device has."""
     model_config = getattr(request.model, "config", None)
     hidden = _count(getattr(model_config, "hidden_size", None)) or _largest(getattr(model_config, "hidden_sizes", None))
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
         world_size=mesh.world_size,
         device_type=mesh.device.type,
-        has_bf16=has_fast_bf16(mesh.device),
+        has_bf16=has_fast_bf16(mesh.device) if has_bf16 is None else has_bf16,
         launched=mesh.is_distributed,
         hidden_size=hidden,
         loader_micro_batch=_count(getattr(request.training_data, "batch_size", None)),
@@ -163,3 +170,46 @@ def _schedule(engine: Engine, request: Request) -> Any:
     assert engine.parts.schedule is not None
     name, params = engine.parts.schedule
     return resolve_schedule(name, params, engine.optimizer)
+
+
+def plan(
+    model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    *,
+    ranks: int = 1,
+    rank: int = 0,
+    hosts: int = 1,
+    device: torch.device | str = CPU,
+    optimizer: Client = None,
+    model_parameters: Any = None,
+    leaf_modules: Sequence[str] = (),
+) -> Plan:
+    """Return what one rank of a run would do and hold: units, specs, layouts, schedule, update, bytes and volume.
+
+    It is what `initialize` with the same model and configuration builds; here nothing is built, and no process group is
+    asked: every rank of every world may be planned anywhere.
+
+    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters over one memory are
+    tied, as a run ties them.  config, optimizer, model_parameters: as `initialize` takes them.  ranks, rank: of the
+    world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each other's memory.  device: that
+    each rank trains on; it need not be here.  leaf_modules: full names of modules that travel as one piece, beside
+    those of the configuration.  `print` of the result shows a table.
+
+    Local.  Raises UsageError where memories are "auto" and the configuration gives no `memory_budget` for them,
+    OutOfMemoryError where it is too small.
+    """
+    whole_number("plan", "ranks", ranks, 1)
+    whole_number("plan", "rank", rank, 0, ranks - 1)
+    whole_number("plan", "hosts", hosts, 1, ranks)
+    mesh = Mesh().on_world(ranks, rank, torch.device(device))
+    source, origin = choose_source({} if config is None else config, None, None)
+    given = None if model_parameters is None else parameters_of("plan", "model_parameters", model_parameters)
+    request = Request(module_of(model), optimizer, given)
+    chosen = resolve(load(source, origin=origin), facts_of(request, mesh, has_bf16=True))
+    look_at(model)
+    parts = optimizer_parts(chosen, model, optimizer, given)
+    settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
+    in_place = ranks > 1 and hosts == 1 and mesh.device.type == "cpu" and settings.transport == "fastest"
+    machine = Machine(in_place, stated_budgets(settings, placement, mesh.device))
+    update = update_of(chosen, parts, model, step_settings_of(chosen, parts.granularity, mesh.device))
+    return plan_model(model, settings, mesh, machine, update, placement)

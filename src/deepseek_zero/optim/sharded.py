@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedu
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree, propagate_errors
-from ..planner.spec import R
+from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
 from ..sharding.param_group import ParamGroup
@@ -34,17 +34,7 @@ from .nonfinite import NonFiniteReport, PrecisionFallback
 from .prefetch import PrefetchSettings
 from .registry import granularity_of
 from .scratch import Scratch
-from .shards import (
-    MasterShard,
-    ParamOverlap,
-    ShardRange,
-    Tile,
-    UpdatePlan,
-    bundles_of,
-    cuts_of,
-    plan_updates,
-    shard_ranges,
-)
+from .shards import MasterShard, ParamOverlap, Tile, Tiles, cuts_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_piece
 from .updater import Decision, DelayedUpdate, Updater, hypers_of, undecorated
 
@@ -114,9 +104,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
-        bundles = bundles_of(self.pieces_by_group, runtime.trained_groups, settings.tile_numel)
-        self.work = _work_of(runtime, bundles, settings)
-        self.scratch.numel = self.work.fullest
+        self.speculative: SpeculativeStep | None = None
+        planned = self._planned("", groups)  # by what class is not known yet
+        self.tiles = Tiles.of(planned, self.pieces_by_group)
+        self.scratch.numel = planned.order.fullest
         slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
         with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
@@ -168,6 +159,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Every slice this rank updates."""
         return [piece for pieces in self.pieces_by_group for piece in pieces]
 
+    @property
+    def plan(self) -> UpdatePlan:
+        """What this rank updates, as data; hyper-parameters are those of now."""
+        return self._planned(type(self.inner).__name__, self.param_groups)
+
+    def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        chosen = [
+            ParamGroupPlan(each, frozenset(names), uncut)
+            for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
+        ]
+        scales, undoes = self.scaler is not None or self.settings.max_norm > 0, self.speculative is not None
+        settings = update_settings_of(self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes)
+        shards = [[piece.planned for piece in pieces] for pieces in self.pieces_by_group]
+        units = [unit.planned for unit in self.runtime.units]
+        return UpdatePlan.of(settings, shards, units, self.runtime.comm_ctx.pool.device)
+
     def _compare_ranks(self) -> None:
         """Raise on every rank if ranks differ in how they will step.  How many slices a rank has may differ."""
         lines = [f"{self.settings}", f"loss scaling {self.scaler.settings if self.scaler is not None else None}"]
@@ -202,7 +210,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         pieces: list[MasterShard] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
-                for span in shard_ranges(group, sorted(wanted[id(group)][1]), self.settings.tile_numel, uncut):
+                names = frozenset(group.members[number].name for number in wanted[id(group)][1])
+                rank = self.runtime.comm.rank
+                for span in shard_ranges(group.planned, rank, names, self.settings.tile_numel, uncut):
                     pieces.append(self._piece(group, span))
         return pieces
 
@@ -278,7 +288,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         assert group.master is not None
         values = None if group.master.is_copied_for_update else group.master.in_place_view(span.start, span.stop)
         if values is None:
-            values = self.scratch.placeholder(span.shape, group.master.dtype, group.master.update_device)
+            values = self.scratch.placeholder(torch.Size(span.shape), group.master.dtype, group.master.update_device)
         return MasterShard(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
@@ -306,11 +316,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Pieces have changed: what a step works through follows."""
         for group, pieces in zip(self.inner.param_groups, self.pieces_by_group, strict=True):
             group["params"] = [piece.param for piece in pieces]
-        bundles = bundles_of(self.pieces_by_group, self.runtime.trained_groups, self.settings.tile_numel)
-        self.work = _work_of(self.runtime, bundles, self.settings)
-        self.scratch.grow(self.work.fullest)
+        planned = self.plan
+        self.tiles = Tiles.of(planned, self.pieces_by_group)
+        self.scratch.grow(planned.order.fullest)
         if self.speculative is not None:
-            self.speculative.units = early_units(self.runtime, self.work)
+            self.speculative.units = early_units(self.runtime, self.tiles)
 
     # -- stepping
 
@@ -409,12 +419,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.delayed.swap(made)
         if due is None:
             return
-        self.updater.step_now(self.work.now, due)
+        self.updater.step_now(self.tiles.now, due)
         # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
-        later = [tile for unit, tiles in self.work.later.items() if unit not in done for tile in tiles]
+        later = [tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles]
         self.updater.step_deferred(later, due)
 
     def finish(self) -> None:
@@ -474,7 +484,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             for name, start, stop in saved:
                 piece = here.get((name, start, stop))
                 if piece is None:
-                    piece = self._piece(owners[name], ShardRange(start, stop, (name,), torch.Size((stop - start,))))
+                    span = ShardRange(owners[name].planned, start, stop, (name,), (stop - start,))
+                    piece = self._piece(owners[name], span)
                     piece.names = tuple(cover.slot.name for cover in piece.overlaps())
                 pieces.append(piece)
             self.pieces_by_group[number] = pieces
@@ -495,18 +506,32 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def _work_of(runtime: Runtime, bundles: list[Tile], settings: StepSettings) -> UpdatePlan:
-    """Unit by unit where some are updated in backward."""
-    may_wait = settings.pipelined and not settings.keep_grads and not settings.precision_fallback
-    by_unit = settings.speculates or settings.delay_after is not None
-    numbers = {id(group): unit.number for unit in runtime.units for group in unit.groups}
-    return plan_updates(bundles, settings.tile_numel, numbers if by_unit else None, may_wait=may_wait)
+def update_settings_of(
+    settings: StepSettings, optimizer: str, groups: Sequence[ParamGroupPlan], *, scales_grads: bool, undoes: bool
+) -> UpdateSettings:
+    """Return a step's settings as the planner needs them.  optimizer: its class.  undoes: some units are updated in
+    backward, and what undoes that is kept.
+    """
+    return UpdateSettings(
+        optimizer,
+        tuple(groups),
+        settings.tile_numel,
+        scales_grads=scales_grads,
+        can_defer=settings.pipelined and not settings.keep_grads and not settings.precision_fallback,
+        by_unit=updates_in_backward(settings),
+        undo_bytes=settings.undo_bytes if undoes else 0,
+    )
+
+
+def updates_in_backward(settings: StepSettings) -> bool:
+    """Whether some units are updated in backward, so that tiles end where units do."""
+    return settings.speculates or settings.delay_after is not None
 
 
 def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
     """What updates in backward; None where nothing does."""
-    settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.work
-    if not (settings.speculates or settings.delay_after is not None):
+    settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.tiles
+    if not updates_in_backward(settings):
         return None
     if settings.keep_grads:
         raise UsageError(
@@ -514,7 +539,7 @@ def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
             "It keeps gradients until zero_grad(), and with them a step may be repeated: updates have no other time.",
             "use initialize() and engine.step(), or leave both keys out.",
         )
-    if not works_by_piece(optimizer.inner):
+    if not works_by_piece(type(optimizer.inner)):
         if settings.speculates:
             raise unsupported_optimizer(optimizer.inner)
         return None
@@ -524,7 +549,7 @@ def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
     return early
 
 
-def early_units(runtime: Runtime, work: UpdatePlan) -> dict[int, list[Tile]]:
+def early_units(runtime: Runtime, work: Tiles) -> dict[int, list[Tile]]:
     """What may be updated in backward, by number of the unit: all but the root, whose gradient is the last there is."""
     return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
@@ -562,7 +587,8 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
     owners = {id(owner_of(param)) for group in groups for param in group["params"]}
     for unit in runtime.units:
         for group in unit.trained:
-            if id(group) in owners and group.plan.master is not None and group.plan.master.placement is not R:
+            whole = group.planned.relayout("tensor")
+            if id(group) in owners and group.planned.may_be_cut and whole.layout != group.layout:
                 group.relayout("tensor")
 
 

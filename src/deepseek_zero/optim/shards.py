@@ -1,9 +1,9 @@
-"""What an optimizer works on: ranges of masters, cut along chunks, gathered into tiles of about one size."""
+"""What an optimizer works on: stretches of masters, planned by planner/update.py, and the tiles they are stepped in."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from ..planner.layout import Slot
 from ..planner.spec import R
+from ..planner.update import ShardRange, UpdatePlan
+from ..planner.update import Tile as PlannedTile
 from ..precision.compact import StochasticRounding
 from ..precision.split import scratch_numel
 from ..sharding.master_weight import MasterWeight
@@ -38,6 +40,11 @@ class MasterShard:
     @property
     def numel(self) -> int:
         return self.stop - self.start
+
+    @property
+    def planned(self) -> ShardRange:
+        """It, as data."""
+        return ShardRange(self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape))
 
     @property
     def master(self) -> MasterWeight:
@@ -141,109 +148,48 @@ class ParamOverlap:
 
 
 Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, piece)
-EVERY_UNIT = -1
-
-
-def bundles_of(pieces: Sequence[Sequence[MasterShard]], groups: Sequence[ParamGroup], tile_numel: int) -> list[Tile]:
-    """Pieces in the order of units.  What lies in one chunk of its group (parameters that the optimizer treats
-    differently take turns there) stays together, so that a chunk comes and goes once.
-    """
-    order = {id(group): number for number, group in enumerate(groups)}
-    flat = [(number, piece) for number, of_group in enumerate(pieces) for piece in of_group]
-    flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
-    chunks = itertools.groupby(flat, key=lambda item: (id(item[1].group), item[1].start // tile_numel))
-    return [list(chunk) for _, chunk in chunks]
-
-
-def tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
-    """Bundles, together so that one optimizer call covers about tile_numel elements."""
-    tiles: list[Tile] = [[]]
-    filled = 0
-    for together in bundles:
-        if tiles[-1] and filled + sum(piece.numel for _, piece in together) > tile_numel:
-            tiles.append([])
-            filled = 0
-        for number, piece in together:
-            piece.at = filled
-            tiles[-1].append((number, piece))
-            filled += piece.numel
-    return [tile for tile in tiles if tile]
 
 
 @dataclass(frozen=True)
-class UpdatePlan:
-    """The tiles of an optimizer.  now: what a step updates before it is over.  later: what may be updated at other
-    times, by number of the unit (all under EVERY_UNIT where nobody asks).  runs: the bundles that tiles were made of.
+class Tiles:
+    """The tiles of an optimizer, as `UpdatePlan.order` has them.
+
+    now: what a step updates before it is over.  later: what may be updated at other times, by number of the unit.
     """
 
-    runs: list[list[Tile]]
     now: list[Tile]
     later: dict[int, list[Tile]]
 
-    @property
-    def fullest(self) -> int:
-        """Elements of the fullest tile."""
-        tiles = [*self.now, *(tile for tiles in self.later.values() for tile in tiles)]
-        return max((sum(piece.numel for _, piece in tile) for tile in tiles), default=0)
+    @classmethod
+    def of(cls, plan: UpdatePlan, pieces_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
+        """Return the tiles of pieces that were made of the plan's shards, in the same order."""
+        piece_of = {
+            id(shard): piece
+            for shards, pieces in zip(plan.shards, pieces_by_group, strict=True)
+            for shard, piece in zip(shards, pieces, strict=True)
+        }
 
+        def tile_of(planned: PlannedTile) -> Tile:
+            tile, filled = Tile(), 0
+            for number, shard in planned:
+                piece = piece_of[id(shard)]
+                piece.at = filled
+                tile.append((number, piece))
+                filled += piece.numel
+            return tile
 
-def plan_updates(
-    bundles: Sequence[Tile], tile_numel: int, numbers: Mapping[int, int] | None, *, may_wait: bool
-) -> UpdatePlan:
-    """numbers: of each group's unit, by id of the group; None: tiles may reach from one unit into the next."""
-    now, later = list[Tile](), dict[int, list[Tile]]()
-    for bundle in bundles:
-        if may_wait and all(piece.group.plan.can_defer_update for _, piece in bundle):
-            unit = EVERY_UNIT if numbers is None else numbers[id(bundle[0][1].group)]
-            later.setdefault(unit, []).append(bundle)
-        else:
-            now.append(bundle)
-    tiles = {unit: tiles_of(mine, tile_numel) for unit, mine in later.items()}
-    return UpdatePlan([now, *later.values()], tiles_of(now, tile_numel), tiles)
-
-
-@dataclass(frozen=True)
-class ShardRange:
-    """Elements [start, stop) of a master on this rank that become one piece."""
-
-    start: int
-    stop: int
-    names: tuple[str, ...]
-    shape: torch.Size
-
-
-def shard_ranges(group: ParamGroup, numbers: list[int], tile_numel: int, uncut: bool) -> list[ShardRange]:
-    """What of a group's members this rank updates: neighbours joined and cut into tiles, or tensor by tensor."""
-    assert group.master is not None
-    runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
-    spans: list[ShardRange] = []
-    for number in numbers:
-        slot = group.members[number].slot
-        _, _, start = group.master.local_range(slot)
-        stop = start + slot.numel if group.master.placement is R else group.master.owned_range(slot)[1]
-        if start >= stop:
-            continue
-        if uncut:
-            spans.append(ShardRange(start, stop, (slot.name,), torch.Size(slot.shape)))
-        elif runs and runs[-1][1] == start:
-            runs[-1] = (runs[-1][0], stop, [*runs[-1][2], (slot.name, start, stop)])
-        else:
-            runs.append((start, stop, [(slot.name, start, stop)]))
-    for start, stop, held in runs:
-        for cut, end in group.layout.cuts(start, stop, tile_numel):
-            names = tuple(name for name, low, high in held if low < end and cut < high)
-            spans.append(ShardRange(cut, end, names, torch.Size((end - cut,))))
-    return spans
+        later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
+        return cls(list(map(tile_of, plan.order.now)), later)
 
 
 def cuts_of(piece: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
-    """Stretches of a piece whose parameters agree in `apart`; one where all do, or where it is a whole tensor."""
+    """Return the stretches of a piece whose parameters agree in `apart`: one where all do, or it is a whole tensor."""
     covers = list(piece.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
-        return [ShardRange(piece.start, piece.stop, piece.names, piece.param.shape)]
+        return [piece.planned]
     edges = [piece.start, *(piece.start + run[0].offset for run in runs[1:]), piece.stop]
     return [
-        ShardRange(low, high, tuple(cover.slot.name for cover in run), torch.Size((high - low,)))
+        ShardRange(piece.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,))
         for run, low, high in zip(runs, edges, edges[1:], strict=False)
     ]

@@ -17,9 +17,9 @@ import torch
 from ..base.device import CPU
 from ..tiers.tier import Tier
 from .layout import SUM_TILE_NUMEL, message_numel, messages_under_way
-from .memory import GroupFacts, UnitFacts
 from .schedule import ActionKind, Schedule, enclosing, plan_schedule
 from .spec import PlanSettings, S
+from .units import GroupPlan, UnitPlan
 
 Size = tuple[torch.dtype, int]  # what a buffer is known by: dtype, elements
 
@@ -44,7 +44,7 @@ class PoolLedger:
 class _StepReplay:
     """One micro-batch that ends a step, played through."""
 
-    units: Sequence[UnitFacts]
+    units: Sequence[UnitPlan]
     settings: PlanSettings
     scratch: Size  # where partial sums are formed
     in_place: bool  # ranks read each other's memory: no gathered buffer, no inbox
@@ -74,19 +74,19 @@ class _StepReplay:
         self.ledger.give(self.outgoing)
         self.outgoing = []
 
-    def _gathered(self, unit: UnitFacts) -> list[Size]:
+    def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
         groups = [group for group in unit.sharded if not self.in_place or group.plan.weight.tier is not Tier.DEVICE]
         return [gathered_size(group) for group in groups]
 
-    def _partials(self, unit: UnitFacts) -> list[Size]:
+    def _partials(self, unit: UnitPlan) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
         return [self._travel(group) for group in unit.trained if _is_cut(group)]
 
-    def _travel(self, group: GroupFacts) -> Size:
-        return group.travel_dtype(self.settings), group.padded_numel
+    def _travel(self, group: GroupPlan) -> Size:
+        return group.travel_dtype, group.padded_numel
 
-    def _reduce(self, unit: UnitFacts) -> None:
+    def _reduce(self, unit: UnitPlan) -> None:
         self._wait_in_flight()
         self.is_reducing = any(group.ranks > 1 or _is_cut(group) for group in unit.trained)
         for group in unit.trained:
@@ -104,21 +104,21 @@ class _StepReplay:
         if not self.settings.overlap:
             self._wait_in_flight()
 
-    def _is_copied(self, group: GroupFacts) -> bool:
+    def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a whole gradient travels in another dtype than it is kept in."""
         return not _is_cut(group) and group.plan.grad is not None and self._travel(group)[0] != group.plan.grad.dtype
 
-    def _is_staged(self, group: GroupFacts) -> bool:
+    def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
         return self.copies_sums and group.plan.grad is not None and group.plan.grad.tier is not Tier.DEVICE
 
-    def _staging(self, group: GroupFacts) -> tuple[Size, int]:
+    def _staging(self, group: GroupPlan) -> tuple[Size, int]:
         """One message's sum, before it crosses; how many there are."""
         assert group.plan.grad is not None
         message = message_numel(group.layout, self.settings.bucket_numel)
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
-    def _inbox(self, group: GroupFacts) -> Size:
+    def _inbox(self, group: GroupPlan) -> Size:
         """One message from every other rank."""
         message = message_numel(group.layout, self.settings.bucket_numel)
         return self._travel(group)[0], message * (group.ranks - 1)
@@ -141,16 +141,16 @@ class _StepReplay:
         self.staged = []
 
 
-def gathered_size(group: GroupFacts) -> Size:
+def gathered_size(group: GroupPlan) -> Size:
     return group.plan.weight.dtype, group.padded_numel
 
 
-def _is_cut(group: GroupFacts) -> bool:
+def _is_cut(group: GroupPlan) -> bool:
     return group.plan.grad is not None and group.plan.grad.placement is S
 
 
 def pool_buffers(
-    units: Sequence[UnitFacts],
+    units: Sequence[UnitPlan],
     settings: PlanSettings,
     agreed: Schedule | None = None,
     device: torch.device = CPU,

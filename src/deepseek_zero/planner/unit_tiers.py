@@ -9,14 +9,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
 
 from ..base.errors import OutOfMemoryError
 from ..base.quantities import format_bytes
 from ..tiers.tier import Tier
-from .memory import STATES, UnitFacts, group_bytes
-from .spec import UnitTiers
+from .memory import STATES, group_bytes
+from .spec import PlanSettings, UnitTiers
+from .units import UnitPlan
 
 WEIGHTS, OTHERS = STATES[:1], STATES[1:]
+
+
+@dataclass(frozen=True)
+class PlacementSettings:
+    """What is left open.  device, host, disk: bytes of one rank; None: what is free, shared by the ranks of a host.
+
+    ratio: share of the states that goes where `offload_optimizer` says.  undo_bytes: of the device, for what undoes
+    updates ahead of their step.
+    """
+
+    chooses_weights: bool = False
+    chooses_states: bool = False
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    path: Path | None = None
+    ratio: float = 1.0
+    undo_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -26,9 +48,27 @@ class TierChoices:
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
 
+    @classmethod
+    def of(cls, settings: PlanSettings, placement: PlacementSettings, device: torch.device) -> TierChoices:
+        """Return what a configuration leaves open.
+
+        On a CPU the host's memory is the device's, so it is a place of its own only where it has a budget.
+        """
+        tiers = [Tier.DEVICE]
+        tiers += [Tier.HOST] if placement.host is not None or device.type != "cpu" else []
+        tiers += [Tier.NVME] if placement.path is not None else []
+        return cls(
+            tuple(tiers) if placement.chooses_weights and settings.stage == 3 else (settings.weight_tier,),
+            tuple(tiers) if placement.chooses_states and settings.stage > 0 else (settings.state_tier,),
+        )
+
+    @property
+    def are_open(self) -> bool:
+        return len(self.weights) > 1 or len(self.states) > 1
+
 
 def assign_tiers(
-    units: Mapping[Tier, Sequence[UnitFacts]], choices: TierChoices, budgets: Mapping[Tier, int], moments: int
+    units: Mapping[Tier, Sequence[UnitPlan]], choices: TierChoices, budgets: Mapping[Tier, int], moments: int
 ) -> tuple[UnitTiers, ...]:
     """A place for every unit.  OutOfMemoryError where they do not fit.
 
@@ -59,7 +99,7 @@ def assign_tiers(
     return tuple(UnitTiers(*each) for each in zip(names, weights, states, strict=True))
 
 
-def split_by_ratio(units: Sequence[UnitFacts], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
+def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tuple[UnitTiers, ...]:
     """The units whose states stay on the device where only a share of all elements is offloaded (Twin-Flow)."""
     keep = (1.0 - ratio) * sum(group.padded_numel for unit in units for group in unit.trained)
     kept, found = 0, []

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 import torch
 
-from .memory import GroupFacts, UnitFacts
 from .schedule import ActionKind, Schedule
 from .spec import PlanSettings, R, S
+from .units import GroupPlan, UnitPlan
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StepVolume:
         return self.gathers + self.reduces + self.refresh
 
 
-def step_volume(units: Sequence[UnitFacts], schedule: Schedule, settings: PlanSettings) -> StepVolume:
+def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings) -> StepVolume:
     """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each."""
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
     if ranks == 1:
@@ -56,25 +56,25 @@ def step_volume(units: Sequence[UnitFacts], schedule: Schedule, settings: PlanSe
     )
 
 
-def gather_bytes(unit: UnitFacts) -> int:
+def gather_bytes(unit: UnitPlan) -> int:
     """What a rank sends when a unit is gathered: its slice to every other rank."""
     return sum(_to_others(group, group.plan.weight.dtype) for group in unit.sharded)
 
 
-def _reduce_bytes(group: GroupFacts, settings: PlanSettings) -> int:
+def _reduce_bytes(group: GroupPlan, settings: PlanSettings) -> int:
     plan = group.plan
     assert plan.grad is not None and plan.master is not None
     if plan.grad.placement is S:
-        return _to_others(group, group.travel_dtype(settings)) * settings.accumulation
+        return _to_others(group, group.travel_dtype) * settings.accumulation
     back = _to_others(group, plan.grad.dtype) if plan.master.placement is R else 0  # stage 0: every rank wants the sum
-    return _to_others(group, group.travel_dtype(settings)) + back
+    return _to_others(group, group.travel_dtype) + back
 
 
-def _refresh_bytes(group: GroupFacts) -> int:
+def _refresh_bytes(group: GroupPlan) -> int:
     plan = group.plan
     is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
     return _to_others(group, plan.weight.dtype) if is_cut else 0
 
 
-def _to_others(group: GroupFacts, dtype: torch.dtype) -> int:
+def _to_others(group: GroupPlan, dtype: torch.dtype) -> int:
     return group.padded_numel // group.ranks * (group.ranks - 1) * dtype.itemsize

@@ -1,6 +1,6 @@
 """The plan as a picture: what of each unit rests where, beside when it is gathered, used and released.
 
-Draws nothing that is not estimated or printed elsewhere: bytes are `group_bytes` of planner/memory.py, times are the
+Draws nothing that is not estimated or printed elsewhere: bytes are `Plan.bytes_of_unit`, times are the
 schedule's list of actions.  Called by the engine's `explain`; needs matplotlib, as plots.py does.
 """
 
@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ..base.quantities import format_bytes, unit_of
-from ..planner.memory import STATES, UnitFacts, group_bytes
+from ..planner.memory import STATES
+from ..planner.plan import Plan
 from ..planner.schedule import Action, ActionKind, Schedule
 from ..tiers.tier import Tier
 from .plots import BLUE, FAINT, GREY, INK, ORANGE, canvas, dress, save, titles
@@ -46,14 +47,11 @@ class UnitPlace:
         return sum(self.nbytes.values())
 
 
-def place_of(unit: UnitFacts, moments: Sequence[int]) -> UnitPlace:
-    """moments: of each group, the values per element that its optimizer keeps."""
-    found: Counter[tuple[str, Tier]] = Counter()
-    for facts, count in zip(unit.groups, moments, strict=True):
-        for state in STATES:
-            if (spec := getattr(facts.plan, state)) is not None:
-                found[state, spec.tier] += sum(group_bytes(facts, count, (state,)).values())
-    return UnitPlace(unit.name, {key: nbytes for key, nbytes in found.items() if nbytes}, bool(unit.sharded))
+def places_of(plan: Plan) -> list[UnitPlace]:
+    """What of each unit lies where on this rank."""
+    return [
+        UnitPlace(unit.name, plan.bytes_of_unit(number), bool(unit.sharded)) for number, unit in enumerate(plan.units)
+    ]
 
 
 @dataclass

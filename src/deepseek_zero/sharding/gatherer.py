@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from ..comm.collectives import Comm
+from ..planner.plan import Plan
 from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
 from ..planner.spec import PlanSettings
 from .buffer import OrderedIssueQueue
@@ -22,12 +23,12 @@ from .unit import Unit, UnitState
 class Gatherer:
     """The gather lane of one wrapped model."""
 
-    def __init__(self, units: Sequence[Unit], settings: PlanSettings, comm: Comm, turns: OrderedIssueQueue) -> None:
-        self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, turns
+    def __init__(self, units: Sequence[Unit], plan: Plan, comm: Comm, turns: OrderedIssueQueue) -> None:
+        self.units, self.settings, self.comm, self.issue_queue = list(units), plan.settings, comm, turns
         self._around = enclosing([unit.name for unit in units])
-        self.schedule: Schedule = plan_schedule(self.sizes, range(len(units)), settings, self._around)
+        self.schedule: Schedule = plan.schedule
         self.order_is_agreed = False
-        self.tuner = Tuner(settings, [unit.numel for unit in units], comm)
+        self.tuner = Tuner(plan.settings, [unit.numel for unit in units], comm)
         self._recorded: list[int] = []
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None

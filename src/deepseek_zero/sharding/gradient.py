@@ -46,8 +46,9 @@ class ReductionState:
 class Gradient:
     """Collects, reduces and shows the gradient of one trainable group."""
 
-    def __init__(self, group: ParamGroup, reduce_dtype: torch.dtype | None, predivide: float) -> None:
-        self.group, self.reduce_dtype, self.predivide = group, reduce_dtype, predivide
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self.reduce_dtype, self.predivide = group.planned.reduce_dtype, group.planned.predivide
         self.buffer: FlatBuffer | None = None
         self.state = ReductionState()
         self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader

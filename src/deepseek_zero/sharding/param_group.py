@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from ..base.device import CPU, without_torch_function
 from ..base.memory import trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
-from ..planner.auto_wrap_policy import GroupKey
-from ..planner.layout import LAYOUTS, FlatLayout, Slot
-from ..planner.spec import PlanSettings, R, S, ShardPlan, Spec, plan_for, predivide_of
+from ..planner.layout import FlatLayout, Slot
+from ..planner.spec import R, S, ShardPlan, Spec
+from ..planner.units import GroupPlan
 from ..precision.policy import cast_master
 from ..tiers.tier import Extent, Tier
 from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, move
@@ -37,7 +37,6 @@ class ParamInfo:
     param: nn.Parameter
     slot: Slot
     param_class: type[nn.Parameter]
-    built_dtype: torch.dtype
     placeholder: Tensor = field(init=False)  # its data at rest
     is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
 
@@ -56,20 +55,16 @@ class ParamGroup:
     def __init__(
         self,
         members: Sequence[ParamInfo],
-        plan: ShardPlan,
+        planned: GroupPlan,
         comm_ctx: CommContext,
-        *,
-        reduce_dtype: torch.dtype | None = None,
-        predivide: float = 1.0,
     ) -> None:
-        self.members, self.plan, self.comm_ctx = list(members), plan, comm_ctx
-        self.layout = FlatLayout((), 0, comm_ctx.comm.size)
+        self.members, self.planned, self.comm_ctx = list(members), planned, comm_ctx
+        plan = planned.plan
         self.index = {id(member.param): number for number, member in enumerate(self.members)}
-        self.gradient = Gradient(self, reduce_dtype, predivide)
+        self.gradient = Gradient(self)
         self.weight: FlatBuffer
         self.master: MasterWeight | None = None
         self.unsharded: FlatBuffer | None = None
-        self.key: GroupKey | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
@@ -78,9 +73,19 @@ class ParamGroup:
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device)
         self._views: list[Tensor] = []  # of members in common pages, which stay where they are
-        self.build("element")
+        self.build()
 
     # -- building
+
+    @property
+    def plan(self) -> ShardPlan:
+        """The specs of its states."""
+        return self.planned.plan
+
+    @property
+    def layout(self) -> FlatLayout:
+        """Where its parameters lie."""
+        return self.planned.layout
 
     @property
     def is_sharded(self) -> bool:
@@ -97,12 +102,12 @@ class ParamGroup:
         with without_torch_function():
             return not all(member.param.requires_grad for member in self.members)
 
-    def build(self, granularity: str) -> None:
-        """Lay the members out, take rank 0's values, and set every parameter to its rest state.  Collective."""
-        names = [member.name for member in self.members]
-        with without_torch_function():
-            shapes = [tuple(member.param.shape) for member in self.members]
-        self.layout = LAYOUTS[granularity](names, shapes, self.comm_ctx.comm.size)
+    def build(self) -> None:
+        """Lay the members out as planned, take rank 0's values, and set every parameter to its rest state.
+
+        Collective.
+        """
+        names = self.planned.names
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
         ]
@@ -141,8 +146,9 @@ class ParamGroup:
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
             unshard(member.param, member.param_class, full.view(member.slot))
-        self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
-        self.build(granularity)
+        self.planned = self.planned.relayout(granularity)
+        self.gradient = Gradient(self)
+        self.build()
 
     def restore_params(self) -> None:
         """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
@@ -163,7 +169,7 @@ class ParamGroup:
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         values, rank = self.master.values(), self.master.rank
-        self.plan = self.plan.promoted()
+        self.planned = self.planned.promoted()
         self.weight = FlatBuffer.allocate_weight(self.layout, self.plan.weight, self.comm_ctx, f"the weights of {what}")
         self.weight.guard = values.guard = self.guard
         self.master = replace(
@@ -172,7 +178,7 @@ class ParamGroup:
         self.master.copy_to_weight(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
         set_placeholders(self.members, self.placeholder)
-        self.gradient = Gradient(self, self.gradient.reduce_dtype, self.gradient.predivide)
+        self.gradient = Gradient(self)
         for member in self.members:
             with without_torch_function():
                 if self.is_sharded:
@@ -365,19 +371,10 @@ def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
     comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
 
 
-def planned_group(
-    unit: str, key: GroupKey, params: Mapping[str, nn.Parameter], settings: PlanSettings, comm_ctx: CommContext
-) -> ParamGroup:
-    """The group of one row of the plan.  Collective.  unit: its name.  params: whole ones, by full name."""
-    settings = settings.for_unit(unit, full_precision=key.full_precision)
-    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=comm_ctx.comm.size)
-    members = [
-        ParamInfo(param, Slot(name, tuple(param.shape), 0), type(param), key.dtype) for name, param in params.items()
-    ]
-    predivide = predivide_of(settings, comm_ctx.comm.size)
-    group = ParamGroup(members, plan, comm_ctx, reduce_dtype=settings.policy.reduce, predivide=predivide)
-    group.key = key
-    return group
+def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx: CommContext) -> ParamGroup:
+    """Build a group as planned, from whole parameters by full name.  Collective."""
+    members = [ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots]
+    return ParamGroup(members, planned, comm_ctx)
 
 
 def gathers_a_copy(group: ParamGroup) -> bool:

@@ -17,7 +17,8 @@ import torch
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree, propagate_errors
-from .param_group import ParamGroup, ParamInfo, planned_group
+from ..planner.units import plan_group
+from .param_group import ParamGroup, ParamInfo, build_group
 
 if TYPE_CHECKING:
     from .runtime import Runtime
@@ -120,13 +121,15 @@ def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamIn
     """A frozen group as one that is trained and one of what is still frozen.  Collective."""
     if not thawed:
         return [group]
-    assert group.key is not None
+    assert group.planned.key is not None
     group.guard.before_write()
     group.restore_params()
     found = []
     for trainable in (True, False):
         params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
         if params:
-            key = replace(group.key, trainable=trainable)
-            found.append(planned_group(unit, key, params, runtime.settings, runtime.comm_ctx))
+            key = replace(group.planned.key, trainable=trainable)
+            shapes = [tuple(param.shape) for param in params.values()]
+            planned = plan_group(unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh)
+            found.append(build_group(planned, params, runtime.comm_ctx))
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from ..base.clock import BETWEEN
 from ..base.device import backward_id, queue_backward_callback
 from ..base.errors import UsageError
-from ..planner.spec import PlanSettings
+from ..planner.plan import Plan
 from . import hooks, tuning
 from .buffer import CommContext
 from .forward import Forward, Phase
@@ -32,8 +33,9 @@ from .unit import Unit
 class Runtime:
     """One wrapped model at work."""
 
-    def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, settings: PlanSettings) -> None:
-        self.model, self.units, self.settings = model, units, settings
+    def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan) -> None:
+        self.model, self.units, self.settings = model, units, plan.settings
+        self._planned = plan
         self.comm, self.comm_ctx = comm_ctx.comm, comm_ctx
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
@@ -42,8 +44,8 @@ class Runtime:
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
-        self.gatherer = Gatherer(units, settings, self.comm, comm_ctx.issue_queue)
-        self.reducer = Reducer(units, self.comm, settings.overlap)
+        self.gatherer = Gatherer(units, plan, self.comm, comm_ctx.issue_queue)
+        self.reducer = Reducer(units, self.comm, plan.settings.overlap)
         self.reducer.set_order(self.gatherer.schedule.backward)
         self.forward = Forward(self)
         self._backward_id = -1
@@ -51,6 +53,15 @@ class Runtime:
             group.runtime = weakref.ref(self)
         self.updates: Callable[[], Updates | None] = lambda: None  # weak: set by an optimizer
         self._handles = [*hooks.install(self), *shard_state_dicts(units)]
+
+    @property
+    def plan(self) -> Plan:
+        """The plan this run follows now.
+
+        Since it was built groups may have been divided, promoted or laid out anew, and the order of units agreed.
+        """
+        units = tuple(unit.planned for unit in self.units)
+        return replace(self._planned, settings=self.settings, units=units, schedule=self.gatherer.schedule)
 
     @property
     def root(self) -> Unit:

@@ -11,6 +11,7 @@ from enum import Enum
 from torch import nn
 
 from ..comm.collectives import Pending
+from ..planner.units import UnitPlan
 from .param_group import ParamGroup, ParamInfo, gathers_a_copy
 
 
@@ -73,6 +74,11 @@ class Unit:
         if (self._state, state) not in MOVES:
             raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
         self._state = state
+
+    @property
+    def planned(self) -> UnitPlan:
+        """The plan of its groups as they are now."""
+        return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
     def gathered_numel(self) -> int:

@@ -6,28 +6,26 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from ..base.device import default_device
 from ..base.errors import UsageError
-from ..comm.agreement import agree
+from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm, scatter
-from ..planner.auto_wrap_policy import (
-    GroupKey,
-    UnitChoice,
-    choose_units,
-    full_precision_names,
-    group_params,
-    persistent_names,
-)
-from ..planner.spec import PlanSettings, predivide_of
+from ..comm.context import ranks_of_this_host
+from ..planner.plan import Plan
+from ..planner.spec import predivide_of
+from ..tiers.budget import DeviceBudget
 from ..tiers.copy_engine import copy_engine_for
-from ..tiers.tier import Tiers
+from ..tiers.disk import Disk, DiskSettings
+from ..tiers.host import HostMemory
+from ..tiers.tier import Memory, Tier, Tiers
 from .buffer import CommContext, Pool
 from .init import materialise
-from .param_group import ParamGroup, planned_group
+from .param_group import ParamGroup, build_group
 from .runtime import Runtime
 from .sharded_parameter import owner_of
 from .unit import Unit
@@ -46,62 +44,87 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
-def wrap_model(
-    model: nn.Module,
-    settings: PlanSettings,
-    comm: Comm,
-    device: torch.device | None = None,
-    tiers: Tiers | None = None,
-) -> Runtime:
-    """Shard a model in place and hook it.  Collective: every rank passes the same model and settings.
+def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:
+    """Shard a model in place, as planned, and hook it.  Collective: every rank passes the same model and settings.
 
-    tiers: the memories that `settings` names beside the training device.
+    tiers: the memories that the plan names beside the training device.
     """
-    device = device or default_device()
-    choices = choose_units(model, settings)
-    compare_ranks(model, choices, settings, comm)
+    device = plan.mesh.device
+    compare_ranks(model, plan, comm)
     tiers = tiers or Tiers()
     pool = Pool(device, comm, tiers.budget)
-    divisor = (comm.size if settings.mean else 1.0) / predivide_of(settings, comm.size)
+    settings = plan.settings
+    divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
-    persistent = persistent_names(choices, settings)
-    full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
+    params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
-    for number in _as_they_get_values(model, choices, comm, device):
-        choice, groups = choices[number], group_params(choices[number], persistent, full_precision)
-        built[number] = [_group(choice, key, names, settings, comm_ctx) for key, names in groups.items()]
+    for number in _as_they_get_values(model, plan, comm, device):
+        built[number] = [build_group(group, params, comm_ctx) for group in plan.units[number].groups]
     units = [
-        Unit(choice.name or "root", choice.module, built[number], number, is_tile=choice.is_tile)
-        for number, choice in enumerate(choices)
+        Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
+        for number, unit in enumerate(plan.units)
     ]
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
-    return Runtime(model, units, comm_ctx, settings)
+    return Runtime(model, units, comm_ctx, plan)
 
 
-def _as_they_get_values(model: nn.Module, choices: list[UnitChoice], comm: Comm, device: torch.device) -> Iterator[int]:
+@dataclass(frozen=True)
+class MemorySettings:
+    """The memories beside the training device.  pins_host: page-lock host memory beside a GPU.  path: of a disk."""
+
+    pins_host: bool = False
+    path: Path = Path()
+    disk: DiskSettings = field(default_factory=DiskSettings)
+
+
+def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: int) -> Tiers:
+    """Open the memories that a plan names.  Collective.
+
+    Raises on every rank where one rank's disk refuses.
+    """
+    chosen, memories = plan.settings, dict[Tier, Memory]()
+    wanted = {chosen.weight_tier, chosen.state_tier}
+    wanted |= {tier for unit in chosen.unit_tiers for tier in (unit.weights, unit.states)}
+    if Tier.HOST in wanted:
+        memories[Tier.HOST] = HostMemory(pinned=settings.pins_host and plan.mesh.device.type == "cuda")
+    if Tier.NVME in wanted:
+        memories[Tier.NVME] = run_on_all_ranks(comm, "opening nvme_path", lambda: Disk(settings.path, settings.disk))
+    for memory in memories.values():
+        memory.traffic.clock = comm.meter.clock
+    return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))
+
+
+def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
+    """Raise on every rank where a memory is too small for what the plan puts there.  Collective."""
+    if not tiers.memories:
+        return
+    needed = plan.bytes_by_tier()
+
+    def ask() -> None:
+        for tier, memory in tiers.memories.items():
+            memory.check_room(needed[tier], ranks_of_this_host())
+
+    run_on_all_ranks(comm, "asking for room", ask)
+
+
+def _as_they_get_values(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> Iterator[int]:
     """Numbers of units whose parameters all have values: of a model on the meta device, as soon as they have."""
+    params = dict(model.named_parameters())
     lacking = {
-        number: {id(param) for param in choice.params.values() if param.is_meta}
-        for number, choice in enumerate(choices)
+        number: {id(params[name]) for group in unit.groups for name in group.names if params[name].is_meta}
+        for number, unit in enumerate(plan.units)
     }
-    yield from (number for number, params in lacking.items() if not params)
+    yield from (number for number, missing in lacking.items() if not missing)
     if not any(lacking.values()):
         return
     for module in materialise(model, comm, device):
         here = {id(param) for param in module.parameters(recurse=False)}
-        for number, params in lacking.items():
-            if params & here:
-                params -= here
-                if not params:
+        for number, missing in lacking.items():
+            if missing & here:
+                missing -= here
+                if not missing:
                     yield number
-
-
-def _group(
-    choice: UnitChoice, key: GroupKey, names: list[str], settings: PlanSettings, comm_ctx: CommContext
-) -> ParamGroup:
-    params = {name: choice.params[name] for name in names}
-    return planned_group(choice.name or "root", key, params, settings, comm_ctx)
 
 
 def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
@@ -115,10 +138,10 @@ def _place_buffers(model: nn.Module, comm: Comm, device: torch.device) -> None:
             buffer.data.copy_(flat.view(buffer.shape))
 
 
-def compare_ranks(model: nn.Module, choices: list[UnitChoice], settings: PlanSettings, comm: Comm) -> None:
+def compare_ranks(model: nn.Module, plan: Plan, comm: Comm) -> None:
     """Raise on every rank if ranks differ in parameters (names, shapes, dtypes, order), buffers, units or settings."""
-    lines = [f"settings {settings}"]
-    lines += [f"unit {choice.name}" for choice in choices]
+    lines = [f"settings {plan.settings}"]
+    lines += [f"unit {unit.name}" for unit in plan.units]
     for name, param in model.named_parameters():
         lines.append(f"parameter {name} {tuple(param.shape)} {param.dtype} requires_grad={param.requires_grad}")
     lines += [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in model.named_buffers()]

@@ -87,7 +87,7 @@ def test_step_hooks_run_once_a_step_whatever_the_tiles() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "sub_group_size": 1024}}
     engine, *_ = dz.initialize(model=model, optimizer=inner, config=config)
     assert engine.optimizer is not None
-    assert len(engine.optimizer.work.now) > 1
+    assert len(engine.optimizer.tiles.now) > 1
     engine.optimizer.register_step_post_hook(lambda *_: calls.append("ours after"))
     everywhere = register_optimizer_step_post_hook(lambda *_: calls.append("any after"))
     try:

@@ -7,10 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.layout import SUM_TILE_NUMEL, even_layout
-from deepseek_zero.planner.memory import GroupFacts, UnitFacts, units_of_model
 from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
 from deepseek_zero.planner.spec import PlanSettings, plan_for
+from deepseek_zero.planner.units import GroupPlan, UnitPlan, plan_units
 from deepseek_zero.precision.policy import Policy
 from tests.models import Gpt
 
@@ -18,12 +19,15 @@ FP32 = torch.float32
 SCRATCH = (FP32, SUM_TILE_NUMEL.cpu)
 
 
-def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitFacts], PlanSettings]:
+def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tuple[list[UnitPlan], PlanSettings]:
     """A root of one block of elements per rank, and units of two."""
     settings = PlanSettings(stage=stage, **({"window_numel": 0} | changes))  # type: ignore[arg-type]
     plan = plan_for(settings, FP32, trainable=True, persistent=False, ranks=ranks)
     layouts = [even_layout(["w"], [(ranks * 1024 * (1 if k == 0 else 2),)], ranks) for k in range(blocks + 1)]
-    return [UnitFacts(str(k), (GroupFacts.of(plan, layout),)) for k, layout in enumerate(layouts)], settings
+    return [
+        UnitPlan(str(k), (GroupPlan(plan, layout, reduce_dtype=settings.policy.reduce),))
+        for k, layout in enumerate(layouts)
+    ], settings
 
 
 def test_a_world_of_one_borrows_nothing() -> None:
@@ -76,7 +80,7 @@ def test_buffers_stay_constant_from_10_to_200_million_parameters(stage: int, win
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
         found[sum(parameter.numel() for parameter in model.parameters())] = buffer_bytes(
-            pool_buffers(units_of_model(model, settings, ranks=4), settings)
+            pool_buffers(plan_units(model, settings, Mesh(dp_shard=4)), settings)
         )
     assert min(found) < 10_500_000 and max(found) > 195_000_000
     assert len(set(found.values())) == 1, found
@@ -87,6 +91,6 @@ def test_the_default_window_of_a_billion_elements_holds_such_models_whole() -> N
         settings = PlanSettings(stage=3, persistence_numel=0)
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
-        return buffer_bytes(pool_buffers(units_of_model(model, settings, ranks=4), settings))
+        return buffer_bytes(pool_buffers(plan_units(model, settings, Mesh(dp_shard=4)), settings))
 
     assert buffers(63) > 10 * buffers(3), "constant buffers need a window below the model's size"

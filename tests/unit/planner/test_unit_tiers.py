@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import OutOfMemoryError
-from deepseek_zero.planner.memory import UnitFacts, units_of_model
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import PlanSettings, UnitTiers
 from deepseek_zero.planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
+from deepseek_zero.planner.units import UnitPlan, plan_units
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.tiers.tier import Tier
 from tests.models import Gpt
@@ -18,10 +19,10 @@ ALL = (DEVICE, HOST, NVME)
 PLENTY = 1 << 40
 
 
-def units(stage: int = 3) -> dict[Tier, list[UnitFacts]]:
+def units(stage: int = 3) -> dict[Tier, tuple[UnitPlan, ...]]:
     policy = Policy(compute=torch.bfloat16)
     return {
-        tier: units_of_model(Gpt(), PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier), 2)
+        tier: plan_units(Gpt(), PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier), Mesh(dp_shard=2))
         for tier in ALL
     }
 

@@ -7,26 +7,37 @@ from pathlib import Path
 import pytest
 import torch
 
-from deepseek_zero.planner.memory import GroupFacts, UnitFacts, group_bytes
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.planner.layout import even_layout
+from deepseek_zero.planner.memory import group_bytes
+from deepseek_zero.planner.plan import Machine, Plan
 from deepseek_zero.planner.schedule import ActionKind, plan_schedule
 from deepseek_zero.planner.spec import PlanSettings, plan_for
-from deepseek_zero.report.picture import UnitPlace, draw_plan, place_of, strip_of
+from deepseek_zero.planner.units import GroupPlan, UnitPlan
+from deepseek_zero.planner.update import ParamGroupPlan, UpdateSettings, plan_update
+from deepseek_zero.report.picture import UnitPlace, draw_plan, places_of, strip_of
 from deepseek_zero.tiers.tier import Tier
 from tests.unit.report.test_plots import is_png_of
 
 
-def unit(stage: int, tier: Tier = Tier.DEVICE, numel: int = 8192) -> UnitFacts:
+def plan_of(stage: int, tier: Tier = Tier.DEVICE, numel: int = 8192) -> Plan:
+    """A plan of one unit: a tensor that Adam updates, and a frozen one."""
     settings = PlanSettings(stage=stage, weight_tier=tier if stage == 3 else Tier.DEVICE, state_tier=tier)
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=2)
     frozen = plan_for(settings, torch.float32, trainable=False, persistent=False, ranks=2)
-    return UnitFacts("blocks.0", (GroupFacts(plan, numel, 2), GroupFacts(frozen, 4096, 2)))
+    group = GroupPlan(plan, even_layout(["weight"], [(numel,)], 2))
+    unit = UnitPlan("blocks.0", (group, GroupPlan.of_size(frozen, 4096, 2)))
+    update = UpdateSettings("Adam", (ParamGroupPlan({}, frozenset({"weight"})),))
+    schedule = plan_schedule([unit.gathered_numel], [0], settings)
+    return Plan(settings, Mesh(dp_shard=2), Machine(), (unit,), schedule, plan_update([unit], update, 0))
 
 
 @pytest.mark.parametrize("tier", list(Tier))
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_unit_has_the_bytes_that_the_estimator_counts(stage: int, tier: Tier) -> None:
-    facts = unit(stage, tier)
-    place = place_of(facts, [2, 0])
+def test_a_unit_has_the_bytes_that_the_plan_counts(stage: int, tier: Tier) -> None:
+    plan = plan_of(stage, tier)
+    (place,) = places_of(plan)
+    facts = plan.units[0]
     counted = [group_bytes(group, count) for group, count in zip(facts.groups, (2, 0), strict=True)]
     assert place.total == sum(sum(each.values()) for each in counted)
     for away in (Tier.HOST, Tier.NVME):

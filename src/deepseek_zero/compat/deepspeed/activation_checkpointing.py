@@ -14,7 +14,7 @@ from ...base.errors import NotBuiltError, UsageError
 from ...base.given import whole_number
 from ...config import Config
 from ...config.load import load
-from ...engine.tiers import recompute_settings_of
+from ...engine.settings import recompute_settings_of
 from ...tiers.tier import Tier
 
 __all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from ...planner.memory import GroupFacts, total_bytes
+from ...planner.memory import total_bytes
 from ...planner.spec import PlanSettings, plan_for
+from ...planner.units import GroupPlan
 from ...precision.policy import Policy
 from ...tiers.tier import Tier
 
@@ -132,7 +133,7 @@ def _states(stage: int, params: int, ranks: int, offload_states: bool, offload_w
     )
     padded = -(-params // ranks) * ranks
     plan = plan_for(settings, torch.float32, trainable=True, persistent=False, ranks=ranks)
-    found = total_bytes([GroupFacts(plan, padded, ranks)])
+    found = total_bytes([GroupPlan.of_size(plan, padded, ranks)])
     host = found.pop(Tier.HOST.value, 0)
     return {Tier.HOST: host, Tier.DEVICE: sum(found.values())}
 

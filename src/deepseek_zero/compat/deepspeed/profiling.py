@@ -20,7 +20,7 @@ from ...base.errors import UsageError
 from ...base.quantities import format_bytes, format_count, format_seconds
 from ...config import Config
 from ...config.load import load
-from ...engine.assemble import observer_settings_of
+from ...engine.settings import observer_settings_of
 from ...report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
 from ...report.monitor import MonitorSettings
 from ...report.timers import Timer as Watch

@@ -1,0 +1,115 @@
+"""The optimizer that a client passes or a configuration names: its parameter groups, and how slices get it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError, shown
+from ..optim.registry import granularity_of, resolve_optimizer
+from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..planner.memory import MOMENT_OPTIONS
+from ..precision.loss_scale import LossScaler
+from ..sharding.runtime import Runtime
+from ..sharding.ties import without_twins
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
+
+Client = Optimizer | Callable[[list[Any]], Optimizer] | None
+Make = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+@dataclass(frozen=True)
+class OptimizerParts:
+    """What an optimizer is made of.  groups: parameter groups, of whole parameters.  make: builds it over slices.
+
+    cls: its class; None where there is none.  granularity: of each group, how finely its state may be cut.  defaults:
+    of hyper-parameters that decide how many moments there are.
+    """
+
+    cls: type[Optimizer] | None = None
+    groups: Sequence[dict[str, Any]] = ()
+    make: Make | None = None
+    granularity: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+
+def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None) -> OptimizerParts:
+    """Return what the optimizer is made of; nothing where neither the client nor the configuration has one.
+
+    params: parameters or parameter groups to train; None: all that require gradients.
+    """
+    if callable(client) and not isinstance(client, Optimizer):
+        made = client(_groups(model, params))
+        if not isinstance(made, Optimizer):
+            raise UsageError(
+                f"the callable given as optimizer made {shown(made)}, which is no torch.optim.Optimizer.",
+                "It is called with parameter groups, and what it returns is stepped over slices of them.",
+                "return an optimizer, for example torch.optim.AdamW(groups, lr=0.001).",
+            )
+        client = made
+    if isinstance(client, Optimizer):
+        cut = granularities(client, client.param_groups)
+        return OptimizerParts(type(client), list(client.param_groups), adopting(client), cut)
+    if config.optimizer.type is None:
+        return OptimizerParts()
+    spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
+    # Of all parameters, the frozen ones too: they are updated once they are unfrozen.
+    groups = spec.parameter_groups(model, _groups(model, params if params is not None else list(model.parameters())))
+    if not any(group["params"] for group in groups):
+        raise UsageError(
+            f"optimizer {config.optimizer.type} has nothing to train.",
+            "No parameter of the model requires a gradient." if params is None else "model_parameters is empty.",
+            "leave the optimizer out of the configuration to run the model alone, or let parameters require gradients.",
+        )
+    defaults = {key: value for key, value in spec.defaults.items() if key in MOMENT_OPTIONS}
+    return OptimizerParts(spec.cls, groups, spec.build, granularities(spec.cls, groups), defaults)
+
+
+def build_optimizer(
+    parts: OptimizerParts, runtime: Runtime, settings: StepSettings, scaler: LossScaler | None
+) -> ShardedOptimizer | None:
+    """Build it over the slices of a wrapped model; None where there is none.  Collective."""
+    if parts.make is None:
+        return None
+    return ShardedOptimizer(runtime, parts.groups, parts.make, settings, scaler)
+
+
+def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """How finely each group's state may be cut."""
+    return tuple(granularity_of(optimizer, group) for group in groups)
+
+
+def adopting(client: Optimizer) -> Make:
+    """Keep the client's own object: its groups get slices for parameters, so schedulers bound to it keep working."""
+
+    def adopt(groups: list[dict[str, Any]]) -> Optimizer:
+        if any(float(entry.get("step", 1)) > 0 for entry in client.state.values()):
+            raise UsageError(
+                "the optimizer has already taken a step, so it holds state for whole parameters.",
+                "Its state would have to be cut into slices.",
+                "pass a fresh optimizer and load its state from a checkpoint afterwards.",
+            )
+        if client.state:  # made at construction (Adagrad): made again over the slices
+            client.state = cast("Any", type(client))(groups).state
+        for mine, sliced in zip(client.param_groups, groups, strict=True):
+            mine["params"] = sliced["params"]
+        return client
+
+    return adopt
+
+
+def _groups(model: nn.Module, params: Sequence[Any] | None) -> list[dict[str, Any]]:
+    """Parameters or groups, as groups."""
+    found: list[Any] = (
+        list(params) if params is not None else [param for param in model.parameters() if param.requires_grad]
+    )
+    if found and isinstance(found[0], dict):
+        return without_twins({**dict(group), "params": list(group["params"])} for group in found)
+    return without_twins([{"params": [item[1] if isinstance(item, tuple) else item for item in found]}])

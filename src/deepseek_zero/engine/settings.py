@@ -1,0 +1,258 @@
+"""What a configuration says, as the plain settings that everything below is told.
+
+The configuration is read here, and in optimizer.py for the optimizer it names; nothing below ever sees a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..activations.recompute import RecomputeSettings
+from ..checkpoint.catalogue import Retention
+from ..optim.prefetch import PrefetchSettings
+from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
+from ..planner.spec import PlanSettings
+from ..precision.loss_scale import LossScaler, LossScaleSettings
+from ..precision.policy import Policy
+from ..report.flops import FlopsSettings
+from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
+from ..sharding.tuning import KEYS as TUNED
+from .observe import ObserverSettings
+from .preemption import PreemptionSettings
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
+
+from pathlib import Path
+
+from ..planner.unit_tiers import PlacementSettings
+from ..sharding.wrap import MemorySettings
+from ..tiers.budget import NO_LIMIT
+from ..tiers.disk import DiskSettings
+from ..tiers.tier import Tier
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.DEVICE}
+
+
+@dataclass(frozen=True)
+class DataSettings:
+    """What a loader made by the engine is told."""
+
+    micro_batch: int = 1
+    drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class SavingSettings:
+    """What saving is told.
+
+    gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay.  layout: of the files;
+    "auto" asks which name the library goes by.
+    """
+
+    tag_validation: str = "Warn"
+    snapshot_bytes: int = 1 << 30
+    gather_16bit: bool = False
+    keep: Retention = field(default_factory=Retention)
+    on_signal: PreemptionSettings | None = None
+    layout: str = "auto"
+
+
+def policy_of(config: Config) -> Policy:
+    """Number formats: fp16 and bf16 sections, autocast, reduce and accumulate dtypes."""
+    compute = torch.bfloat16 if config.bf16.enabled else torch.float16 if config.fp16.enabled else None
+    auto_cast = config.fp16.auto_cast if config.fp16.enabled else config.auto_cast
+    return Policy(
+        compute=compute,
+        reduce=DTYPES[config.communication_data_type] if config.communication_data_type else None,
+        accumulate=DTYPES[config.data_types.grad_accum_dtype or "fp32"],
+        master="none" if config.bf16.bf16_master_weights_and_grads else config.bf16.master,
+        moments="bf16" if config.bf16.bf16_optimizer_states else config.optimizer.moments,
+        autocast=DTYPES[config.torch_autocast.dtype or "bf16"] if config.torch_autocast.enabled else None,
+        auto_cast=auto_cast,
+    )
+
+
+def is_open(config: Config, key: str) -> bool:
+    """Whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
+    decided = {decision.key for decision in config.decisions}
+    return key not in config.zero_optimization.model_fields_set or f"zero_optimization.{key}" in decided
+
+
+def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> PlanSettings:
+    """Everything about sharding and its schedule.  leaf_modules: full names, beside those of the configuration."""
+    zero = config.zero_optimization
+    return PlanSettings(
+        stage=zero.stage,
+        policy=policy_of(config),
+        accumulation=config.gradient_accumulation_steps,
+        persistence_numel=zero.stage3_param_persistence_threshold,
+        persistence_total_numel=zero.stage3_model_persistence_threshold,
+        window_numel=zero.stage3_max_live_parameters,
+        keep_numel=zero.stage3_max_reuse_distance,
+        ahead_numel=zero.stage3_prefetch_bucket_size,
+        bucket_numel=zero.reduce_bucket_size,
+        overlap=bool(zero.overlap_comm),
+        mean=config.gradient_allreduce_op == "mean",
+        prescale=config.prescale_gradients,
+        predivide=config.gradient_predivide_factor,
+        transport=config.transport,
+        weight_tier=TIERS[zero.offload_param.device],
+        state_tier=TIERS[zero.offload_optimizer.device],
+        device_bytes=device_bytes_of(config),
+        delayed_update=zero.offload_optimizer.delayed_update_after is not None,
+        unused_is_error=not zero.ignore_unused_parameters,
+        tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
+        unit_names=tuple(config.units),
+        leaf_classes=tuple(str(name).rpartition(".")[2] for name in zero.leaf_module.classes),
+        leaf_names=(*zero.leaf_module.names, *leaf_modules),
+        leaf_suffixes=tuple(zero.leaf_module.name_suffixes),
+        fuse_numel=zero.stage3_module_granularity_threshold,
+    )
+
+
+def device_bytes_of(config: Config) -> int:
+    """What states and buffers may take of the training device."""
+    return NO_LIMIT if config.memory_budget.device is None else config.memory_budget.device
+
+
+def placement_settings_of(config: Config) -> PlacementSettings:
+    zero, budget = config.zero_optimization, config.memory_budget
+    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+    return PlacementSettings(
+        chooses_weights=zero.offload_param.device == "auto",
+        chooses_states=zero.offload_optimizer.device == "auto",
+        device=budget.device,
+        host=budget.host,
+        disk=budget.disk,
+        path=Path(path) if path else None,
+        ratio=zero.offload_optimizer.ratio,
+        undo_bytes=zero.offload_optimizer.undo_bytes if updates_ahead(config) else 0,
+    )
+
+
+def updates_ahead(config: Config) -> bool:
+    """Whether some units are updated in backward, ahead of their step."""
+    offload = config.zero_optimization.offload_optimizer
+    return offload.super_offload or offload.delayed_update_after is not None
+
+
+def scaler_of(config: Config) -> LossScaler | None:
+    """Loss scaling belongs to fp16 alone."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return None
+    return LossScaler(
+        LossScaleSettings(
+            loss_scale=fp16.loss_scale,
+            initial_scale_power=fp16.initial_scale_power,
+            loss_scale_window=fp16.loss_scale_window,
+            hysteresis=fp16.hysteresis,
+            consecutive_hysteresis=fp16.consecutive_hysteresis,
+            min_loss_scale=fp16.min_loss_scale,
+        )
+    )
+
+
+def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch.device) -> StepSettings:
+    zero, offload = config.zero_optimization, config.zero_optimization.offload_optimizer
+    tile_numel = min(zero.sub_group_size, TILE_NUMEL.on(device))
+    return StepSettings(
+        max_norm=config.gradient_clipping,
+        tile_numel=max(1, tile_numel // TILE_ALIGNMENT) * TILE_ALIGNMENT,
+        pipelined=offload.pipeline,
+        speculates=offload.super_offload,
+        undo_bytes=offload.undo_bytes,
+        delay_after=offload.delayed_update_after,
+        flow=PrefetchSettings(
+            ahead=offload.buffer_count if offload.pipeline_read else 0,
+            behind=offload.buffer_count if offload.pipeline_write else 0,
+        ),
+        granularity=granularity,
+        check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
+        precision_fallback=config.precision == "auto",
+    )
+
+
+def observer_settings_of(config: Config) -> ObserverSettings:
+    """What an engine tells while it trains, and where."""
+    return ObserverSettings(
+        steps_per_print=config.steps_per_print,
+        wall_clock_breakdown=config.wall_clock_breakdown,
+        memory_breakdown=config.memory_breakdown,
+        dump_state=config.dump_state,
+        log_level=config.log_level,
+        records_path=config.records.path,
+        records_every=config.records.every,
+        monitor=MonitorSettings(
+            FileSettings(**config.tensorboard.model_dump()),
+            FileSettings(**config.csv_monitor.model_dump()),
+            WandbSettings(**config.wandb.model_dump()),
+            CometSettings(**config.comet.model_dump()),
+        ),
+        flops=flops_settings_of(config),
+    )
+
+
+def data_settings_of(config: Config) -> DataSettings:
+    """What a loader made by the engine is told."""
+    return DataSettings(config.train_micro_batch_size_per_gpu, config.dataloader_drop_last)
+
+
+def flops_settings_of(config: Config) -> FlopsSettings | None:
+    """Which forward's operations are counted; None for none."""
+    chosen = config.flops_profiler
+    if not chosen.enabled:
+        return None
+    return FlopsSettings(
+        chosen.profile_step, chosen.recompute_fwd_factor, chosen.module_depth, chosen.detailed, chosen.output_file
+    )
+
+
+def saving_settings_of(config: Config) -> SavingSettings:
+    """Checkpoints: which older ones stay, and whether a signal saves one."""
+    section = config.checkpoint
+    asked = section.save_on_signal
+    return SavingSettings(
+        tag_validation=section.tag_validation,
+        snapshot_bytes=section.snapshot_bytes,
+        gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
+        keep=Retention(section.keep_last, section.keep_every),
+        layout=section.layout,
+        on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
+    )
+
+
+def recompute_settings_of(config: Config) -> RecomputeSettings:
+    """Where the inputs of checkpoints are parked; the plain settings where nothing is said of it."""
+    section, plain = config.activation_checkpointing, RecomputeSettings()
+    tier = Tier.DEVICE if section.contiguous_memory_optimization else None
+    if section.device != "none" or section.cpu_checkpointing:
+        tier = TIERS[section.device if section.device != "none" else "cpu"]
+    is_disk = tier is Tier.NVME
+    return RecomputeSettings(
+        tier,
+        Path(section.nvme_path or "") if is_disk else None,
+        DiskSettings(config.aio.queue_depth, config.aio.block_size) if is_disk else plain.disk,
+        section.number_checkpoints,
+        section.profile,
+    )
+
+
+def memory_settings_of(config: Config) -> MemorySettings:
+    """The memories beside the training device, if a plan names them."""
+    zero = config.zero_optimization
+    sections = (zero.offload_optimizer, zero.offload_param)
+    path = zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path
+    return MemorySettings(
+        pins_host=any(section.pin_memory for section in sections if section.device != "none"),
+        path=Path(path or ""),
+        disk=DiskSettings(config.aio.queue_depth, config.aio.block_size),
+    )

@@ -1,0 +1,231 @@
+"""The plan of a run: units, groups, specs, layouts, memories, schedule, update, bytes and volume, of any rank of any
+world.
+
+`plan_model` computes it from names, shapes, dtypes and settings; a model on the meta device will do, and no process
+group is asked.  A run is built from it (sharding/build.py, optim/sharded.py), and keeps it up as it goes on.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import nn
+
+from ..base.mesh import Mesh
+from ..base.quantities import format_bytes, format_count
+from ..tiers.tier import Tier
+from .memory import STATES, group_bytes, moments_for, total_bytes
+from .pool_estimate import Size, buffer_bytes, pool_buffers
+from .schedule import Schedule, enclosing, plan_schedule
+from .spec import PlanSettings
+from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
+from .units import UnitPlan, plan_units
+from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
+from .volume import StepVolume, step_volume
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan assumes of the machine.
+
+    reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer.  budgets: bytes of one
+    rank for states and buffers, by memory; asked where the settings leave open which memory is used.
+    """
+
+    reads_in_place: bool = False
+    budgets: Mapping[Tier, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that one rank of a run will do and hold, as data.  Nobody decides any of it a second time."""
+
+    settings: PlanSettings
+    mesh: Mesh
+    machine: Machine
+    units: tuple[UnitPlan, ...]
+    schedule: Schedule
+    update: UpdatePlan | None = None
+    module_buffer_bytes: int = 0
+
+    # -- bytes
+
+    def bytes_by_state(self) -> dict[str, int]:
+        """Bytes of this rank between training steps, to the byte.
+
+        "weight", "grad", "master", "moments": on the training device, with the small tensors: an element per group that
+        parameters expand between uses, and the optimizer's counters.  "host", "nvme": all that lies there, in whole
+        pages.  "buffers": what the pool keeps, the optimizer's scratch, and what undoes updates in backward.
+        "module_buffers": the model's own, whole on each rank.
+        """
+        groups = [group for unit in self.units for group in unit.groups]
+        total = total_bytes(groups, moments_per_element=0)
+        total["weight"] += sum(group.plan.weight.dtype.itemsize for group in groups)
+        total["buffers"] = buffer_bytes(self.pool_buffers())
+        if self.update is not None:
+            total["moments"] += self.update.moments_bytes
+            for state, nbytes in self.update.external_bytes().items():
+                total[state] = total.get(state, 0) + nbytes
+            total["buffers"] += self.update.scratch_bytes + self.update.undo_bytes
+        if self.module_buffer_bytes:
+            total["module_buffers"] = self.module_buffer_bytes
+        return total
+
+    def bytes_by_tier(self) -> dict[Tier, int]:
+        """Bytes of this rank between training steps, by the memory they lie in."""
+        states = self.bytes_by_state()
+        found = {tier: states.pop(tier.value, 0) for tier in (Tier.HOST, Tier.NVME)}
+        return {Tier.DEVICE: sum(states.values()), **found}
+
+    def bytes_of_unit(self, number: int) -> dict[tuple[str, Tier], int]:
+        """Bytes of one unit's states on this rank, by state and memory; what is nowhere is left out."""
+        counts = {id(group): count for group, count in self.update.moments_per_group()} if self.update else {}
+        found: Counter[tuple[str, Tier]] = Counter()
+        for group in self.units[number].groups:
+            for state in STATES:
+                if (spec := getattr(group.plan, state)) is not None:
+                    found[state, spec.tier] += sum(group_bytes(group, counts.get(id(group), 0), (state,)).values())
+        return {key: nbytes for key, nbytes in found.items() if nbytes}
+
+    def pool_buffers(self) -> Counter[Size]:
+        """Buffers that the pool lends, by dtype and elements."""
+        in_place = self.machine.reads_in_place
+        return pool_buffers(self.units, self.settings, self.schedule, self.mesh.device, in_place)
+
+    def volume(self) -> StepVolume:
+        """Bytes that this rank sends in a step."""
+        return step_volume(self.units, self.schedule, self.settings)
+
+    # -- text
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the model, in elements."""
+        return sum(group.layout.numel for unit in self.units for group in unit.groups)
+
+    def table(self) -> list[str]:
+        """Return the plan in words: rows of units that look alike are told once."""
+        mesh, states = self.mesh, self.bytes_by_state()
+        tiers = {tier: nbytes for tier, nbytes in self.bytes_by_tier().items() if nbytes}
+        lines = [
+            f"stage {self.settings.stage} over {mesh.world_size} ranks ({mesh}), as rank {mesh.rank}: "
+            f"{format_count(self.numel)} parameters in {len(self.units)} units",
+            "",
+            f"{'units':<32} {'elements':>14}  states",
+        ]
+        lines += self._unit_lines()
+        lines += ["", "bytes of this rank between steps"]
+        lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
+        lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]
+        volume = self.volume()
+        lines += ["", "bytes this rank sends in a step"]
+        lines += [
+            f"  {name:<16} {format_bytes(nbytes):>12}"
+            for name, nbytes in (("gathers", volume.gathers), ("reduces", volume.reduces), ("refresh", volume.refresh))
+        ]
+        return lines
+
+    def _unit_lines(self) -> list[str]:
+        rows: list[tuple[list[str], tuple[str, ...]]] = []
+        for unit in self.units:
+            text = tuple(
+                f"{group.layout.numel:>14,}  "
+                + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
+                for group in unit.groups
+            )
+            if rows and rows[-1][1] == text:
+                rows[-1][0].append(unit.name)
+            else:
+                rows.append(([unit.name], text))
+        found = []
+        for names, text in rows:
+            label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)})"
+            found += [f"{label if number == 0 else '':<32} {line}" for number, line in enumerate(text or ("",))]
+        return found
+
+    def __str__(self) -> str:
+        return "\n".join(self.table())
+
+
+def plan_model(
+    model: nn.Module,
+    settings: PlanSettings,
+    mesh: Mesh | None = None,
+    machine: Machine | None = None,
+    update: UpdateSettings | None = None,
+    placement: PlacementSettings | None = None,
+) -> Plan:
+    """Return the plan of one rank.  Local and pure: the same arguments give the same plan wherever it is asked.
+
+    mesh: over all ranks, as this one stands on it, with the device it trains on; it need not be here.
+    update: the optimizer; None: nothing is updated.  placement: what the settings leave open, which `machine.budgets`
+    then decide.  Raises OutOfMemoryError where the budgets do not hold the states, UsageError where `settings` name
+    modules that the model does not have.
+    """
+    mesh, machine = mesh or Mesh(dp_shard=1), machine or Machine()
+    if placement is not None:
+        settings = _with_unit_tiers(model, settings, mesh, machine, update, placement)
+    return _plan(model, settings, mesh, machine, update)
+
+
+def _plan(
+    model: nn.Module, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
+) -> Plan:
+    units = plan_units(model, settings, mesh, update.uncut_names if update is not None else ())
+    return Plan(
+        settings,
+        mesh,
+        machine,
+        units,
+        declared_schedule(units, settings),
+        plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
+        sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+    )
+
+
+def declared_schedule(units: tuple[UnitPlan, ...], settings: PlanSettings) -> Schedule:
+    """Return the schedule of units that are used in the order the model declares them."""
+    sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
+    return plan_schedule(sizes, range(len(units)), settings, around)
+
+
+def _with_unit_tiers(
+    model: nn.Module,
+    settings: PlanSettings,
+    mesh: Mesh,
+    machine: Machine,
+    update: UpdateSettings | None,
+    placement: PlacementSettings,
+) -> PlanSettings:
+    """The settings with a memory for every unit, where that is left open."""
+    choices = TierChoices.of(settings, placement, mesh.device)
+    if choices.are_open:
+        plans = {
+            tier: _plan(model, replace(settings, weight_tier=tier, state_tier=tier), mesh, machine, update)
+            for tier in {*choices.weights, *choices.states}
+        }
+        slowest = plans[max(plans, key=list(Tier).index)]
+        budgets = dict(machine.budgets)
+        budgets[Tier.DEVICE] -= _working_bytes(slowest, update) + placement.undo_bytes
+        per_element = moments_for(update.optimizer, {}).per_element if update is not None else 0
+        units = {tier: plan.units for tier, plan in plans.items()}
+        return replace(settings, unit_tiers=assign_tiers(units, choices, budgets, per_element))
+    if placement.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
+        units_now = plan_units(model, settings, mesh)
+        return replace(settings, unit_tiers=split_by_ratio(units_now, settings.weight_tier, placement.ratio))
+    return settings
+
+
+def _working_bytes(plan: Plan, update: UpdateSettings | None) -> int:
+    """What the schedule lends and a step works in, where as much as possible lies elsewhere.
+
+    Counted for rank 0, whose slices are the fullest, so that every rank decides alike; and as if gradients were
+    scaled, since a step may clip.
+    """
+    if update is None:  # an optimizer may come later
+        names = frozenset(name for unit in plan.units for group in unit.trained for name in group.names)
+        update = UpdateSettings("SGD", (ParamGroupPlan({}, names),))
+    step = plan_update(plan.units, replace(update, scales_grads=True), 0, plan.mesh.device)
+    return buffer_bytes(plan.pool_buffers()) + step.scratch_bytes

@@ -1,0 +1,142 @@
+"""Units of a plan and their parameter groups: what travels together, and how it lies in memory.
+
+`plan_group` is the one place where a group's specs and layout are decided; the units of a whole model come from
+`plan_units`, and a group that is divided while a run goes on (sharding/regroup.py) from the same function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ..base.device import without_torch_function
+from ..base.mesh import Mesh
+from .auto_wrap_policy import GroupKey, choose_units, full_precision_names, group_params, persistent_names
+from .layout import LAYOUTS, FlatLayout, Shape
+from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Parameters of one unit that share a row of the table: specs, layout, and how their gradients travel.
+
+    key: what they have in common; None where only sizes matter.  reduce_dtype: of gradients on the wire, where that is
+    not their own.  predivide: what partial gradients are divided by before they travel.
+    """
+
+    plan: ShardPlan
+    layout: FlatLayout
+    key: GroupKey | None = None
+    reduce_dtype: torch.dtype | None = None
+    predivide: float = 1.0
+
+    @classmethod
+    def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
+        """Return a group of which nothing but its size is known."""
+        return cls(plan, FlatLayout((), padded_numel // ranks, ranks))
+
+    @property
+    def padded_numel(self) -> int:
+        return self.layout.padded_numel
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ranks
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the parameters, in the order they lie in."""
+        return [slot.name for slot in self.layout.slots]
+
+    @property
+    def travel_dtype(self) -> torch.dtype:
+        """The dtype gradients of this group are sent in."""
+        assert self.plan.grad is not None
+        own = self.plan.weight.dtype if self.plan.grad.placement is S else self.plan.grad.dtype
+        return self.reduce_dtype or own
+
+    @property
+    def may_be_cut(self) -> bool:
+        """Whether its master is sharded, so that its layout decides which tensors are cut."""
+        return self.plan.master is not None and self.plan.master.placement is not R
+
+    def relayout(self, granularity: str) -> GroupPlan:
+        """Return the same group, laid out at another granularity ("element", "tensor")."""
+        shapes = [slot.shape for slot in self.layout.slots]
+        return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
+
+    def promoted(self) -> GroupPlan:
+        """Return the same group with an fp32 weight and gradient."""
+        return replace(self, plan=self.plan.promoted())
+
+    def with_grad_dtype(self, dtype: torch.dtype) -> GroupPlan:
+        """Return the same group with gradients that are kept in this dtype."""
+        assert self.plan.grad is not None
+        return replace(self, plan=replace(self.plan, grad=replace(self.plan.grad, dtype=dtype)))
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """What is gathered, released and reduced together.  name: of its module; the first one is "root", the model.
+
+    is_tile: see `choose_units`.
+    """
+
+    name: str
+    groups: tuple[GroupPlan, ...]
+    is_tile: bool = False
+
+    @property
+    def sharded(self) -> list[GroupPlan]:
+        return [group for group in self.groups if group.plan.weight.placement is S]
+
+    @property
+    def trained(self) -> list[GroupPlan]:
+        return [group for group in self.groups if group.plan.grad is not None]
+
+    @property
+    def gathered_numel(self) -> int:
+        """Elements that a gather brings here; what the schedule is a function of."""
+        return sum(group.padded_numel for group in self.sharded)
+
+
+def plan_group(
+    unit: str,
+    key: GroupKey,
+    names: Sequence[str],
+    shapes: Sequence[Shape],
+    settings: PlanSettings,
+    mesh: Mesh,
+    uncut: Collection[str] = (),
+) -> GroupPlan:
+    """Return the plan of the parameters of one unit that have one key.
+
+    uncut: names of parameters whose optimizer needs whole tensors.
+    """
+    settings = settings.for_unit(unit, full_precision=key.full_precision)
+    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=mesh.shard_size)
+    layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
+    group = GroupPlan(plan, layout, key, settings.policy.reduce, predivide_of(settings, mesh.reduce_size))
+    return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
+
+
+def plan_units(
+    model: nn.Module, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = ()
+) -> tuple[UnitPlan, ...]:
+    """Return the units of a model, root first; reads names, shapes, dtypes and `requires_grad`, and no value."""
+    choices = choose_units(model, settings)
+    persistent = persistent_names(choices, settings)
+    full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
+    units = []
+    for choice in choices:
+        unit = choice.name or "root"
+        groups = []
+        for key, names in group_params(choice, persistent, full_precision).items():
+            with without_torch_function():
+                shapes = [tuple(choice.params[name].shape) for name in names]
+            groups.append(plan_group(unit, key, names, shapes, settings, mesh, uncut))
+        units.append(UnitPlan(unit, tuple(groups), choice.is_tile))
+    return tuple(units)

@@ -1,0 +1,304 @@
+"""Who updates what, and in which portions: an optimizer's shards of master weights, their tiles, and their bytes.
+
+A rank's share of a group's master is cut into shards that the inner optimizer treats as parameters; shards of about
+`tile_numel` elements together are a tile, one call of that optimizer (DeepSpeed's sub-group).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..base.device import CPU
+from ..precision.compact import BLOCK, storage_dtype
+from ..precision.split import scratch_numel
+from ..tiers.tier import Tier
+from .layout import Slot
+from .memory import Moments, group_bytes, moments_for
+from .spec import R, ShardPlan
+from .units import GroupPlan, UnitPlan
+
+EVERY_UNIT = -1
+
+
+@dataclass(frozen=True)
+class ParamGroupPlan:
+    """One of the optimizer's parameter groups.  is_uncut: its update needs whole tensors."""
+
+    options: Mapping[str, Any]
+    names: frozenset[str]
+    is_uncut: bool = False
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """An optimizer as a plan needs it.
+
+    optimizer: its class; `moments_for` knows what it keeps.  tile_numel: elements per optimizer call.  scales_grads:
+    gradients may be clipped or unscaled.  can_defer: updates may wait for the next forward.  by_unit: tiles end where
+    units do, since some units are updated in backward.  undo_bytes: for what undoes such updates.
+    """
+
+    optimizer: str
+    groups: tuple[ParamGroupPlan, ...]
+    tile_numel: int = 1 << 20
+    scales_grads: bool = False
+    can_defer: bool = True
+    by_unit: bool = False
+    undo_bytes: int = 0
+
+    @property
+    def uncut_names(self) -> frozenset[str]:
+        """Names of the parameters that the optimizer needs as whole tensors."""
+        return frozenset(name for group in self.groups if group.is_uncut for name in group.names)
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Elements [start, stop) of one rank's part of a group's master that the optimizer treats as one parameter."""
+
+    group: GroupPlan
+    start: int
+    stop: int
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+
+Tile = list[tuple[int, ShardRange]]  # (number of the optimizer's parameter group, shard)
+
+
+def master_bounds(plan: GroupPlan, slot: Slot, rank: int) -> tuple[int, int]:
+    """Return [start, stop) of what a rank updates of a parameter, counted in its part of the master."""
+    if plan.plan.master is not None and plan.plan.master.placement is R:
+        return slot.start, slot.stop
+    low = plan.layout.bounds(rank)[0]
+    start, stop = plan.layout.owned(slot, rank)
+    return start - low, max(start, stop) - low
+
+
+def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel: int, uncut: bool) -> list[ShardRange]:
+    """Return the shards of the named parameters of a group on one rank.
+
+    Neighbours are joined and cut at tiles; where the optimizer needs whole tensors there is a shard per tensor.
+    """
+    runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
+    found: list[ShardRange] = []
+    for slot in group.layout.slots:
+        if slot.name not in names:
+            continue
+        start, stop = master_bounds(group, slot, rank)
+        if start >= stop:
+            continue
+        if uncut:
+            found.append(ShardRange(group, start, stop, (slot.name,), tuple(slot.shape)))
+        elif runs and runs[-1][1] == start:
+            runs[-1] = (runs[-1][0], stop, [*runs[-1][2], (slot.name, start, stop)])
+        else:
+            runs.append((start, stop, [(slot.name, start, stop)]))
+    for start, stop, held in runs:
+        for low, high in group.layout.cuts(start, stop, tile_numel):
+            covered = tuple(name for name, begin, end in held if begin < high and low < end)
+            found.append(ShardRange(group, low, high, covered, (high - low,)))
+    return found
+
+
+@dataclass(frozen=True)
+class TileOrder:
+    """The tiles of an optimizer.  now: updated before a step is over.  later: what may be updated at other times, by
+    number of the unit (all under EVERY_UNIT where tiles reach from one unit into the next).
+    """
+
+    now: list[Tile]
+    later: dict[int, list[Tile]]
+
+    @property
+    def tiles(self) -> list[Tile]:
+        return [*self.now, *(tile for tiles in self.later.values() for tile in tiles)]
+
+    @property
+    def fullest(self) -> int:
+        """Elements of the fullest tile."""
+        return max((sum(shard.numel for _, shard in tile) for tile in self.tiles), default=0)
+
+
+def tile_order(
+    shards: Sequence[Sequence[ShardRange]], units: Sequence[UnitPlan], settings: UpdateSettings
+) -> TileOrder:
+    """Return the tiles of these shards (by parameter group), in the order of units.
+
+    What lies in one chunk of its group (parameters that the optimizer treats differently take turns there) stays
+    together, so that a chunk comes and goes once.
+    """
+    unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
+    order = {id(group): number for number, group in enumerate(group for unit in units for group in unit.groups)}
+    flat = [(number, shard) for number, of_group in enumerate(shards) for shard in of_group]
+    flat.sort(key=lambda item: (order[id(item[1].group)], item[1].start))
+    now, later = list[Tile](), dict[int, list[Tile]]()
+    for _, chunk in itertools.groupby(flat, key=lambda each: (id(each[1].group), each[1].start // settings.tile_numel)):
+        bundle = list(chunk)
+        group = bundle[0][1].group
+        if settings.can_defer and group.plan.can_defer_update:
+            later.setdefault(unit_of[id(group)] if settings.by_unit else EVERY_UNIT, []).append(bundle)
+        else:
+            now.append(bundle)
+    tile_numel = settings.tile_numel
+    return TileOrder(_tiles_of(now, tile_numel), {unit: _tiles_of(mine, tile_numel) for unit, mine in later.items()})
+
+
+def _tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
+    """Bundles together, so that one optimizer call covers about `tile_numel` elements."""
+    tiles: list[Tile] = [[]]
+    filled = 0
+    for bundle in bundles:
+        numel = sum(shard.numel for _, shard in bundle)
+        if tiles[-1] and filled + numel > tile_numel:
+            tiles.append([])
+            filled = 0
+        tiles[-1] += bundle
+        filled += numel
+    return [tile for tile in tiles if tile]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """What one rank updates.  shards: by parameter group of the optimizer.  device: that trains."""
+
+    settings: UpdateSettings
+    shards: tuple[tuple[ShardRange, ...], ...]
+    order: TileOrder
+    device: torch.device = CPU
+
+    @classmethod
+    def of(
+        cls,
+        settings: UpdateSettings,
+        shards: Sequence[Sequence[ShardRange]],
+        units: Sequence[UnitPlan],
+        device: torch.device,
+    ) -> UpdatePlan:
+        """Return the plan of shards that are given; `plan_update` cuts them."""
+        return cls(settings, tuple(map(tuple, shards)), tile_order(shards, units, settings), device)
+
+    @property
+    def speculative(self) -> dict[int, list[Tile]]:
+        """Tiles that may be updated in backward, by unit: of all but the root, whose gradient is the last there is."""
+        return {unit: tiles for unit, tiles in self.order.later.items() if unit > 0}
+
+    # -- bytes
+
+    @property
+    def moments_bytes(self) -> int:
+        """Bytes the optimizer keeps on the device; of moments that lie elsewhere, counters and block scales alone."""
+        total = 0
+        for options, row, shard in self._rows():
+            kept_by_optimizer = 0 if shard.group.plan.moments_external else shard.numel
+            total += row.bytes_of(kept_by_optimizer, options)
+            if shard.group.plan.moments_format == "8bit":
+                total += row.count(options) * -(-shard.numel // BLOCK)
+        return total
+
+    def external_bytes(self) -> Counter[str]:
+        """Bytes of moments that are kept for the optimizer, by where they are: whole slices, in whole pages."""
+        found = Counter[str]()
+        for group, count in self.moments_per_group():
+            if group.plan.moments_external:
+                found.update(group_bytes(group, count, ("moments",)))
+        return found
+
+    def moments_per_group(self) -> list[tuple[GroupPlan, int]]:
+        """Each group of which this rank updates something, and the values per element that are kept for it."""
+        counts = {id(shard.group): (shard.group, row.count(options)) for options, row, shard in self._rows()}
+        return list(counts.values())
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes of the log that undoes updates in backward: of the first units, as many as fit the budget."""
+        total = 0
+        for tiles in self.speculative.values() if self.settings.undo_bytes else ():
+            nbytes = sum(self._written_bytes(number, shard) for tile in tiles for number, shard in tile)
+            total += nbytes if total + nbytes <= self.settings.undo_bytes else 0
+        return total
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes a step works in: buffers as long as the fullest tile, for each device that shards are updated on."""
+        homes = {self._home(shard) for _, _, shard in self._rows()}
+        return sum(self._scratch_bytes(home) for home in homes)
+
+    def _scratch_bytes(self, home: torch.device) -> int:
+        here = [shard for _, _, shard in self._rows() if self._home(shard) == home]
+        fullest, plans = self.order.fullest, [shard.group.plan for shard in here]
+        groups = {id(shard.group) for shard in here}
+        counts = [(each.plan, count) for each, count in self.moments_per_group() if id(each) in groups]
+        casts = self.settings.scales_grads or any(map(grad_is_cast, plans)) or any(map(self._grad_is_copied, here))
+        joins = any(plan.master_is_split for plan in plans)
+        widens = any(map(self._master_is_copied, here))
+        narrow = [count for plan, count in counts if plan.moments_external and plan.moments_format != "fp32"]
+        elements = fullest * (casts + (joins or widens) + max(narrow, default=0))
+        elements += scratch_numel(home, fullest) if joins else 0
+        on_disk = any(plan.moments_external and plan.moments and plan.moments.tier is Tier.NVME for plan, _ in counts)
+        elements += 1 if joins or widens or narrow or on_disk else 0  # the NaN that stands for what is not here
+        return elements * torch.float32.itemsize
+
+    def _rows(self) -> Iterator[tuple[Mapping[str, Any], Moments, ShardRange]]:
+        """Each shard with its hyper-parameters and what the optimizer keeps of it."""
+        for group, shards in zip(self.settings.groups, self.shards, strict=True):
+            row = moments_for(self.settings.optimizer, group.options)
+            yield from ((group.options, row, shard) for shard in shards)
+
+    def _written_bytes(self, number: int, shard: ShardRange) -> int:
+        """Bytes that the update of one shard writes: weight, master and moments."""
+        plan, options = shard.group.plan, self.settings.groups[number].options
+        assert plan.master is not None and plan.moments is not None
+        count = moments_for(self.settings.optimizer, options).count(options)
+        own = 0 if plan.master_is_weight else plan.master.dtype.itemsize
+        moments = storage_dtype(plan.moments_format, plan.moments.dtype).itemsize * count
+        scales = count * -(-shard.numel // BLOCK) if plan.moments_format == "8bit" else 0
+        return shard.numel * (plan.weight.dtype.itemsize + own + moments) + scales
+
+    def _home(self, shard: ShardRange) -> torch.device:
+        """The device that a shard is updated on: the host where its moments lie in another memory."""
+        moments = shard.group.plan.moments
+        return self.device if moments is None or moments.tier is Tier.DEVICE else CPU
+
+    def _grad_is_copied(self, shard: ShardRange) -> bool:
+        """Whether a gradient is not where the optimizer works on it."""
+        grad = shard.group.plan.grad
+        near = self.device if grad is not None and grad.tier is Tier.DEVICE else CPU
+        return near != self._home(shard)
+
+    def _master_is_copied(self, shard: ShardRange) -> bool:
+        """Whether an optimizer works on a copy of a master that is not split: a wider one, or one near the moments."""
+        plan = shard.group.plan
+        near = self.device if plan.master is not None and plan.master.tier is Tier.DEVICE else CPU
+        return not plan.master_is_split and (plan.master_is_rounded or near != self._home(shard))
+
+
+def grad_is_cast(plan: ShardPlan) -> bool:
+    """Whether a gradient must be cast before the optimizer can read it."""
+    return plan.grad is not None and plan.moments is not None and plan.grad.dtype != plan.moments.dtype
+
+
+def plan_update(
+    units: Sequence[UnitPlan], settings: UpdateSettings, rank: int, device: torch.device = CPU
+) -> UpdatePlan:
+    """Return what one rank updates of these units.  rank: its slice of every sharded group."""
+    shards = [
+        [
+            shard
+            for unit in units
+            for group in unit.trained
+            for shard in shard_ranges(group, rank, each.names, settings.tile_numel, each.is_uncut)
+        ]
+        for each in settings.groups
+    ]
+    return UpdatePlan.of(settings, shards, units, device)

@@ -1,0 +1,106 @@
+"""`deepseek_zero.plan` of a model without storage is what real ranks build, hold and send.
+
+Held is counted as test_memory.py counts: every live storage less those that were there before.  Sent is counted as
+test_bytes.py counts: by the meter and by a dispatch mode that sees every c10d.send.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import deepseek_zero
+from deepseek_zero.engine.memory import plan_of
+from deepseek_zero.planner.plan import Plan
+from deepseek_zero.report.measure import live_storages
+from tests.models import Gpt, seeded
+from tests.ranks.test_bytes import count_step
+from tests.ranks.test_memory import added_bytes
+from tests.training import Run, train_step
+
+STEPS = 3
+
+
+def config_of(run: Run, optimizer: str = "AdamW", **params: Any) -> dict[str, Any]:
+    config = run.config()
+    config["optimizer"] |= {"type": optimizer, "params": params}
+    return config
+
+
+def planned(config: dict[str, Any], ranks: int) -> Plan:
+    """The plan of this rank, from a model that has no values."""
+    with torch.device("meta"):
+        model = Gpt()
+    return deepseek_zero.plan(model, config, ranks=ranks, rank=dist.get_rank())
+
+
+def start(config: dict[str, Any]) -> Any:
+    return deepseek_zero.initialize(model=seeded(), config=config)[0]
+
+
+def assert_is_what_was_built(plan: Plan, engine: Any) -> None:
+    built = plan_of(engine.runtime, engine.optimizer)
+    assert built.units == plan.units and built.mesh == plan.mesh and built.settings == plan.settings
+    assert str(built.schedule) == str(plan.schedule)
+    assert plan.update is not None and built.update is not None
+    assert built.update.shards == plan.update.shards and built.update.order == plan.update.order
+    assert built.bytes_by_state() == plan.bytes_by_state() and built.volume() == plan.volume()
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plans_bytes_are_what_real_ranks_hold(ranks: int, stage: int, dtype: str) -> None:
+    config = config_of(Run(stage, dtype, clipping=0.3))
+    plan, before = planned(config, ranks), live_storages()
+    engine = start(config)
+    assert_is_what_was_built(plan, engine)
+    for step in range(STEPS):
+        train_step(engine, Run(stage, dtype), step)
+    assert sum(plan.bytes_by_state().values()) == added_bytes(before)
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plans_volume_is_what_real_ranks_send(ranks: int, stage: int, accumulation: int) -> None:
+    run = Run(stage, "bf16", accumulation, transport="gloo")
+    config = config_of(run)
+    volume = planned(config, ranks).volume()
+    engine = start(config)
+    assert count_step(engine, run, 0) == (volume.state_bytes, volume.rows + volume.first_step_rows)
+    assert count_step(engine, run, 1) == (volume.state_bytes, volume.rows)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("optimizer", "params"),
+    [("SGD", {"momentum": 0.9}), ("Adam", {"amsgrad": True}), ("Lamb", {}), ("Muon", {"lr": 0.01}), ("Lion", {})],
+)
+def test_a_plan_knows_the_optimizer_that_the_configuration_names(optimizer: str, params: dict[str, Any]) -> None:
+    config = config_of(Run(3), optimizer, **params)
+    plan, engine = planned(config, 2), start(config)
+    assert_is_what_was_built(plan, engine)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+@pytest.mark.parametrize("updates", [(), (("super_offload", True), ("undo_bytes", 60_000))])
+@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+def test_a_plan_knows_what_lies_in_other_memories(
+    tier: str, updates: tuple[tuple[str, Any], ...], moments: str
+) -> None:
+    run = Run(3, "bf16", tier=tier, updates=updates, moments=moments)
+    config = config_of(run)
+    plan = planned(config, 2)
+    engine = start(config)
+    assert_is_what_was_built(plan, engine)
+    for step in range(STEPS):
+        train_step(engine, run, step)
+    measured = engine.memory_report().measured
+    assert {state: measured[state] for state in plan.bytes_by_state()} == plan.bytes_by_state()
