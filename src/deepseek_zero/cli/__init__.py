@@ -46,7 +46,7 @@ def _hyphened(word: str) -> str:
 
 
 def _command_of(options: type[Options], act: Callable[[Options], int]) -> Callable[..., None]:
-    """A typer command whose parameters are the fields of the dataclass `options`; `act` gets them as one object."""
+    """Make a typer command whose parameters are the fields of the dataclass `options`, given to `act` as one object."""
     hints = get_type_hints(options, include_extras=True)
 
     def command(**values: Any) -> None:

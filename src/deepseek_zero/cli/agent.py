@@ -60,7 +60,7 @@ FAILED_KEY, FINISHED_KEY = "deepseek_zero/failed", "deepseek_zero/finished"
 
 
 def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the GPUs torch can use here; counting them does not start CUDA in this process."""
+    """Return the names of the GPUs torch can use here; counting them does not start CUDA in this process."""
     return visible_gpus(torch.cuda.device_count() if torch.cuda.is_available() else 0, environment)
 
 
@@ -135,7 +135,7 @@ class Meeting(RendezvousHandler):
 
 @dataclass
 class _PeerWatch:
-    """What nodes tell each other through the store; silent on a single node."""
+    """Tells the other nodes of failures through the store, and hears of theirs; silent on a single node."""
 
     plan: NodePlan
     _asked_at: float = field(default_factory=time.monotonic)
@@ -150,7 +150,7 @@ class _PeerWatch:
                     time.sleep(FAREWELL_SECONDS)
 
     def heard_failure(self, store: Store) -> Outcome | None:
-        """What another node told, if it told of a failure or went away."""
+        """Return what another node told, if it told of a failure or went away."""
         if self.plan.num_nodes == 1 or time.monotonic() - self._asked_at < PEER_POLL_SECONDS:
             return None
         self._asked_at = time.monotonic()
@@ -163,7 +163,7 @@ class _PeerWatch:
         return Outcome(int(told["exit_code"]), f"{told['headline']}, on another machine", told["story"])
 
     def all_finished(self, store: Store) -> bool:
-        """True when every node's ranks have ended well; call it repeatedly once ours have."""
+        """Return whether every node's ranks have ended well; call it repeatedly once ours have."""
         if self.plan.num_nodes == 1:
             return True
         with suppress(RuntimeError):
@@ -173,7 +173,7 @@ class _PeerWatch:
 
 
 @dataclass
-class Request:
+class EndRequest:
     """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end by force."""
 
     grace: float
@@ -182,7 +182,7 @@ class Request:
     _deadline: float = float("inf")
 
     def unanswered(self) -> list[signal.Signals]:
-        """Those that came since the last call."""
+        """Return the signals that came since the last call."""
         new = self.received[self._answered :]
         self._answered += len(new)
         if signal.SIGTERM in new:  # SIGUSR1 says beforehand that SIGTERM will come
@@ -202,7 +202,7 @@ class RankAgent(SimpleElasticAgent):
     ) -> None:
         super().__init__(spec)
         self._ranks, self._environment = ranks, environment
-        self._request = Request(grace)
+        self._request = EndRequest(grace)
         self._peers = _PeerWatch(plan)
         self._attempt = -1
         self.elsewhere: Outcome | None = None
@@ -222,7 +222,7 @@ class RankAgent(SimpleElasticAgent):
         return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
 
     def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
-        """Everything torchrun sets, and DeepSpeed's names for the same."""
+        """Return everything that torchrun sets for a rank, and DeepSpeed's names for the same."""
         local_world_size = str(group.spec.local_world_size)
         values = {
             "RANK": worker.global_rank,
@@ -264,7 +264,7 @@ class RankAgent(SimpleElasticAgent):
         return RunResult(WorkerState.HEALTHY)
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
-        """The launcher's signal handler: a request for ranks that save when asked, else the end of all."""
+        """Take a signal sent to the launcher: a request for ranks that save when asked, else the end of all."""
         name = signal.Signals(number)
         if name in REQUESTS and self._ranks.save_on(name) and name not in self._request.received:
             self._request.received.append(name)
@@ -352,7 +352,7 @@ def _end_by(name: signal.Signals) -> None:
 
 
 def _silence_scaffolding() -> None:
-    """torch's elastic loggers would tell in their own words what the launcher says once in ours."""
+    """Silence torch's elastic loggers, which would tell in their words what the launcher says once in ours."""
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)

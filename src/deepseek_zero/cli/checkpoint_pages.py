@@ -92,7 +92,7 @@ def _inspect_directory(where: Path, *, as_json: bool) -> None:
 
 
 def _facts(entry: CheckpointInfo) -> dict[str, Any]:
-    """One checkpoint as data."""
+    """Return one checkpoint as data."""
     manifest = entry.manifest
     facts: dict[str, Any] = {
         "tag": entry.tag,
@@ -121,7 +121,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
 
 
 def _tensors(entry: CheckpointInfo) -> dict[str, dict[str, Any]]:
-    """Parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
+    """Return parameters and buffers by name: shape, dtype, optimizer states, bytes in the files."""
     manifest = entry.manifest
     assert manifest is not None
     found = {name: {**facts, "states": [], "num_bytes": 0} for name, facts in manifest.parameters.items()}
@@ -183,7 +183,7 @@ def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:
 
 
 def _print_plan(console: Console, manifest: Manifest) -> None:
-    """Units that share a plan share a row."""
+    """Print the plan; units that share one share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     columns = list(dict.fromkeys(column for plan in manifest.plan.values() for column in plan))
     for unit, plan in manifest.plan.items():
@@ -203,7 +203,7 @@ def _print_plan(console: Console, manifest: Manifest) -> None:
 
 
 def verify(where: Path, tag: str | None, *, as_json: bool) -> bool:
-    """Read everything; whether all is good."""
+    """Read every byte; return whether all are right."""
     entries = _entries(where, tag)
     found: dict[str, list[Fault]] = {}
     with _progress(sum(entry.num_bytes for entry in entries), quiet=as_json) as on_bytes:
@@ -279,7 +279,7 @@ def _folder(where: Path, tag: str | None) -> Path:
 
 
 def prune(where: Path, last: int | None, every: int | None, *, dry_run: bool, as_json: bool) -> None:
-    """Remove, and say what."""
+    """Remove old checkpoints and what unfinished saves have left, and say what went."""
     if not where.is_dir():
         raise UsageError(f"{where} is no directory.", fix="Name the directory that save_checkpoint was given.")
     try:
@@ -340,7 +340,7 @@ def _print_json(document: Any) -> None:
 
 @contextmanager
 def _progress(total: int, *, quiet: bool) -> Iterator[OnBytes]:
-    """A bar on stderr for what takes a while; nothing into a pipe."""
+    """Show a bar on stderr while something takes long; show nothing in a pipe."""
     columns = (TextColumn("reading"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:

@@ -47,7 +47,7 @@ BF16_CPU_FLAGS = ("amx_bf16", "avx512_bf16", "sve_bf16", "bf16")
 FP16_CPU_FLAGS = ("amx_fp16", "avx512_fp16", "fphp")
 
 
-class Verdict(Enum):
+class Severity(Enum):
     """How a finding bears on training; the value is the table's style."""
 
     GOOD = "green"
@@ -62,7 +62,7 @@ class Finding:
     name: str
     value: str
     meaning: str
-    verdict: Verdict = Verdict.GOOD
+    verdict: Severity = Severity.GOOD
 
 
 def findings() -> list[Finding]:
@@ -103,7 +103,7 @@ def _cpu(machine: Machine) -> Iterator[Finding]:
     yield Finding("CPU cores", str(machine.cores), meaning)
     kept = [f"{name}={os.environ[name]}" for name in THREAD_VARIABLES if name in os.environ]
     if kept:
-        yield Finding("threads", ", ".join(kept), "set by you, so `run` leaves it alone", Verdict.NOTE)
+        yield Finding("threads", ", ".join(kept), "set by you, so `run` leaves it alone", Severity.NOTE)
 
 
 def _memory() -> Finding:
@@ -111,7 +111,7 @@ def _memory() -> Finding:
     with suppress(OSError, ValueError):  # a container's limit, where there is one
         total = min(total, int(MEMORY_LIMIT.read_text()))
     free = min(free, total)
-    verdict = Verdict.GOOD if free >= MIN_MEMORY_GIB * GIB else Verdict.NOTE
+    verdict = Severity.GOOD if free >= MIN_MEMORY_GIB * GIB else Severity.NOTE
     # bf16 training with fp32 master weights and Adam: 2 + 4 + 8 bytes and a 2-byte gradient for each parameter.
     millions = int(free / 16 / 1e6)
     meaning = f"states of about {millions:,} million parameters (16 bytes each), before activations"
@@ -120,7 +120,7 @@ def _memory() -> Finding:
 
 def _gpus(machine: Machine) -> Iterator[Finding]:
     if not machine.gpus:
-        yield Finding("GPUs", "none", "training runs on the CPU; everything works, slower", Verdict.NOTE)
+        yield Finding("GPUs", "none", "training runs on the CPU; everything works, slower", Severity.NOTE)
     for index, name in enumerate(machine.gpus):
         properties = torch.cuda.get_device_properties(index)
         memory = f"{properties.total_memory / GIB:.0f} GiB"
@@ -144,10 +144,10 @@ def _format(name: str, on_gpu: bool, gpu_has_it: bool, cpu_flags: list[str]) -> 
     if on_gpu:
         if gpu_has_it:
             return Finding(name, "yes", "in the GPU's hardware")
-        return Finding(name, "slow", "works on these GPUs, without units for it", Verdict.NOTE)
+        return Finding(name, "slow", "works on these GPUs, without units for it", Severity.NOTE)
     if cpu_flags:
         return Finding(name, "yes", f"in the CPU's hardware ({cpu_flags[0]})")
-    return Finding(name, "slow", "works on this CPU by conversion: saves memory, not time", Verdict.NOTE)
+    return Finding(name, "slow", "works on this CPU by conversion: saves memory, not time", Severity.NOTE)
 
 
 def _cpu_flags() -> set[str]:
@@ -160,10 +160,10 @@ def _cpu_flags() -> set[str]:
 
 def _backends(machine: Machine) -> Iterator[Finding]:
     gloo = dist.is_available() and dist.is_gloo_available()
-    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", Verdict.GOOD if gloo else Verdict.BAD)
+    yield Finding("gloo", *_yes_no(gloo), "ranks on CPU talk through it", Severity.GOOD if gloo else Severity.BAD)
     nccl = dist.is_available() and dist.is_nccl_available()
     needed = "ranks on GPU talk through it" if machine.gpus else "only GPUs need it"
-    yield Finding("nccl", *_yes_no(nccl), needed, Verdict.BAD if machine.gpus and not nccl else Verdict.GOOD)
+    yield Finding("nccl", *_yes_no(nccl), needed, Severity.BAD if machine.gpus and not nccl else Severity.GOOD)
 
 
 def _yes_no(there: bool) -> tuple[str]:
@@ -175,24 +175,24 @@ def _spaces() -> Iterator[Finding]:
     if SHM.is_dir():
         yield _space("shared memory", SHM, MIN_SHM_GIB, shared)
     else:
-        yield Finding("shared memory", "no /dev/shm", shared, Verdict.BAD)
+        yield Finding("shared memory", "no /dev/shm", shared, Severity.BAD)
     yield _space("disk here", Path.cwd(), MIN_DISK_GIB, "checkpoints go here unless told otherwise")
     yield _space("disk for scratch", Path(tempfile.gettempdir()), MIN_DISK_GIB, "temporary files")
 
 
 def _space(name: str, path: Path, least_gib: float, meaning: str) -> Finding:
     usage = shutil.disk_usage(path)
-    verdict = Verdict.GOOD if usage.free >= least_gib * GIB else Verdict.BAD
-    short = "" if verdict is Verdict.GOOD else f"; less than {least_gib:g} GiB is tight"
+    verdict = Severity.GOOD if usage.free >= least_gib * GIB else Severity.BAD
+    short = "" if verdict is Severity.GOOD else f"; less than {least_gib:g} GiB is tight"
     return Finding(name, f"{usage.free / GIB:.1f} GiB free of {usage.total / GIB:.1f}", f"{meaning}{short}", verdict)
 
 
 def _open_files() -> Finding:
-    """Descriptors: sockets and shared pages between the ranks of a host, disk tiers, data loader workers."""
+    """Look at the limit on descriptors: sockets and shared pages between ranks, disk tiers, data loader workers."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = "" if soft == hard else f", up to {_limit(hard)} with `ulimit -n`"
     if soft != resource.RLIM_INFINITY and soft < MIN_OPEN_FILES:
-        return Finding("open files", f"{soft}{most}", "tight: ranks and data loader workers need more", Verdict.NOTE)
+        return Finding("open files", f"{soft}{most}", "tight: ranks and data loader workers need more", Severity.NOTE)
     return Finding("open files", f"{_limit(soft)}{most}", "ranks and data loader workers share them out of this")
 
 
@@ -201,18 +201,18 @@ def _limit(number: int) -> str:
 
 
 def _grants() -> Iterator[Finding]:
-    """What a run here would list as its capabilities, as far as one process can tell."""
+    """List what a run here would list as its capabilities, as far as one process can tell."""
     found = memory.capabilities(keeps_freed=memory.keep_freed_memory())
     for directory in dict.fromkeys((Path.cwd(), Path(tempfile.gettempdir()))):
         try:
             disk = Disk(directory)
         except StorageError as error:
-            yield Finding(f"states on '{directory}'", "cannot rest there", str(error), Verdict.NOTE)
+            yield Finding(f"states on '{directory}'", "cannot rest there", str(error), Severity.NOTE)
             continue
         found += disk.capabilities()
         disk.close()
     for each in found:
-        verdict = Verdict.NOTE if each.lacks else Verdict.GOOD
+        verdict = Severity.NOTE if each.lacks else Severity.GOOD
         yield Finding(each.name, each.way, each.lacks or "the fastest way", verdict)
 
 

@@ -142,7 +142,7 @@ def _own_place(names: list[str], node_rank: int | None, own_names: Collection[st
 
 
 def _share_of_slots(slots: tuple[int, ...], nproc: int | None, machine: Machine) -> Share:
-    """A hostfile states this machine's slots: as many processes, on the GPUs at those places if it has any."""
+    """Take a hostfile's slots for this machine: as many processes, on the GPUs at those places if it has any."""
     if nproc is not None or not machine.gpus:
         return Share(nproc or len(slots))
     if max(slots) >= len(machine.gpus):
@@ -187,14 +187,14 @@ def _only_local(hosts: Slots, asked: Asked) -> tuple[int, ...]:
 
 
 def _numbered(gpus: tuple[str, ...]) -> dict[int, str]:
-    """Slot -> GPU name: the number the user knows it by, its place where names are not numbers (UUIDs)."""
+    """Return slot -> GPU name: the number the user knows it by, its place where names are not numbers (UUIDs)."""
     if all(name.isdecimal() for name in gpus):
         return {int(name): name for name in gpus}
     return dict(enumerate(gpus))
 
 
 def _instead_of_gpus(option: str, wanted: int, machine: Machine) -> Share:
-    """As many ranks as asked for, so that batch and sharding are those meant; more than two have a core each."""
+    """Start as many ranks as asked for, so that batch and sharding are those meant; more than two have a core each."""
     nproc = min(wanted, max(2, machine.cores))
     asks = f"{option} asks for {_count(wanted, 'GPU')} and this machine has none"
     running = f"running {_count(nproc, 'CPU rank')} instead on {_count(machine.cores, 'core')}"
@@ -235,13 +235,13 @@ class Machine:
         return len(self.gpus) or max(1, self.cores // 2)
 
     def thread_environment(self, nproc: int, environment: Mapping[str, str]) -> dict[str, str]:
-        """Threads per rank so that `nproc` ranks share the cores; what the user has set stays."""
+        """Return variables by which `nproc` ranks share the cores; what the user has set stays."""
         threads = max(1, self.cores // nproc)
         return {name: str(threads) for name in THREAD_VARIABLES if name not in environment}
 
 
 def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
-    """CPU cores this process may use: its affinity, and the container's quota rounded up."""
+    """Return the CPU cores this process may use: its affinity, and the container's quota rounded up."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):
         quota, period = quota_file.read_text().split()
@@ -251,6 +251,6 @@ def allowed_cores(quota_file: Path = CPU_QUOTA) -> int:
 
 
 def visible_gpus(count: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the visible GPUs; count: as the driver reports it with CUDA_VISIBLE_DEVICES applied."""
+    """Return the names of the visible GPUs.  count: as the driver reports it with CUDA_VISIBLE_DEVICES applied."""
     listed = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
     return tuple(listed[:count]) if listed else tuple(str(index) for index in range(count))

@@ -38,7 +38,7 @@ class Launch:
     groups: Collection[int]
 
     def living(self) -> list[int]:
-        """Process ids of this launch that run now; zombies do not count.  Without /proc (not Linux): none are found."""
+        """Return the process ids of this launch that run now, without zombies.  Without /proc (not Linux): none."""
         entry = f"{MARK}={self.mark}".encode()
         return [pid for pid in _processes() if pid != os.getpid() and self._owns(pid, entry)]
 
@@ -95,11 +95,11 @@ class Guard:
         )
 
     def add(self, group: int) -> None:
-        """From now on the group belongs to the launch."""
+        """Tell the guard that a group belongs to the launch from now on."""
         self._tell(str(group))
 
     def drop(self, group: int) -> None:
-        """From now on its number may be a stranger's."""
+        """Tell the guard to leave a group alone from now on: its number may become a stranger's."""
         self._tell(str(-group))
 
     def _tell(self, line: str) -> None:

@@ -61,7 +61,7 @@ class Command:
     log_dir: Path | None = None  # ranks other than the machine's first write there instead of the terminal
 
     def argv(self, local_rank: int) -> list[str]:
-        """The command line of one rank."""
+        """Return the command line of one rank."""
         option = [f"--local_rank={local_rank}"] if self.pass_local_rank else []
         return [sys.executable, WORKER, str(os.getpid()), self.kind.value, self.target, *option, *self.args]
 
@@ -122,7 +122,7 @@ class Ranks:
         return any(rank.saved for rank in ranks) and all(rank.finished or rank.saved for rank in ranks)
 
     def save_on(self, name: signal.Signals) -> bool:
-        """Whether a rank has said that it saves when it is asked to end by this signal."""
+        """Return whether a rank has said that it saves when it is asked to end by this signal."""
         return bool(self._attempt) and is_marked(self._notes, SAVES + name.name)
 
     @property
@@ -180,14 +180,14 @@ class Ranks:
                 time.sleep(min(seconds, 0.1))
 
     def poll(self) -> Death | None:
-        """Look at every rank once; the failure to act on, or None while all is well."""
+        """Look at every rank once; return the failure to act on, or None while all is well."""
         for rank in self._running.values():
             self._look_at(rank)
         deaths = [rank.death for rank in self._running.values() if rank.death]
         return first_cause(deaths) if deaths and not self._is_leaving(deaths) else None
 
     def _is_leaving(self, deaths: Sequence[Death]) -> bool:
-        """Whether all that has ended had saved, and the others may still follow."""
+        """Return whether every rank that has ended had saved, and the others may still follow."""
         since = time.time() - min(death.at for death in deaths)
         return all(death.code == SAVED_EXIT_CODE for death in deaths) and (self.saved or since < LEAVING_SECONDS)
 
@@ -231,7 +231,9 @@ class Ranks:
             self._forget(group)
 
     def cause(self) -> Death | None:
-        """The failure to show once all have ended: what was seen before, and what ranks wrote while they were ended."""
+        """Return the failure to show once all have ended: what was seen before, or what ranks wrote while they were
+        ended.
+        """
         found = [rank.death_by_report() or rank.death for rank in self._running.values()]
         deaths = [death for death in found if death is not None]
         return first_cause(deaths) if deaths else None
@@ -322,7 +324,7 @@ def _how(code: int) -> str:
 
 
 def first_cause(deaths: Sequence[Death]) -> Death:
-    """The failure to show: the earliest one that does not blame another rank, else the earliest.
+    """Return the failure to show: the earliest one that does not blame another rank, else the earliest.
 
     A rank that saved and left is shown only where no rank failed.
     """
@@ -330,7 +332,7 @@ def first_cause(deaths: Sequence[Death]) -> Death:
 
 
 def read_report(path: Path) -> Report | None:
-    """The report in an error file, torch's own @record layout included; None if there is none that can be read."""
+    """Return the report in an error file, also in torch's own @record layout; None if none can be read."""
     try:
         data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         message, ours = data["message"], data.get("deepseek_zero", {})
@@ -346,7 +348,7 @@ def read_report(path: Path) -> Report | None:
 
 
 def read_stack(path: Path) -> str:
-    """The Python stack that faulthandler left at a crash, or nothing."""
+    """Return the Python stack that faulthandler left at a crash, or nothing."""
     with suppress(OSError):
         return path.with_name(f"{path.name}.stack").read_text(errors="replace")
     return ""

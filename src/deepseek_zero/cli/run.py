@@ -120,7 +120,7 @@ class RunOptions(LauncherOptions):
 
 
 def run(options: RunOptions) -> int:
-    """Launch; returns the exit code.
+    """Launch the script; return the exit code.
 
     0, the failing rank's, 85 where the ranks were asked to end and saved, or 128 + the signal that ended the launcher.
     """
@@ -154,7 +154,7 @@ SHORT_ERRORS = {"TORCH_CPP_LOG_LEVEL": "ERROR", "TORCH_DISABLE_ADDR2LINE": "1"}
 
 
 def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
-    """What every rank of this machine gets: its share of the cores and, where slots were chosen, the GPUs."""
+    """Return what every rank of this machine gets: its share of the cores and, where slots were chosen, the GPUs."""
     environment = machine.thread_environment(plan.share.nproc, os.environ)
     environment |= {name: value for name, value in SHORT_ERRORS.items() if name not in os.environ}
     if plan.share.devices is not None:
@@ -163,7 +163,7 @@ def rank_environment(plan: NodePlan, machine: Machine) -> dict[str, str]:
 
 
 def own_names() -> set[str]:
-    """The names and addresses by which a hostfile may call this machine."""
+    """Return the names and addresses by which a hostfile may call this machine."""
     name = socket.gethostname()
     names = {name, name.partition(".")[0], socket.getfqdn()}
     with suppress(OSError):  # a machine that cannot resolve its own name still has it
@@ -196,7 +196,9 @@ def _command(options: RunOptions) -> Command:
 
 
 def _source(kind: Target, target: str) -> Path | None:
-    """The Python source the ranks will run, to look at; a missing script is an error before anything starts."""
+    """Return the Python source the ranks will run, to look at; raise a UsageError for a missing script before anything
+    starts.
+    """
     if kind is Target.MODULE:
         return find_module(target)
     if kind is Target.PROGRAM:

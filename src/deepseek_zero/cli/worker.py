@@ -94,7 +94,7 @@ def _own_frames_cut(trace: TracebackType | None) -> TracebackType | None:
 
 
 def _shown_text(error: BaseException) -> str:
-    """What the interpreter would have printed, through `sys.excepthook` so that a script's own hook is honoured."""
+    """Return what the interpreter would have printed, through `sys.excepthook`, which a script may have replaced."""
     terminal, sys.stderr = sys.stderr, io.StringIO()
     try:
         sys.excepthook(type(error), error, error.__traceback__)
@@ -115,7 +115,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def blames_a_peer(error: BaseException) -> bool:
-    """True if the exception, or one it came from, tells of another rank's end rather than of a fault here."""
+    """Return whether the exception, or one it came from, tells of another rank's end rather than of a fault here."""
     return any(
         not LOST_PEER_TYPES.isdisjoint(kind.__name__ for kind in type(link).__mro__)
         or any(text in str(link) for text in LOST_PEER_TEXTS)
@@ -164,7 +164,7 @@ def _flush_whole_lines() -> None:
 
 
 def _keep_crash_stack() -> None:
-    """A crash in native code leaves its Python stack beside the error file, for the launcher to show."""
+    """Have a crash in native code leave its Python stack beside the error file, for the launcher to show."""
     path = os.environ.get(ERROR_FILE)
     if path and not faulthandler.is_enabled():
         faulthandler.enable(file=open(f"{path}.stack", "w"))  # noqa: SIM115  open as long as the process lives

@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from .batch import Batch, BatchRequest, solve
     from .fields import FieldRow, Status
     from .load import choose_source
-    from .raw_config import Decision, RawConfig
+    from .raw_config import AutoDecision, RawConfig
     from .schema import Config, off_default_config, off_default_example
 
 __all__ = [
+    "AutoDecision",
     "Batch",
     "BatchRequest",
     "Config",
-    "Decision",
     "Facts",
     "FieldRow",
     "RawConfig",
@@ -38,7 +38,7 @@ _HOMES = {
     **dict.fromkeys(("Facts", "resolve"), "auto"),
     **dict.fromkeys(("Batch", "BatchRequest", "solve"), "batch"),
     **dict.fromkeys(("choose_source",), "load"),
-    **dict.fromkeys(("Decision", "RawConfig"), "raw_config"),
+    **dict.fromkeys(("AutoDecision", "RawConfig"), "raw_config"),
     **dict.fromkeys(("Config", "off_default_config", "off_default_example"), "schema"),
     "FieldRow": "fields",
     "Status": "fields",

@@ -13,7 +13,7 @@ from typing import Any
 from ..base.log import log_once
 from .batch import Batch, BatchRequest, attempt
 from .load import validate
-from .raw_config import Decision, Problem, Problems, RawConfig, copied, lookup, put
+from .raw_config import AutoDecision, Problem, Problems, RawConfig, copied, lookup, put
 from .schema import Config
 
 _ZERO = "zero_optimization."
@@ -52,7 +52,10 @@ class Facts:
 
 
 def resolve(raw: RawConfig, facts: Facts) -> Config:
-    """The configuration of this run; `Config.decisions` holds what was decided and why."""
+    """Return the configuration of this run; `Config.decisions` holds what was decided and why.
+
+    Raises one ConfigError that lists every problem.  Pure: every rank with equal facts gets an equal configuration.
+    """
     resolver = _Resolver(raw, facts)
     for rule in _RULES:
         rule(resolver)
@@ -69,21 +72,21 @@ class _Resolver:
         self.facts, self.problems = facts, Problems(raw.source)
         self.values: dict[str, Any] = copied(raw.values)
         self.asked, self.open = raw.autos, set(raw.autos)
-        self.decisions: list[Decision] = []
+        self.decisions: list[AutoDecision] = []
         self.news: list[str] = []
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a dotted key as far as it is known."""
+        """Return the value of a dotted key as far as it is known."""
         return lookup(self.values, key, default)
 
     def decide(self, key: str, value: Any, why: str) -> None:
         """Set a key and record the reason."""
         put(self.values, key, value)
         self.open.discard(key)
-        self.decisions.append(Decision(key, value, why, key in self.asked))
+        self.decisions.append(AutoDecision(key, value, why, key in self.asked))
 
     def silent(self, key: str) -> bool:
-        """True when nobody stated the key, or it says "auto"."""
+        """Return whether nobody stated the key, or it says "auto"."""
         return self.get(key, _UNSTATED) is _UNSTATED
 
     def finish(self) -> Config:
@@ -91,9 +94,9 @@ class _Resolver:
         table = {row.path: row.default for row in Config.field_table()}
         for key in sorted(self.open):
             if key in table:
-                self.decisions.append(Decision(key, table[key], "the default of the key", True))
+                self.decisions.append(AutoDecision(key, table[key], "the default of the key", True))
             else:
-                self.decisions.append(Decision(key, None, "left out: its owner's default holds", True))
+                self.decisions.append(AutoDecision(key, None, "left out: its owner's default holds", True))
         config = validate(self.values, self.problems)
         self.problems.raise_if_any()
         if config is None:
@@ -105,7 +108,7 @@ _UNSTATED = object()
 
 
 def _precision(run: _Resolver) -> None:
-    """precision, fp16.enabled, bf16.enabled, and what follows them."""
+    """Decide precision, fp16.enabled, bf16.enabled, and what follows them."""
     has_bf16 = run.facts.has_bf16
     hardware = f"the {run.facts.device_type} {'has' if has_bf16 else 'lacks'} bf16"
     wanted = run.get("precision")
@@ -137,7 +140,7 @@ _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 
 
 def _ranks(run: _Resolver) -> None:
-    """dp_degree: every rank of the run; a stated one must agree, except in a lone process, which only warns."""
+    """Decide dp_degree: every rank of the run.  A stated one must agree, except in a lone process, which only warns."""
     world, stated = run.facts.world_size, run.get("dp_degree")
     if stated is None:
         run.decide("dp_degree", world, "every rank of the run")
@@ -157,7 +160,7 @@ def _ranks(run: _Resolver) -> None:
 
 
 def _batch(run: _Resolver) -> None:
-    """The batch triangle; one line of news when the configuration has no batch key at all."""
+    """Solve the batch triangle; say in one line what it is where the configuration has no batch key at all."""
     train_key, micro_key, steps_key = _BATCH_KEYS
     request = BatchRequest(
         run.facts.world_size,
@@ -187,7 +190,7 @@ def _batch_line(batch: Batch) -> str:
 
 
 def _sizes(run: _Resolver) -> None:
-    """Bucket sizes that said "auto", from the hidden size; without one the defaults stand."""
+    """Decide bucket sizes that said "auto", from the hidden size; without one the defaults stand."""
     hidden = run.facts.hidden_size
     if hidden is not None:
         for name, size, why in (
@@ -200,7 +203,7 @@ def _sizes(run: _Resolver) -> None:
 
 
 def _optimizer(run: _Resolver) -> None:
-    """optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual values."""
+    """Decide optimizer keys that said "auto": the program's own optimizer, else AdamW and the usual values."""
     if "optimizer.type" in run.open and not run.facts.client_optimizer:
         run.decide("optimizer.type", "AdamW", "the program passes no optimizer")
     kind = str(run.get("optimizer.type", "")).lower()
@@ -216,7 +219,7 @@ def _optimizer(run: _Resolver) -> None:
 
 
 def _scheduler(run: _Resolver) -> None:
-    """scheduler.params that said "auto"."""
+    """Decide scheduler.params that said "auto"."""
     lr = run.get("optimizer.params.lr", run.facts.client_optimizer.get("lr"))
     found = {
         **{name: (value, "DeepSpeed's default") for name, value in SCHEDULER_DEFAULTS.items()},

@@ -43,7 +43,7 @@ class BatchRequest:
 
 
 def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
-    """The triangle, or a ConfigError in DeepSpeed's words."""
+    """Return the triangle; raise a ConfigError in DeepSpeed's words where there is none."""
     answer = attempt(request)
     if isinstance(answer, Problem):
         raise as_error([answer], source)
@@ -51,7 +51,7 @@ def solve(request: BatchRequest, source: str = "the configuration") -> Batch:
 
 
 def attempt(request: BatchRequest) -> Batch | Problem:
-    """The triangle, or the first problem with it."""
+    """Return the triangle, or the first problem with it."""
     stated = (request.train, request.micro, request.accumulation)
     for value, key, label in zip(stated, _KEYS, _LABELS, strict=True):
         if value is not None and value <= 0:
@@ -77,7 +77,9 @@ def _with_loader(request: BatchRequest) -> BatchRequest:
 
 
 def _fill(request: BatchRequest) -> Batch:
-    """DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth for nothing stated."""
+    """Fill in what is missing: DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth
+    for nothing stated.
+    """
     train, micro, steps, ranks = request.train, request.micro, request.accumulation, request.dp_size
     if train is None:
         micro, steps = micro or 1, steps or 1

@@ -30,7 +30,7 @@ class Status(StrEnum):
     LATER = "later"
 
 
-class Part(StrEnum):
+class Milestone(StrEnum):
     """The part of the library that brings a key which is not built yet."""
 
     TIERS = "the host and NVMe tiers (ZeRO-Offload, ZeRO-Infinity)"
@@ -79,10 +79,12 @@ class Section(BaseModel):
     )
     # Dotted keys that switch the section on; while all rest at their defaults nothing else in it is read.
     gate: ClassVar[tuple[str, ...]] = ()
-    part: ClassVar[Part | None] = None
+    part: ClassVar[Milestone | None] = None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A key as of a dict: clients of DeepSpeed read `engine.config.get("zero_optimization", {}).get("stage")`."""
+        """Return a key as a dict would: clients of DeepSpeed read `engine.config.get("zero_optimization",
+        {}).get("stage")`.
+        """
         return getattr(self, key) if key in type(self).model_fields else default
 
 
@@ -94,22 +96,22 @@ def _declare(status: Status, default: Any, sentence: str, reason: str, about: Ab
 
 
 def effective(default: Any, sentence: str, **about: Unpack[About]) -> Any:
-    """A key that changes the run."""
+    """Declare a key that changes the run."""
     return _declare(Status.EFFECTIVE, default, sentence, "", about)
 
 
 def accepted(default: Any, sentence: str, reason: str, **about: Unpack[About]) -> Any:
-    """A key that is read without effect; `reason` says why that is right."""
+    """Declare a key that is read without effect; `reason` says why that is right."""
     return _declare(Status.ACCEPTED, default, sentence, reason, about)
 
 
-def later(default: Any, sentence: str, part: Part | None = None, **about: Unpack[About]) -> Any:
-    """A key that is not built; `part` brings it (None: the part of its section)."""
+def later(default: Any, sentence: str, part: Milestone | None = None, **about: Unpack[About]) -> Any:
+    """Declare a key that is not built; `part` brings it (None: the part of its section)."""
     return _declare(Status.LATER, default, sentence, part.value if part else "", about)
 
 
 def section(model: type[Section], sentence: str) -> Any:
-    """A group of keys that is always there, filled with defaults where the configuration is silent."""
+    """Declare a group of keys that is always there, filled with defaults where the configuration is silent."""
     # One for all: a section is frozen, and most of the thirty rest at their defaults.
     return Field(default_factory=cache(model), description=sentence)
 
@@ -143,12 +145,12 @@ class FieldRow:
 
 @cache
 def rows(model: type[Section]) -> tuple[FieldRow, ...]:
-    """Every key of a model, sections entered, in the order of the schema."""
+    """Return every key of a model, sections entered, in the order of the schema."""
     return tuple(_rows(model, "", (), ""))
 
 
 def advice(model: type[Section], path: str) -> str:
-    """What to write for a key: a value that is right, and what the key means."""
+    """Say what to write for a key: a value that is right, and what the key means."""
     row = next((row for row in rows(model) if row.path == path), None)
     if row is None:
         return ""
@@ -157,13 +159,13 @@ def advice(model: type[Section], path: str) -> str:
 
 
 def subsection(info: FieldInfo) -> type[Section] | None:
-    """The model of a field that is a section (or an optional one), else None."""
+    """Return the model of a field that is a section (or an optional one), else None."""
     options = get_args(info.annotation) or (info.annotation,)
     return next((kind for kind in options if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def declared(info: FieldInfo) -> dict[str, Any]:
-    """What `fields` declared about a key; empty for a section."""
+    """Return what was declared about a key; empty for a section."""
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
@@ -213,7 +215,7 @@ def _spell(kind: Any) -> str:
 
 
 def off_default_example(model: type[Section], path: str) -> Any:
-    """A valid value for `path` that is not its default."""
+    """Return a valid value for `path` that is not its default."""
     row = next((row for row in rows(model) if row.path == path), None)
     if row is None:
         raise KeyError(path)
@@ -221,7 +223,7 @@ def off_default_example(model: type[Section], path: str) -> Any:
 
 
 def off_default_config(model: type[Section], path: str) -> dict[str, Any]:
-    """A configuration that moves `path` off its default and sets what it needs beside it."""
+    """Return a configuration that moves `path` off its default and sets what it needs beside it."""
     row = next(row for row in rows(model) if row.path == path)
     config: dict[str, Any] = {}
     for key, value in row.needs.items():

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from ..base.errors import ConfigError, shown
 from ..base.log import log_first, log_once, speak
-from .fields import Part, Section, Status, advice, declared, subsection
+from .fields import Milestone, Section, Status, advice, declared, subsection
 from .normalise import Normaliser
 from .raw_config import Problem, Problems, RawConfig, lookup
 from .schema import Config
@@ -33,7 +33,11 @@ NONE_GIVEN = "DeepSpeed requires --deepspeed_config to specify configuration fil
 
 
 def load(source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error") -> RawConfig:
-    """Read and check a configuration; `origin` names it in messages, unknown keys raise or warn."""
+    """Read and check a configuration; return it with "auto" left open.
+
+    origin: its name in messages.  unknown: whether unknown keys raise or warn.  Raises one ConfigError (NotBuiltError
+    where nothing else is wrong) that lists every problem.
+    """
     speak()  # every door but `init_distributed` begins by reading a configuration
     document = read(source, origin)
     problems = Problems(document.source)
@@ -53,7 +57,9 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
 
 
 def choose_source(config: Source, config_params: Source, args: object) -> tuple[Source, str | None]:
-    """The one configuration among the arguments of `initialize`, and its name for messages, as DeepSpeed chooses."""
+    """Return the one configuration among the arguments of `initialize`, and its name for messages, as DeepSpeed
+    chooses.
+    """
     flag = getattr(args, "deepspeed_config", None)
     old_flag = getattr(args, "deepscale_config", None)
     given = config if config is not None else config_params
@@ -71,7 +77,7 @@ def choose_source(config: Source, config_params: Source, args: object) -> tuple[
 
 
 def validate(values: Mapping[str, Any], problems: Problems) -> Config | None:
-    """The model of `values`; what the model refuses becomes problems."""
+    """Return the model of `values`, or None: what the model refuses becomes problems."""
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -84,7 +90,7 @@ def validate(values: Mapping[str, Any], problems: Problems) -> Config | None:
 
 @cache
 def _warn(note: str) -> None:
-    """Once per process and note: zero.Init and initialize often read the same file."""
+    """Log a warning once per process: zero.Init and initialize often read the same file."""
     log_once(note, logging.WARNING)
 
 
@@ -94,9 +100,9 @@ MAX_GRAD_NORM = (
 )
 # Optimizers that DeepSpeed knows by name and this library does not have.
 OTHER_OPTIMIZERS = {
-    "onebitadam": "its compressed communication comes with " + Part.SPEED,
-    "zerooneadam": "its compressed communication comes with " + Part.SPEED,
-    "onebitlamb": "its compressed communication comes with " + Part.SPEED,
+    "onebitadam": "its compressed communication comes with " + Milestone.SPEED,
+    "zerooneadam": "its compressed communication comes with " + Milestone.SPEED,
+    "onebitlamb": "its compressed communication comes with " + Milestone.SPEED,
     "muadam": "it scales by the width of layers that the mup package marks, which is not planned",
     "muadamw": "it scales by the width of layers that the mup package marks, which is not planned",
     "musgd": "it scales by the width of layers that the mup package marks, which is not planned",
@@ -111,7 +117,7 @@ _PRECISION_SECTIONS = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 
 
 def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
-    """Every check that needs only what was stated, and which keys said "auto"."""
+    """Make every check that needs only what was stated, and which keys said "auto"."""
     _precision(values, problems)
     _loss_scale(values, problems)
     _optimizer(values, problems)
@@ -180,7 +186,7 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
-    """Offloading needs something sharded to offload, and a disk needs a directory."""
+    """Check that there is something sharded to offload, and a directory for a disk."""
     stage = lookup(values, "zero_optimization.stage", 0) or 0
     paths = {}
     for name, least in (("offload_optimizer", 1), ("offload_param", 3)):
@@ -214,7 +220,7 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
-    """Keys that only matter where a place is open, or only where it is not."""
+    """Check keys that only matter where a place is open, or only where it is not."""
     states = lookup(values, "zero_optimization.offload_optimizer.device")
     is_open = "auto" in (states, lookup(values, "zero_optimization.offload_param.device"))
     paths = [lookup(values, f"zero_optimization.{name}.nvme_path") for name in ("offload_optimizer", "offload_param")]
@@ -231,7 +237,7 @@ def _open_places(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
-    """Micro-batches in turn share loads of weights, and are parts of one batch."""
+    """Check that micro-batches in turn share loads of weights, and are parts of one batch."""
     key = "zero_optimization.vertical_micro_batches"
     count = lookup(values, key, 1)
     stage = lookup(values, "zero_optimization.stage", 0) or 0
@@ -245,7 +251,7 @@ def _vertical(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
-    """Updates ahead of their step, or a step late, need states that rest elsewhere and plans that stay."""
+    """Check that updates ahead of their step, or a step late, have states that rest elsewhere and plans that stay."""
     zero, section = "zero_optimization", "zero_optimization.offload_optimizer"
     places = {
         name: lookup(values, f"{zero}.{name}.device") or "none" for name in ("offload_optimizer", "offload_param")
@@ -266,7 +272,7 @@ def _schedules(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _parking(values: Mapping[str, Any], problems: Problems) -> None:
-    """Inputs of checkpoints are parked in one place, and a disk needs a directory."""
+    """Check that inputs of checkpoints are parked in one place, and that a disk has a directory."""
     section = lookup(values, "activation_checkpointing", {})
     if section.get("device") != "nvme":
         return
@@ -279,7 +285,7 @@ def _parking(values: Mapping[str, Any], problems: Problems) -> None:
 
 
 def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:
-    """Arguments without the thing they belong to would be read by nobody."""
+    """Check that no arguments stand there without the thing they belong to."""
     for name, example in (("optimizer", "AdamW"), ("scheduler", "WarmupLR")):
         params = lookup(values, f"{name}.params")
         if params and not lookup(values, f"{name}.type") and f"{name}.type" not in autos:
@@ -311,7 +317,7 @@ def _not_built(
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
-    """One problem per switch that is on; the other keys of the section are named in it."""
+    """Yield one problem per switch that is on; the other keys of the section are named in it."""
     others = ", ".join(key for key in _stated(model, values) if key not in model.gate)
     for key in model.gate:
         value = lookup(values, key)
@@ -329,7 +335,7 @@ def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _report(key: str, value: Any, part: str | None, beside: str, problems: Problems) -> None:
-    planned = f"it comes with {part}" if part != Part.UNPLANNED else "it is not planned"
+    planned = f"it comes with {part}" if part != Milestone.UNPLANNED else "it is not planned"
     fix = "remove the key, or leave it at its default"
     problems.found.append(Problem(key, f"is not built{beside}: {planned}", fix, value, not_built=True))
 

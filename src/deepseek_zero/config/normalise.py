@@ -76,13 +76,15 @@ class Normaliser:
         self.autos: set[str] = set()
 
     def walk(self, given: Mapping[Any, Any]) -> dict[str, Any]:
-        """The known keys of `given`, in their types."""
+        """Return the known keys of `given`, in their types."""
         config = self._copied(given, "", _DEEPEST)
         config.pop(_SCHEMA, None)
         return self._section(Config, self._without_aliases(config), "")
 
     def _copied(self, given: Mapping[Any, Any], prefix: str, depth: int) -> dict[str, Any]:
-        """Objects and lists as dicts and lists of our own, so that the caller's stay as they are; keys are texts."""
+        """Copy objects and lists into dicts and lists of our own, so that the caller's stay as they are; keys are
+        texts.
+        """
         values: dict[str, Any] = {}
         for name, value in given.items():
             if isinstance(name, str):
@@ -150,7 +152,7 @@ class Normaliser:
         return self._open_object(found, path) if isinstance(found, dict) else found
 
     def _open_object(self, given: dict[str, Any], path: str) -> dict[str, Any]:
-        """Arguments whose names we do not know: set "auto" aside, read quoted numbers."""
+        """Read arguments whose names we do not know: set "auto" aside, read quoted numbers."""
         values: dict[str, Any] = {}
         for name, value in given.items():
             number = quoted_number(value) if isinstance(value, str) else None
@@ -211,7 +213,7 @@ _SILENT = _Silent()
 
 
 def _copy_down(config: dict[str, Any], path: list[str], make: bool = False) -> dict[str, Any] | None:
-    """The mapping at `path`, each step copied so that the caller's object stays as it is."""
+    """Return the mapping at `path`, each step copied so that the caller's object stays as it is."""
     for name in path:
         inner = config.get(name)
         if inner is None and make:
@@ -225,7 +227,7 @@ def _copy_down(config: dict[str, Any], path: list[str], make: bool = False) -> d
 
 
 def nearest(name: str, model: type[Section], prefix: str) -> str:
-    """Advice for an unknown key: a sibling that is spelled alike, or the section where the key belongs."""
+    """Advise on an unknown key: a sibling that is spelled alike, or the section where the key belongs."""
     if len(name) > _LONGEST_NAME:
         return "remove it; docs/reference/config.md lists every key"
     homes = _homes().get(name.rsplit(".", 1)[-1], ())
@@ -269,7 +271,7 @@ class Mismatch(Exception):
 
 
 def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
-    """The value in the key's type, and a note when its spelling deserves one.  Raises Mismatch.
+    """Return the value in the key's type, and a note when its spelling deserves one.  Raises Mismatch.
 
     inf: what infinity stands for in this key; without it infinity is refused.
     """
@@ -292,7 +294,7 @@ def coerce(value: Any, kind: Any, inf: Any = NO_INF) -> tuple[Any, str]:
 
 
 def quoted_number(value: str) -> int | float | None:
-    """The number a string spells, or None."""
+    """Return the number a string spells, or None."""
     if not _NUMBER.fullmatch(value.strip()):
         return None
     number = float(value)  # infinite where it has too many digits

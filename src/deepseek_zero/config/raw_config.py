@@ -14,7 +14,7 @@ from ..base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 
 
 @dataclass(frozen=True)
-class Decision:
+class AutoDecision:
     """A value nobody stated, and why it was taken; `asked` when the configuration said "auto"."""
 
     key: str
@@ -42,12 +42,12 @@ class RawConfig:
     notes: tuple[str, ...] = ()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The stated value of a dotted key; `default` when it is missing or "auto"."""
+        """Return the stated value of a dotted key; `default` when it is missing or "auto"."""
         return lookup(self.values, key, default)
 
 
 def lookup(values: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """The value at a dotted key of nested mappings."""
+    """Return the value at a dotted key of nested mappings."""
     here: Any = values
     for name in key.split("."):
         if not isinstance(here, Mapping) or name not in here:
@@ -65,7 +65,7 @@ def put(values: MutableMapping[str, Any], key: str, value: Any) -> None:
 
 
 def copied(value: Any) -> Any:
-    """Objects and lists copied all the way down; what stands in them is anybody's, and stays."""
+    """Copy objects and lists all the way down; what stands in them is shared."""
     if isinstance(value, Mapping):
         return {name: copied(inner) for name, inner in value.items()}
     return [copied(item) for item in value] if isinstance(value, list) else value
@@ -85,7 +85,7 @@ class Problem:
     not_built: bool = False
 
     def describe(self, source: str) -> str:
-        """Two lines: the fact with its origin, and the fix."""
+        """Return two lines: the fact with its origin, and the fix."""
         stated = f"{_cut(self.key)} = {shown(self.value)}" if self.key else shown(self.value)
         return f"{stated} (from {source}): {self.what}" + (f"\n     fix: {self.fix}" if self.fix else "")
 
@@ -118,7 +118,7 @@ class Problems:
 
 
 def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
-    """The error for a list of problems."""
+    """Make the error for a list of problems."""
     count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     lines = [f"  {number}. {problem.describe(source)}" for number, problem in enumerate(found, 1)]
     what = "\n".join([f"{count} in the configuration {source}:", *lines])
@@ -127,5 +127,5 @@ def as_error(found: Sequence[Problem], source: str) -> DeepSeekZeroError:
 
 
 def _cut(key: str) -> str:
-    """A key as messages show it: whoever writes one of a hundred thousand characters does not want to read it."""
+    """Shorten a key for messages: nobody reads one of a hundred thousand characters."""
     return key if key.isprintable() and len(key) <= _LONGEST_KEY else shown(key, _LONGEST_KEY)

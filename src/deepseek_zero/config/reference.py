@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any
 
-from .fields import AUTO, FieldRow, Part, Status
+from .fields import AUTO, FieldRow, Milestone, Status
 from .normalise import ALIASES
 from .schema import Config
 
@@ -33,7 +33,7 @@ What a key does today:
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     table = Config.field_table()
     groups = groupby(sorted(table, key=_order), key=lambda row: row.path.rpartition(".")[0])
     parts = [_HEAD, _counts(table)]
@@ -44,7 +44,7 @@ def render() -> str:
 
 
 def _order(row: FieldRow) -> tuple[bool, int]:
-    """Top level first, then the sections in the order of the schema."""
+    """Sort the top level first, then the sections in the order of the schema."""
     section = row.path.rpartition(".")[0]
     return bool(section), _positions()[section]
 
@@ -78,7 +78,7 @@ def _meaning(row: FieldRow) -> str:
     if row.status is Status.ACCEPTED:
         return f"{row.sentence} Without effect: {row.reason}."
     if row.status is Status.LATER:
-        when = "Not planned." if row.reason == Part.UNPLANNED else f"Comes with {row.reason}."
+        when = "Not planned." if row.reason == Milestone.UNPLANNED else f"Comes with {row.reason}."
         return f"{row.sentence} {when}"
     return row.sentence + needs
 

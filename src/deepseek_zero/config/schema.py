@@ -13,10 +13,10 @@ from typing import Any, ClassVar, Literal
 from pydantic import PrivateAttr
 
 from .batch import Batch
-from .fields import FieldRow, Part, Section, accepted, effective, later, rows, section
+from .fields import FieldRow, Milestone, Section, accepted, effective, later, rows, section
 from .fields import off_default_config as example_config
 from .fields import off_default_example as example_of
-from .raw_config import Decision
+from .raw_config import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
 
@@ -66,7 +66,7 @@ class OffloadParam(Section):
 
 
 class OffloadOptimizer(Section):
-    part: ClassVar[Part | None] = Part.TIERS
+    part: ClassVar[Milestone | None] = Milestone.TIERS
     device: Device = effective(
         "none",
         "Where moments, masters of their own and gradient shards rest (stage 1 and above); auto: where memory_budget "
@@ -157,13 +157,13 @@ class LeafModule(Section):
 
 
 class LocoParam(Section):
-    part: ClassVar[Part | None] = Part.SPEED
+    part: ClassVar[Milestone | None] = Milestone.SPEED
     err_beta: float = later(0.8, "Weight of the old error in the error feedback.", example=0.5, ge=0, le=1)
     reset_T: int = later(1024, "Steps after which the error is forgotten.", unit="steps", example=16, ge=1)
 
 
 class Zenflow(Section):
-    part: ClassVar[Part | None] = Part.TIERS
+    part: ClassVar[Milestone | None] = Milestone.TIERS
     topk_ratio: float = later(
         0.1, "Share of gradient columns updated on the device every step.", example=0.2, ge=0, le=1
     )
@@ -220,7 +220,10 @@ class ZeroOptimization(Section):
         example=False,
     )
     load_from_fp32_weights: bool = later(
-        True, "Take master weights from the checkpoint instead of the loaded weights.", Part.CHECKPOINTS, example=False
+        True,
+        "Take master weights from the checkpoint instead of the loaded weights.",
+        Milestone.CHECKPOINTS,
+        example=False,
     )
     elastic_checkpoint: bool = accepted(
         False,
@@ -319,21 +322,32 @@ class ZeroOptimization(Section):
         False, "Spread gradient copies over ranks in turn.", "every unit is split evenly over all ranks"
     )
     zero_hpz_partition_size: int = later(
-        1, "Ranks of a node that hold a second copy of the weights (hpZ).", Part.SPEED, example=2, unit="ranks", ge=1
+        1,
+        "Ranks of a node that hold a second copy of the weights (hpZ).",
+        Milestone.SPEED,
+        example=2,
+        unit="ranks",
+        ge=1,
     )
-    zero_quantized_weights: bool = later(False, "Gather weights as int8 blocks (qwZ).", Part.SPEED, example=True)
+    zero_quantized_weights: bool = later(False, "Gather weights as int8 blocks (qwZ).", Milestone.SPEED, example=True)
     zero_quantized_nontrainable_weights: bool = later(
-        False, "Gather frozen weights as int8 blocks.", Part.SPEED, example=True
+        False, "Gather frozen weights as int8 blocks.", Milestone.SPEED, example=True
     )
-    zero_quantized_gradients: bool = later(False, "Reduce gradients as int4 blocks (qgZ).", Part.SPEED, example=True)
+    zero_quantized_gradients: bool = later(
+        False, "Reduce gradients as int4 blocks (qgZ).", Milestone.SPEED, example=True
+    )
     zeropp_loco_param: LocoParam | None = later(
-        None, "Error feedback for compressed gradients (LoCo).", Part.SPEED, example={"err_beta": 0.5}
+        None, "Error feedback for compressed gradients (LoCo).", Milestone.SPEED, example={"err_beta": 0.5}
     )
     mics_shard_size: int = later(
-        -1, "Shard within groups of this many ranks, replicate across them (MiCS).", Part.SPEED, unit="ranks", example=2
+        -1,
+        "Shard within groups of this many ranks, replicate across them (MiCS).",
+        Milestone.SPEED,
+        unit="ranks",
+        example=2,
     )
     mics_hierarchical_params_gather: bool = later(
-        False, "Gather across MiCS groups in two steps.", Part.SPEED, example=True
+        False, "Gather across MiCS groups in two steps.", Milestone.SPEED, example=True
     )
     memory_efficient_linear: bool = accepted(
         True, "Replace torch's linear by one that keeps no gathered weight.", "gathered storage is released by the unit"
@@ -353,7 +367,7 @@ class ZeroOptimization(Section):
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are never split into smaller units.")
     zenflow: Zenflow | None = later(
-        None, "Asynchronous offload by importance of gradient columns.", Part.TIERS, example={"topk_ratio": 0.2}
+        None, "Asynchronous offload by importance of gradient columns.", Milestone.TIERS, example={"topk_ratio": 0.2}
     )
 
 
@@ -423,7 +437,7 @@ class Fp16(Section):
     )
     min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
     fp16_master_weights_and_grads: bool = later(
-        False, "Keep master weights and gradients in fp16.", Part.TIERS, example=True
+        False, "Keep master weights and gradients in fp16.", Milestone.TIERS, example=True
     )
 
 
@@ -490,7 +504,7 @@ class TorchAutocast(Section):
         "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
     )
     lower_precision_safe_modules: tuple[str, ...] = later(
-        (), "Module classes whose gradients travel in the autocast dtype.", Part.SPEED, example=["torch.nn.Linear"]
+        (), "Module classes whose gradients travel in the autocast dtype.", Milestone.SPEED, example=["torch.nn.Linear"]
     )
 
 
@@ -501,13 +515,15 @@ class DataTypes(Section):
         example="bf16",
         needs=_BF16,
     )
-    param_dtype: Dtype | None = later(None, "Dtype of the weights in computation.", Part.CLIENTS, example="bf16")
-    buffer_dtype: Dtype | None = later(None, "Dtype of the buffers; they keep their own.", Part.CLIENTS, example="fp32")
+    param_dtype: Dtype | None = later(None, "Dtype of the weights in computation.", Milestone.CLIENTS, example="bf16")
+    buffer_dtype: Dtype | None = later(
+        None, "Dtype of the buffers; they keep their own.", Milestone.CLIENTS, example="fp32"
+    )
 
 
 class Amp(Section):
     gate: ClassVar[tuple[str, ...]] = ("enabled",)
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Use NVIDIA Apex AMP; torch_autocast is its successor.", example=True)
     opt_level: str = later("O1", "Apex optimization level.", example="O2")
 
@@ -561,12 +577,12 @@ class Comet(Section):
 
 class ParallelWrite(Section):
     pipeline_stage: bool = later(
-        False, "Write the layers of a pipeline stage from all its ranks.", Part.CHECKPOINTS, example=True
+        False, "Write the layers of a pipeline stage from all its ranks.", Milestone.CHECKPOINTS, example=True
     )
 
 
 class Writer(Section):
-    part: ClassVar[Part | None] = Part.CHECKPOINTS
+    part: ClassVar[Milestone | None] = Milestone.CHECKPOINTS
     type: str = later("FAST", "Which writer: MOCK, PYTHON or FAST.", example="PYTHON")
     decoupled: bool = later(False, "Write behind the training.", example=True)
     io_buffer_size: int = later(64 * 1024 * 1024, "Size of the write buffer.", unit="bytes", example=1024, ge=1)
@@ -624,15 +640,17 @@ class Checkpoint(Section):
         needs={"checkpoint.keep_last": 3},
     )
     save_on_signal: SaveOnSignal = section(SaveOnSignal, "Saving when somebody asks the job to end.")
-    load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Part.CHECKPOINTS, example=True)
+    load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Milestone.CHECKPOINTS, example=True)
     use_node_local_storage: bool = later(
-        False, "Every node writes to a disk of its own.", Part.CHECKPOINTS, example=True
+        False, "Every node writes to a disk of its own.", Milestone.CHECKPOINTS, example=True
     )
     parallel_write: ParallelWrite = section(ParallelWrite, "How ranks share the writing.")
     checkpoint_serialization: bool = accepted(
         True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
     )
-    writer: Writer | None = later(None, "DeepSpeed's own file writer.", Part.CHECKPOINTS, example={"type": "PYTHON"})
+    writer: Writer | None = later(
+        None, "DeepSpeed's own file writer.", Milestone.CHECKPOINTS, example={"type": "PYTHON"}
+    )
 
 
 class Throughput(Section):
@@ -674,7 +692,7 @@ class Records(Section):
 
 class ActivationCheckpointing(Section):
     partition_activations: bool = later(
-        False, "Spread kept activations over tensor-parallel ranks.", Part.PARALLEL, example=True
+        False, "Spread kept activations over tensor-parallel ranks.", Milestone.PARALLEL, example=True
     )
     cpu_checkpointing: bool = effective(
         False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
@@ -725,11 +743,11 @@ class Aio(Section):
     thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
     overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
-    use_gds: bool = later(False, "Disk straight to the GPU.", Part.UNPLANNED, example=True)
+    use_gds: bool = later(False, "Disk straight to the GPU.", Milestone.UNPLANNED, example=True)
 
 
 class TpSize(Section):
-    part: ClassVar[Part | None] = Part.PARALLEL
+    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     tp_size: int = later(1, "Ranks that share one layer.", unit="ranks", example=2, ge=1)
     tp_grain_size: int = later(1, "Smallest piece a dimension is cut into.", unit="elements", example=64, ge=1)
     mpu: Any = later(None, "Object that names the process groups.", example="mpu")
@@ -738,7 +756,7 @@ class TpSize(Section):
 
 class TensorParallel(Section):
     gate: ClassVar[tuple[str, ...]] = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
-    part: ClassVar[Part | None] = Part.PARALLEL
+    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     autotp_size: int = later(0, "Ranks that share one layer.", unit="ranks", also=(1,), example=2, ge=0)
     dtype: Any = later("fp16", "Dtype of the sharded layers.", example="bf16")
     tp_overlap_comm: bool = later(False, "Overlap its reductions with computation.", example=True)
@@ -750,12 +768,12 @@ class TensorParallel(Section):
     )
     preset_model: str | None = later(None, "Rules of a known model family.", example="llama")
     keep_module_on_host: bool = later(False, "Leave layers in host memory until they are cut.", example=True)
-    kernel_inject: bool = later(False, "Replace layers by fused kernels.", Part.UNPLANNED, example=True)
+    kernel_inject: bool = later(False, "Replace layers by fused kernels.", Milestone.UNPLANNED, example=True)
 
 
 class ExpertParallel(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.PARALLEL
+    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     enabled: bool = later(False, "Spread experts over ranks automatically.", example=True)
     autoep_size: int = later(1, "Ranks that share one set of experts.", unit="ranks", example=2, ge=1)
     expert_tensor_parallel_size: int = later(1, "Ranks that share one expert.", unit="ranks", example=2, ge=1)
@@ -787,7 +805,7 @@ class ExpertParallel(Section):
 
 class Pipeline(Section):
     gate: ClassVar[tuple[str, ...]] = ("stages",)
-    part: ClassVar[Part | None] = Part.PARALLEL
+    part: ClassVar[Milestone | None] = Milestone.PARALLEL
     stages: int | None = later(None, "Pipeline stages.", also=(1,), example=2, ge=1)
     partition: str = later("best", "How layers are divided over stages.", example="uniform")
     seed_layers: bool = later(False, "Seed every layer on its own.", example=True)
@@ -798,7 +816,7 @@ class Pipeline(Section):
 
 class Compile(Section):
     gate: ClassVar[tuple[str, ...]] = ("deepcompile",)
-    part: ClassVar[Part | None] = Part.SPEED
+    part: ClassVar[Milestone | None] = Milestone.SPEED
     deepcompile: bool = later(False, "Insert the collectives into the compiled graph.", example=True)
     passes: tuple[str, ...] | None = later(None, "Compiler passes by name.", example=["z3"])
     offload_parameters: bool = later(False, "Offload weights from the graph.", example=True)
@@ -820,7 +838,7 @@ class Compile(Section):
 
 class CommsLogger(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.CLIENTS
+    part: ClassVar[Milestone | None] = Milestone.CLIENTS
     enabled: bool = later(False, "Log every collective with size and time.", example=True)
     verbose: bool = later(False, "Print each as it happens.", example=True)
     prof_all: bool = later(True, "Profile all kinds.", example=False)
@@ -830,7 +848,7 @@ class CommsLogger(Section):
 
 class Autotuning(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Search for a fast configuration by experiments.", example=True)
     fast: bool = later(True, "Tune micro-batch sizes only.", example=False)
     results_dir: str | None = later(None, "Directory of results.", example="results")
@@ -858,7 +876,7 @@ class Autotuning(Section):
 
 class Elasticity(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.CLIENTS
+    part: ClassVar[Milestone | None] = Milestone.CLIENTS
     enabled: bool = later(False, "Choose a batch size that fits many numbers of ranks.", example=True)
     max_train_batch_size: int = later(2000, "Largest batch.", unit="samples", example=64, ge=1)
     micro_batch_sizes: tuple[int, ...] = later((2, 4, 6), "Micro-batch sizes allowed.", unit="samples", example=[1, 2])
@@ -873,7 +891,7 @@ class Elasticity(Section):
 
 
 class SparseAttention(Section):
-    part: ClassVar[Part | None] = Part.ATTENTION
+    part: ClassVar[Milestone | None] = Milestone.ATTENTION
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later(
         "fixed", "The pattern of blocks.", example="bigbird"
     )
@@ -895,7 +913,7 @@ class SparseAttention(Section):
 
 class HybridEngine(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Switch between training and inference kernels.", example=True)
     max_out_tokens: int = later(512, "Longest generated text.", unit="tokens", example=64)
     inference_tp_size: int = later(1, "Ranks that share a layer in inference.", unit="ranks", example=2)
@@ -907,7 +925,7 @@ class HybridEngine(Section):
 
 class ProgressiveLayerDrop(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Drop layers at random, more over time.", example=True)
     theta: float = later(1.0, "Share of layers kept in the end.", example=0.5)
     gamma: float = later(0.001, "Speed of the change.", example=0.01)
@@ -915,7 +933,7 @@ class ProgressiveLayerDrop(Section):
 
 class CurriculumLearning(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Begin with easy (short) samples.", example=True)
     curriculum_type: str = later("seqlen", "What is measured.", example="other")
     min_difficulty: int = later(1, "Difficulty at the start.", example=8)
@@ -926,7 +944,7 @@ class CurriculumLearning(Section):
 
 class DataEfficiency(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Sample and route data by difficulty.", example=True)
     seed: int = later(1234, "Seed of the sampling.", example=1)
     data_routing: dict[str, Any] = later({}, "Random layer-token dropping.", example={"enabled": True})
@@ -935,7 +953,7 @@ class DataEfficiency(Section):
 
 class Nebula(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
-    part: ClassVar[Part | None] = Part.UNPLANNED
+    part: ClassVar[Milestone | None] = Milestone.UNPLANNED
     enabled: bool = later(False, "Save through the Azure Nebula service.", example=True)
     enable_nebula_load: bool = later(True, "Load through it.", example=False)
     load_path: str | None = later(None, "Older name of nebula_load_path.", example="a")
@@ -967,13 +985,13 @@ class Config(Section):
         1, "Micro-batches per optimizer step.", unit="micro-batches", auto="from the other two, else 1", example=2
     )
     managed_gradient_accumulation: bool = later(
-        True, "False leaves the boundary to the caller: every step() updates.", Part.CLIENTS, example=False
+        True, "False leaves the boundary to the caller: every step() updates.", Milestone.CLIENTS, example=False
     )
     sequence_parallel_size: int = later(
-        1, "Ranks that share one sequence (Ulysses).", Part.PARALLEL, unit="ranks", example=2, ge=1
+        1, "Ranks that share one sequence (Ulysses).", Milestone.PARALLEL, unit="ranks", example=2, ge=1
     )
     data_parallel_size: int | None = later(
-        None, "Data-parallel ranks beside sequence parallelism.", Part.PARALLEL, unit="ranks", example=2, ge=1
+        None, "Data-parallel ranks beside sequence parallelism.", Milestone.PARALLEL, unit="ranks", example=2, ge=1
     )
     # Optimizer and schedule
     optimizer: Optimizer = section(Optimizer, "The optimizer, where the program passes none.")
@@ -997,7 +1015,7 @@ class Config(Section):
         None, "Dtype gradients are reduced in; null: the plan's choice.", example="bf16"
     )
     seq_parallel_communication_data_type: Dtype = later(
-        "fp32", "Dtype gradients are reduced in across sequence-parallel ranks.", Part.PARALLEL, example="bf16"
+        "fp32", "Dtype gradients are reduced in across sequence-parallel ranks.", Milestone.PARALLEL, example="bf16"
     )
     gradient_allreduce_op: Literal["mean", "sum"] = effective(
         "mean", "Average or add the gradients of the ranks.", example="sum"
@@ -1011,7 +1029,7 @@ class Config(Section):
         example=2.0,
         gt=0,
     )
-    sparse_gradients: bool = later(False, "Send embedding gradients as sparse rows.", Part.SPEED, example=True)
+    sparse_gradients: bool = later(False, "Send embedding gradients as sparse rows.", Milestone.SPEED, example=True)
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
     # Precision
     fp16: Fp16 = section(Fp16, "fp16 with loss scaling.")
@@ -1059,12 +1077,12 @@ class Config(Section):
         effect="check",
         ge=1,
     )
-    pp_degree: int = later(1, "Ours. Pipeline stages.", Part.PARALLEL, unit="ranks", example=2, ge=1)
-    mp_degree: int = later(1, "Ours. Tensor-parallel ranks.", Part.PARALLEL, unit="ranks", example=2, ge=1)
+    pp_degree: int = later(1, "Ours. Pipeline stages.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    mp_degree: int = later(1, "Ours. Tensor-parallel ranks.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism (AutoEP).")
     use_data_before_expert_parallelism: bool = later(
-        False, "Order of the axes with experts.", Part.PARALLEL, example=True
+        False, "Order of the axes with experts.", Milestone.PARALLEL, example=True
     )
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
     # Logging and records
@@ -1091,7 +1109,7 @@ class Config(Section):
     checkpoint: Checkpoint = section(Checkpoint, "Saving and loading.")
     nebula: Nebula = section(Nebula, "Azure Nebula.")
     datastates_ckpt: dict[str, Any] | None = later(
-        None, "The DataStates checkpoint engine.", Part.UNPLANNED, example={"host_cache_size": 1}
+        None, "The DataStates checkpoint engine.", Milestone.UNPLANNED, example={"host_cache_size": 1}
     )
     # The rest of the grammar
     aio: Aio = section(Aio, "Disk requests.")
@@ -1100,7 +1118,7 @@ class Config(Section):
     )
     compile: Compile = section(Compile, "DeepCompile.")
     sparse_attention: SparseAttention | None = later(
-        None, "Block-sparse attention.", Part.ATTENTION, example={"mode": "fixed"}
+        None, "Block-sparse attention.", Milestone.ATTENTION, example={"mode": "fixed"}
     )
     autotuning: Autotuning = section(Autotuning, "Search for a configuration.")
     elasticity: Elasticity = section(Elasticity, "Batch sizes for many numbers of ranks.")
@@ -1111,19 +1129,19 @@ class Config(Section):
     compression_training: dict[str, Any] = later(
         {},
         "Quantisation and pruning while training.",
-        Part.UNPLANNED,
+        Milestone.UNPLANNED,
         off_when="nothing_enabled",
         example={"weight_quantization": {"shared_parameters": {"enabled": True}}},
     )
     weight_quantization: dict[str, Any] | None = later(
-        None, "Quantised weights for inference.", Part.UNPLANNED, example={"num_bits": 4}
+        None, "Quantised weights for inference.", Milestone.UNPLANNED, example={"num_bits": 4}
     )
     quantize_training: dict[str, Any] = later(
-        {}, "Quantisation schedule.", Part.UNPLANNED, off_when="nothing_enabled", example={"enabled": True}
+        {}, "Quantisation schedule.", Milestone.UNPLANNED, off_when="nothing_enabled", example={"enabled": True}
     )
     graph_harvesting: bool = accepted(False, "Replay steps as a CUDA graph.", "speed only; no value depends on it")
 
-    _decisions: tuple[Decision, ...] = PrivateAttr(default=())
+    _decisions: tuple[AutoDecision, ...] = PrivateAttr(default=())
 
     @property
     def batch(self) -> Batch:
@@ -1136,26 +1154,26 @@ class Config(Section):
         )
 
     @property
-    def decisions(self) -> tuple[Decision, ...]:
+    def decisions(self) -> tuple[AutoDecision, ...]:
         """What the resolver decided, in order."""
         return self._decisions
 
-    def with_decisions(self, decisions: tuple[Decision, ...]) -> Config:
-        """Attach the resolver's record; called by it alone."""
+    def with_decisions(self, decisions: tuple[AutoDecision, ...]) -> Config:
+        """Attach the record of the resolver (auto.py), and return the configuration."""
         self._decisions = decisions
         return self
 
     @classmethod
     def field_table(cls) -> tuple[FieldRow, ...]:
-        """One row per key: path, type, default, unit, status, sentence, reason, example."""
+        """Return one row per key: path, type, default, unit, status, sentence, reason, example."""
         return rows(cls)
 
 
 def off_default_example(path: str) -> Any:
-    """A valid value for a key that is not its default."""
+    """Return a valid value for a key that is not its default."""
     return example_of(Config, path)
 
 
 def off_default_config(path: str) -> dict[str, Any]:
-    """A configuration that moves one key off its default and sets what the key needs beside it."""
+    """Return a configuration that moves one key off its default and sets what the key needs beside it."""
     return example_config(Config, path)

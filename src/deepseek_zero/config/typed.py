@@ -53,7 +53,7 @@ class ZeroKeywords(_Keys, total=False):
 
 
 def render() -> str:
-    """The whole file."""
+    """Return the whole file."""
     parts = [_HEAD]
     made: set[type[Section]] = set()
     for model, path in _sections(Config, ""):
@@ -64,7 +64,7 @@ def render() -> str:
 
 
 def _sections(model: type[Section], path: str) -> Iterator[tuple[type[Section], str]]:
-    """Inner sections before those that name them; the whole configuration last."""
+    """Yield inner sections before those that name them; the whole configuration last."""
     for name, info in model.model_fields.items():
         inner = subsection(info)
         if inner is not None:
@@ -125,7 +125,7 @@ def _options(info: FieldInfo) -> list[str]:
 
 
 def _parts(kind: Any) -> list[str]:
-    """A union of these, of the spellings that `coerce` reads without a word."""
+    """Return the parts of a union, in the spellings that `coerce` reads without a word."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         return [part for option in inner for part in _parts(option)]

@@ -47,7 +47,7 @@ def test_cores_that_are_not_allowed_are_mentioned() -> None:
 
 def test_a_machine_without_gpus_needs_no_nccl() -> None:
     needs = {one.name: one.verdict for one in doctor._backends(Machine(4))}
-    assert needs == {"gloo": doctor.Verdict.GOOD, "nccl": doctor.Verdict.GOOD}
+    assert needs == {"gloo": doctor.Severity.GOOD, "nccl": doctor.Severity.GOOD}
 
 
 @pytest.mark.parametrize(
@@ -75,4 +75,4 @@ def test_the_doctor_says_where_states_could_rest_and_how_fast(tmp_path: Path, mo
 def test_a_tight_limit_of_open_files_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, 4096))
     found = doctor._open_files()
-    assert (found.value, found.verdict) == ("64, up to 4096 with `ulimit -n`", doctor.Verdict.NOTE)
+    assert (found.value, found.verdict) == ("64, up to 4096 with `ulimit -n`", doctor.Severity.NOTE)

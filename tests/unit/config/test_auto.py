@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from deepseek_zero.base.errors import ConfigError, NotBuiltError
-from deepseek_zero.config import Config, Decision, Facts, resolve
+from deepseek_zero.config import AutoDecision, Config, Facts, resolve
 from deepseek_zero.config.fields import AUTO
 from deepseek_zero.config.load import load
 from deepseek_zero.config.raw_config import lookup, put
@@ -20,7 +20,7 @@ def resolved(given: dict[str, Any], facts: Facts | None = None) -> Config:
     return resolve(load(given), facts or Facts())
 
 
-def reason(config: Config, key: str) -> Decision:
+def reason(config: Config, key: str) -> AutoDecision:
     return next(decision for decision in config.decisions if decision.key == key)
 
 
