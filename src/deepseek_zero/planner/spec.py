@@ -1,4 +1,5 @@
-r"""Where a state's elements are over the ranks of the data-parallel axis, and what changes one placement into another.
+r"""ZeRO as data.  Where a state's elements are over the ranks that share it, and what changes one placement into
+another:
 
     from \ to    REPLICATE            SHARD
     SHARD        all-gather           (same)
@@ -7,7 +8,7 @@ r"""Where a state's elements are over the ranks of the data-parallel axis, and w
 
 Carried out by `move` in sharding/buffer.py.
 
-ZeRO as data: four kinds of state, each with a placement, a dtype and a tier.
+Four kinds of state, each with a placement, a dtype and a tier:
 
             Z0   Z1   Z2   Z3
  weight      R    R    R    S
@@ -16,7 +17,6 @@ ZeRO as data: four kinds of state, each with a placement, a dtype and a tier.
  moments     R    S    S    S
 
 A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.
-The plan is printed (`explain`), estimated (planner/memory.py multiplies it out) and saved with every checkpoint.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ COLUMNS: dict[int, tuple[Placement, Placement, Placement]] = {
 
 @dataclass(frozen=True)
 class UnitTiers:
-    """Where one unit's sharded weights rest between uses, and where its moments, own masters and gradients do."""
+    """The memories of one unit: of its sharded weights between uses, and of its moments, own masters and gradients."""
 
     unit: str
     weights: Tier
@@ -169,16 +169,16 @@ class UnitTiers:
 
 @dataclass(frozen=True)
 class PlanSettings:
-    """What the sharding layer needs to know, free of any configuration file.  Sizes count elements.
+    """What a plan is made from, free of any configuration file.  Sizes count elements.
 
     persistence_numel: parameters up to this size stay gathered (per parameter).  persistence_total_numel: their sum.
     window_numel: gathered elements kept alive (stage3_max_live_parameters). keep_numel: a gathered unit stays if it
     is used again within this many elements (stage3_max_reuse_distance). ahead_numel: gathered before they are needed.
     bucket_numel: elements per reduction message. overlap: reduce while backward goes on. mean: divide sums by the
     ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
-    where sharded weights rest.  state_tier: where moments, masters of their own and gradient shards do.  rests: units
+    the memory of sharded weights.  state_tier: of moments, masters of their own and gradient shards.  unit_tiers: units
     for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
-    delays: updates come one step late.
+    delayed_update: updates come one step late.
     """
 
     stage: int = 3
@@ -211,26 +211,29 @@ class PlanSettings:
     @property
     def streams_weights(self) -> bool:
         """Whether weights of some unit come out of another memory for each use."""
-        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(rest.weights for rest in self.unit_tiers)))
+        return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(unit.weights for unit in self.unit_tiers)))
 
     def for_unit(self, name: str, *, full_precision: bool = False) -> PlanSettings:
-        """What holds for one unit, and for those of its parameters that never leave fp32."""
+        """Return what holds for one unit.  full_precision: for those of its parameters that never leave fp32."""
         usual = UnitTiers(name, self.weight_tier, self.state_tier)
-        rest = next((rest for rest in self.unit_tiers if rest.unit == name), usual)
+        tiers = next((unit for unit in self.unit_tiers if unit.unit == name), usual)
         policy = self.policy.lifted() if full_precision else self.policy
-        return replace(self, policy=policy, weight_tier=rest.weights, state_tier=rest.states)
+        return replace(self, policy=policy, weight_tier=tiers.weights, state_tier=tiers.states)
 
 
 def predivide_of(settings: PlanSettings, ranks: int) -> float:
-    """What partial gradients are divided by before they travel; the rest of the mean's division follows the sum."""
+    """Return what partial gradients are divided by before they travel; the rest of the mean follows the sum.
+
+    ranks: whose gradients are added.
+    """
     return float(ranks) if settings.prescale else settings.predivide
 
 
 def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, persistent: bool, ranks: int) -> ShardPlan:
-    """The plan of parameters of one dtype.  dtype: what they were built with.
+    """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that share slices.
 
-    In a world of one a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage,
-    unless it rests in another memory.  A master that is the weight itself rests where the weight does.
+    On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage, unless it
+    lies in another memory.  A master that is the weight itself lies where the weight does.
     """
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE

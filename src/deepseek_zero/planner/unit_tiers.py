@@ -1,4 +1,4 @@
-"""Which unit's weights and states rest in which memory, where that is left open: fastest memory first.
+"""Which unit's weights and states lie in which memory, where that is left open: fastest memory first.
 
 What moves most per byte comes first: a sharded weight is read three times a step and written once, a moment once each.
 Among the states those of the first units come first: their gradients are the last that backward makes, and theirs are
@@ -43,7 +43,7 @@ class PlacementSettings:
 
 @dataclass(frozen=True)
 class TierChoices:
-    """The memories that weights and states may rest in, fastest first; one that is fixed has no choice."""
+    """The memories that weights and states may lie in, fastest first; a fixed one has no choice."""
 
     weights: tuple[Tier, ...]
     states: tuple[Tier, ...]
@@ -70,9 +70,9 @@ class TierChoices:
 def assign_tiers(
     units: Mapping[Tier, Sequence[UnitPlan]], choices: TierChoices, budgets: Mapping[Tier, int], moments: int
 ) -> tuple[UnitTiers, ...]:
-    """A place for every unit.  OutOfMemoryError where they do not fit.
+    """Return a memory for every unit; OutOfMemoryError where the units do not fit.
 
-    units: what the plan of each unit is where all of it rests in one memory.  budgets: bytes of one rank.  moments: per
+    units: the plan of each unit where all of it lies in one memory.  budgets: bytes of one rank.  moments: per
     element.
     """
     left = dict(budgets)
@@ -110,12 +110,12 @@ def split_by_ratio(units: Sequence[UnitPlan], weights: Tier, ratio: float) -> tu
     return tuple(found)
 
 
-def describe_tiers(rests: Sequence[UnitTiers]) -> str:
-    """One line: how many units rest where."""
+def describe_tiers(units: Sequence[UnitTiers]) -> str:
+    """Return one line: how many units are in which memory."""
     parts = []
     for tier in Tier:
-        weights = sum(rest.weights is tier for rest in rests)
-        states = sum(rest.states is tier for rest in rests)
+        weights = sum(unit.weights is tier for unit in units)
+        states = sum(unit.states is tier for unit in units)
         if weights or states:
             parts.append(f"{tier.value}: weights of {weights} units, states of {states}")
     return "; ".join(parts)

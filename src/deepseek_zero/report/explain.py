@@ -1,7 +1,6 @@
 """Where a step went, and what bounds it, in sentences: phases of the clock, waits and sums of the meter, links.
 
-And, from a log of what travelled, how much of that ran beside something else.  Called by the engine's `explain`, by
-`engine.timeline` and by benchmarks.
+And, from a log of what travelled, how much of that ran beside something else.
 """
 
 from __future__ import annotations

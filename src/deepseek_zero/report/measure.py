@@ -1,7 +1,4 @@
-"""What this rank really holds: bytes of live storages, found without asking our own registry.
-
-Called by the engine's memory report, the main example and the truth contract.
-"""
+"""What this rank really holds: bytes of live storages, found without asking our own registry."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The plan as a picture: what of each unit rests where, beside when it is gathered, used and released.
 
 Draws nothing that is not estimated or printed elsewhere: bytes are `Plan.bytes_of_unit`, times are the
-schedule's list of actions.  Called by the engine's `explain`; needs matplotlib, as plots.py does.
+schedule's list of actions.  Needs matplotlib, as plots.py does.
 """
 
 from __future__ import annotations
