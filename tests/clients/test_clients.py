@@ -44,7 +44,7 @@ def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_
     seen = told(start([*OURS, *launch, "--main_process_port", "0"], "program_accelerate.py", stage, tmp_path / "state"))
     losses, weights = plain_accelerate_losses()
     assert seen["world"] == ranks and seen["engine"] == "deepseek_zero.compat.deepspeed.engine"
-    assert seen["kinds"] == (["AtRest"] if stage == 3 else ["Parameter"])
+    assert seen["kinds"] == (["ShardedParameter"] if stage == 3 else ["Parameter"])
     assert seen["first"] + seen["second"] == pytest.approx(losses, rel=1e-5)
     assert seen["again"] == seen["second"]
     for name, value in weights.items():

@@ -19,7 +19,7 @@ def on_two_ranks_and_plain(what: str, stage: int, folder: Path) -> tuple[dict[st
     need_client("lightning")
     plain = start([sys.executable], PROGRAM, what, -1, folder / "plain")
     ours, alone = told(start([*OURS, *TWO], PROGRAM, what, stage, folder)), told(plain)
-    assert ours["world"] == 2 and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    assert ours["world"] == 2 and ours["kinds"] == ["ShardedParameter" if stage == 3 else "Parameter"]
     return ours, alone
 
 

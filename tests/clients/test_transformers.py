@@ -67,7 +67,7 @@ def test_trainer_from_pretrained_at_stage_3_is_the_trainer(tmp_path: Path) -> No
     need_client("transformers", "accelerate")
     plain = start([sys.executable], "program_trainer.py", -1, with_base(tmp_path / "plain"), "pretrained")
     ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path / "ours"), "pretrained"))
-    assert ours["world"] == 2 and ours["kinds"] == ["AtRest"]
+    assert ours["world"] == 2 and ours["kinds"] == ["ShardedParameter"]
     assert_same_training(ours, told(plain), ROUNDING)
     saved = [weights_of(tmp_path / each / "final") for each in ("ours", "plain")]
     assert_same_weights(*saved, rtol=1e-3, atol=1e-4)
@@ -79,7 +79,11 @@ def test_pretrained_resized_and_generating_at_stage_3(tmp_path: Path) -> None:
     folder = with_base(tmp_path)
     plain = start([sys.executable], "program_transformers.py", folder)
     ours, alone = told(start([*OURS, *TWO], "program_transformers.py", folder)), told(plain)
-    assert ours["world"] == 2 and ours["built"] == ours["kinds"] == ["AtRest"] and alone["built"] == ["Parameter"]
+    assert (
+        ours["world"] == 2
+        and ours["built"] == ours["kinds"] == ["ShardedParameter"]
+        and alone["built"] == ["Parameter"]
+    )
     assert ours["shape"] == [72, 32]
     for key in ("values", "generated", "gathered"):
         assert ours[key] == alone[key], key
@@ -96,7 +100,9 @@ def test_trainer_at_every_stage_saves_and_goes_on(
     need_client("transformers", "accelerate")
     ours = told(start([*OURS, *line], "program_trainer.py", stage, tmp_path, *words))
     assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if words else ROUNDING)
-    assert ours["world"] == (2 if line is TWO else 1) and ours["kinds"] == ["AtRest" if stage == 3 else "Parameter"]
+    assert ours["world"] == (2 if line is TWO else 1) and ours["kinds"] == [
+        "ShardedParameter" if stage == 3 else "Parameter"
+    ]
     assert ours["dtypes"] == ["torch.bfloat16" if words else "torch.float32"]
     assert ours["eval_loss"][-1] == min(ours["eval_loss"])  # after training: the best model's
     assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
@@ -110,7 +116,7 @@ def test_trainer_evaluates_what_was_not_trained_at_stage_3(plainly: Plainly, tmp
     words = ("pretrained", "untrained")
     ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path), *words))
     assert_same_training(ours, plainly(*words), ROUNDING)
-    assert ours["kinds"] == ["AtRest"]
+    assert ours["kinds"] == ["ShardedParameter"]
     assert_same_weights(weights_of(tmp_path / "final"), weights_of(tmp_path / "base"), rtol=0, atol=0)
 
 
@@ -125,7 +131,7 @@ def test_peft_lora_at_stage_3_under_both_kinds_of_checkpointing(
     ours = told(start([*OURS, *TWO], "program_trainer.py", 3, with_base(tmp_path), *words))
     plain = plainly(*words)
     assert_same_training(ours, plain, ROUNDING_OF_BF16 if dtypes == "bf16" else ROUNDING)
-    assert ours["kinds"] == ["AtRest"] and (dtypes == "bf16" or ours["dtypes"] == plain["dtypes"])
+    assert ours["kinds"] == ["ShardedParameter"] and (dtypes == "bf16" or ours["dtypes"] == plain["dtypes"])
     assert len(ours["dtypes"]) == (2 if dtypes == "mixed" else 1)
     assert (tmp_path / "final" / "adapter_model.safetensors").is_file()
     if dtypes == "mixed":

@@ -25,7 +25,7 @@ def test_trl_trains_generates_and_goes_on(kind: str, words: list[str], tmp_path:
     plain = start([sys.executable], program, kind, -1, tmp_path / "plain", *words)
     ours, alone = told(start([*OURS, *TWO], program, kind, 3, tmp_path, *words)), told(plain)
     models = 1 if kind == "sft" or words else 2  # with adapters the reference is the model without them
-    assert ours["world"] == 2 and ours["kinds"] == [["AtRest"]] * models
+    assert ours["world"] == 2 and ours["kinds"] == [["ShardedParameter"]] * models
     for key in ("loss", "norm"):
         assert ours[key] == pytest.approx(alone[key], rel=1e-4), key
     assert ours["generated"] == alone["generated"]
