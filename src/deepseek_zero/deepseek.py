@@ -113,7 +113,7 @@ class DeepSeekZeRO3(StandsForModule):
 
     def explain(self) -> str:
         """Return the schedule of gathers, uses, releases and reductions as text."""
-        return str(self.runtime.gatherer.schedule)
+        return str(self.runtime.executor.schedule)
 
     def export(self, path: str | Path, dtype: torch.dtype | str | None = None, **settings: Any) -> Path:
         """Write the whole weights for others to read, as `DeepSpeedEngine.export` does.  Collective."""

@@ -105,7 +105,7 @@ def train(config: dict[str, Any]) -> Seen:
         inner, scheduler = engine.optimizer.inner if engine.optimizer is not None else None, engine.lr_scheduler
         structure = [
             *(f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in engine.runtime.units),
-            str(engine.runtime.gatherer.schedule),
+            str(engine.runtime.executor.schedule),
             f"{type(inner).__name__} {inner.defaults if inner is not None else None}",
             f"{type(scheduler).__name__} {getattr(scheduler, 'settings', None)}",
             f"vertical {engine.parts.vertical.micro_batches if engine.parts.vertical is not None else None}",

@@ -144,7 +144,7 @@ def test_every_gradient_of_a_block_of_tiles_comes_in_time(setting: Setting) -> N
     engine = deepseek_zero.initialize(model=seeded(Stack), config=setting.config())[0]
     for step in range(3):
         engine.backward(engine(draw(dist.get_rank(), step, 4, 8)).square().mean())
-        assert not engine.runtime.reducer.late
+        assert not engine.runtime.executor.late
         engine.step()
 
 

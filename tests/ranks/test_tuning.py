@@ -23,14 +23,14 @@ def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: s
     def train(change: bool) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
         run = Run(stage, window=ALL, keep=0, ahead=0, bucket=2048, transport=transport, optimizer="adamw")
         engine = start_engine(run, seeded(Gpt))
-        before = str(engine.runtime.gatherer.schedule)
+        before = str(engine.runtime.executor.schedule)
         losses = train_step(engine, run, 0)
         for step in (1, 2):
             if change:
                 settings = engine.runtime.settings
                 apply(engine.runtime, replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step))
             losses += train_step(engine, run, step)
-        assert (str(engine.runtime.gatherer.schedule) != before) is (change and stage == 3)
+        assert (str(engine.runtime.executor.schedule) != before) is (change and stage == 3)
         report = engine.memory_report()
         assert {state: report.measured[state] for state in report.predicted} == report.predicted
         return losses, engine.module.state_dict()
@@ -56,13 +56,13 @@ def test_ranks_that_wait_unequally_choose_alike() -> None:
     }
     engine: Any = deepseek_zero.initialize(model=seeded(Gpt), config=config)[0]
     runtime, seen = engine.runtime, []
-    runtime.gatherer.tuner.knobs[0].value = runtime.gatherer.tuner.knobs[0].floor // 4
+    runtime.executor.tuner.knobs[0].value = runtime.executor.tuner.knobs[0].floor // 4
     for unit in runtime.units:
         if dist.get_rank() == 1:
             unit.module.register_forward_pre_hook(lambda *_: time.sleep(0.003))
     for step in range(3 * PERIOD + 1):
         train_step(engine, Run(3), step)
-        seen.append(f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} {runtime.gatherer.schedule}")
+        seen.append(f"{runtime.settings.ahead_numel} {runtime.settings.bucket_numel} {runtime.executor.schedule}")
     assert len(set(seen)) > 1, "rank 0 waits for rank 1 in every unit, so that something was tried"
     mine, theirs = runtime.comm.all_gather_text("\n".join(seen), "what was chosen")
     assert mine == theirs

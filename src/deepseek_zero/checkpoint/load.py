@@ -125,7 +125,7 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
     """Have every rank write new weights, masters and moments, whatever the run was in the midst of.  Collective."""
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
-        runtime.gatherer.reshard_all()
+        runtime.executor.reshard_all()
         runtime.drop_grads()
         runtime.backwards = 0
         if optimizer is not None:

@@ -91,7 +91,7 @@ class Parts:
             f"deterministic algorithms: {self.determinism is not None}",
             f"micro-batches in vertical order: {self.vertical.micro_batches if self.vertical is not None else 1}",
             *units,
-            str(self.runtime.gatherer.schedule),
+            str(self.runtime.executor.schedule),
         ]
 
 

@@ -242,15 +242,15 @@ class Engine(StandsForModule):
         """
         if picture is not None and is_rank_zero():
             places, about = places_of(plan_of(self.runtime, self.optimizer)), self.plan().partition("\n")[0]
-            draw_plan(places, self.runtime.gatherer.schedule, picture, about)
+            draw_plan(places, self.runtime.executor.schedule, picture, about)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
         return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *parked])
 
     def _where_steps_went(self) -> list[str]:
-        settings, gatherer, comm = self.runtime.settings, self.runtime.gatherer, self.runtime.comm
+        settings, executor, comm = self.runtime.settings, self.runtime.executor, self.runtime.comm
         advice = Advice(
-            settings.ahead_numel, settings.window_numel, max(gatherer.sizes, default=0), comm.reads_in_place
+            settings.ahead_numel, settings.window_numel, max(executor.sizes, default=0), comm.reads_in_place
         )
         moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
         early = self.optimizer.speculative if self.optimizer is not None else None
@@ -272,7 +272,7 @@ class Engine(StandsForModule):
         """The plan of every unit and the schedule, as text."""
         lines = [f"stage {self.runtime.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for unit in self.runtime.units for line in unit.explain()]
-        return "\n".join([*lines, f"schedule: {self.runtime.gatherer.schedule}"])
+        return "\n".join([*lines, f"schedule: {self.runtime.executor.schedule}"])
 
     def destroy(self) -> None:
         """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective where a checkpoint

@@ -77,7 +77,7 @@ class NonFiniteReport:
         units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
-        order = [number for number in self.runtime.gatherer.schedule.backward.order if number in sick]
+        order = [number for number in self.runtime.executor.schedule.backward.order if number in sick]
         first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
         return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
 
@@ -92,7 +92,7 @@ class NonFiniteReport:
     def _unit_named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
         """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
         runtime = self.runtime
-        forward, backward = runtime.gatherer.schedule.forward.order, runtime.gatherer.schedule.backward.order
+        forward, backward = runtime.executor.schedule.forward.order, runtime.executor.schedule.backward.order
         seen = [
             watcher.origin_in_forward(forward),
             watcher.origin_in_backward(backward, self._nonfinite_units(verdict)),

@@ -28,6 +28,7 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
+from ..sharding.unit import Unit
 from .clip import Verdict, absent_among, agree_on_norm, clip_factor
 from .moments import Moments
 from .nonfinite import NonFiniteReport, PrecisionFallback
@@ -122,7 +123,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._compare_ranks()
         for group in runtime.trained_groups:
             group.optimizer = weakref.ref(self)
-        runtime.updates = weakref.ref(self)
+        runtime.executor.updates = weakref.ref(self)
 
     # torch.optim.Optimizer's own attributes are the inner optimizer's; its __init__ is not called, since it would
     # insist on owning parameters.
@@ -227,6 +228,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 "Updates made in backward are undone from a log that was laid out for the others.",
                 "wrap the model with that parameter trained and freeze it then, or leave both keys out.",
             )
+
+    def after_reduce(self, unit: Unit) -> None:
+        """Update a unit whose gradient has been reduced, where this step may be ahead of its end."""
+        if self.speculative is not None:
+            self.speculative.after_reduce(unit)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
         """Update the parameters of these groups too, each by the parameter group it was given in."""
@@ -347,7 +353,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             verdict = agree_on_norm(runtime, word)
             self._refuse_differences(verdict)
             if verdict.any_late:
-                runtime.reducer.reduce_late()
+                runtime.executor.reduce_late()
                 verdict = agree_on_norm(runtime, word)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
@@ -545,7 +551,6 @@ def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
         return None
     foresight = SpeculationPolicy(optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates)
     early = SpeculativeStep(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, foresight)
-    runtime.reducer.when_reduced = weakref.WeakMethod(early.after_reduce)
     return early
 
 

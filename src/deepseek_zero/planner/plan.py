@@ -179,16 +179,25 @@ def _plan(
         mesh,
         machine,
         units,
-        declared_schedule(units, settings),
+        declared_schedule(units, settings, update),
         plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
         sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
     )
 
 
-def declared_schedule(units: tuple[UnitPlan, ...], settings: PlanSettings) -> Schedule:
-    """Return the schedule of units that are used in the order the model declares them."""
+def declared_schedule(
+    units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
+) -> Schedule:
+    """Return the schedule of units that are used in the order the model declares them, and updated as `update` says."""
+    may_wait = update is not None and update.can_defer
+    deferred = [
+        number
+        for number, unit in enumerate(units)
+        if may_wait and any(group.plan.can_defer_update for group in unit.trained)
+    ]
+    ahead = [number for number in deferred if update is not None and update.by_unit and number]
     sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
-    return plan_schedule(sizes, range(len(units)), settings, around)
+    return plan_schedule(sizes, range(len(units)), settings, around, deferred=deferred, ahead=ahead)
 
 
 def _with_unit_tiers(

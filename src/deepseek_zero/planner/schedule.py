@@ -1,15 +1,28 @@
-"""When each unit is gathered and released, as data: a pure function of sizes, order and memory window.
+"""The program of a training step, as data: a pure function of units' sizes, their order and the memory window.
 
-The order is recorded on the first step and is only a hint: a unit used out of order costs latency, never correctness.
-Every rank computes the same schedule, and walks all of it, so that a unit one rank skips is still gathered by all.
-`print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``: gather, forward, release, backward (B) and reduce (S).
+It is a list of actions for each pass; `sharding/executor.py` runs it, the memory plan and the pictures read it.
+`print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``:
+
+    G  gather: all-gather a unit's weights; out of another memory, fetch this rank's slice first
+    U  update: carry out the update that an earlier step deferred, or (after S) the one of this step, ahead of its end
+    F  forward        B  backward
+    R  release: let the gathered weights go
+    S  reduce: reduce-scatter a unit's gradients; to another memory, store this rank's slice after it
+
+Each action runs when all before it in its lane have run, and not before: F and B when the program comes there, R in
+forward when the unit's forward is over, S when the unit's gradients are complete, U where an update is pending.
+
+The order of units is recorded on the first step and is only a hint: a unit used out of order costs latency, never
+correctness.  Every rank computes the same program and walks all of it, so that a unit one rank skips is still gathered
+by all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 
 from .spec import PlanSettings
 
@@ -18,9 +31,10 @@ class ActionKind(Enum):
     """What an action does to its unit."""
 
     GATHER = "G"
+    UPDATE = "U"
     FORWARD = "F"
-    BACKWARD = "B"
     RELEASE = "R"
+    BACKWARD = "B"
     REDUCE = "S"
 
 
@@ -35,32 +49,70 @@ class Action:
 
 @dataclass(frozen=True)
 class Pass:
-    """One walk over the units: `order[k]` is used k-th; `issue[k]` are the units whose gather starts by then, in
-    order; `ends[k]` those that are not needed after it, inner ones first.
+    """One walk over the units, as a program.  The rest is read off its actions."""
 
-    position, done: k of a unit's use and of its end; the root, needed throughout, has no end.
-    """
+    actions: tuple[Action, ...]
 
-    order: tuple[int, ...]
-    issue: tuple[tuple[int, ...], ...]
-    ends: tuple[tuple[int, ...], ...]
-    position: dict[int, int]
-    done: dict[int, int]
+    @cached_property
+    def order(self) -> tuple[int, ...]:
+        """Units in the order they compute in; the root first."""
+        return tuple(action.unit for action in self.actions if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
 
-    @classmethod
-    def over(cls, order: Sequence[int], issue: Sequence[Sequence[int]], ends: Sequence[Sequence[int]]) -> Pass:
-        return cls(
-            tuple(order),
-            tuple(map(tuple, issue)),
-            tuple(map(tuple, ends)),
-            {unit: k for k, unit in enumerate(order)},
-            {unit: k for k, units in enumerate(ends) for unit in units},
-        )
+    @cached_property
+    def position(self) -> dict[int, int]:
+        """Unit -> its place in `order`."""
+        return {unit: place for place, unit in enumerate(self.order)}
+
+    @cached_property
+    def gathers(self) -> tuple[tuple[int, ...], ...]:
+        """For each place of `order` the units whose gather stands before it and behind the place before."""
+        found: list[list[int]] = [[]]
+        for action in self.actions:
+            if action.kind is ActionKind.GATHER:
+                found[-1].append(action.unit)
+            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                found.append([])
+        return tuple(map(tuple, found[:-1]))
+
+    @cached_property
+    def reduces(self) -> tuple[int, ...]:
+        """Units in the order their gradients are reduced in."""
+        return self._units_of(ActionKind.REDUCE)
+
+    @cached_property
+    def released(self) -> frozenset[int]:
+        """Units that the walk lets go."""
+        return frozenset(self._units_of(ActionKind.RELEASE))
+
+    @cached_property
+    def updated(self) -> frozenset[int]:
+        """Units whose update this walk may carry out."""
+        return frozenset(self._units_of(ActionKind.UPDATE))
+
+    def released_before(self, unit: int) -> frozenset[int]:
+        """Units that are let go before one computes."""
+        return self._released_before[unit]
+
+    @cached_property
+    def _released_before(self) -> dict[int, frozenset[int]]:
+        found, gone = {}, set[int]()
+        for action in self.actions:
+            if action.kind is ActionKind.RELEASE:
+                gone.add(action.unit)
+            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+                found[action.unit] = frozenset(gone)
+        return found
+
+    def _units_of(self, kind: ActionKind) -> tuple[int, ...]:
+        return tuple(action.unit for action in self.actions if action.kind is kind)
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """forward and backward walks, and the units kept gathered from forward to backward."""
+    """The programs of forward, of a forward without backward, and of backward.
+
+    kept: units that stay gathered from forward to backward.
+    """
 
     forward: Pass
     inference: Pass
@@ -69,20 +121,7 @@ class Schedule:
 
     def actions(self) -> list[Action]:
         """Everything one training micro-batch does, in order; the root (first in forward) frames the rest."""
-        found: list[Action] = []
-        root = self.forward.order[0]
-        for k, unit in enumerate(self.forward.order):
-            found += [Action(ActionKind.GATHER, each) for each in self.forward.issue[k]]
-            found.append(Action(ActionKind.FORWARD, unit))
-            found += [Action(ActionKind.RELEASE, each) for each in self.forward.ends[k] if each not in self.kept]
-        if root not in self.kept:
-            found.append(Action(ActionKind.RELEASE, root))
-        for k, unit in enumerate(self.backward.order):
-            found += [Action(ActionKind.GATHER, each) for each in self.backward.issue[k]]
-            found.append(Action(ActionKind.BACKWARD, unit))
-            for each in self.backward.ends[k]:
-                found += [Action(ActionKind.REDUCE, each), Action(ActionKind.RELEASE, each)]
-        return [*found, Action(ActionKind.REDUCE, root), Action(ActionKind.RELEASE, root)]
+        return [*self.forward.actions, *self.backward.actions]
 
     def peak_live_numel(self, sizes: Sequence[int]) -> int:
         """Largest number of gathered elements alive at once."""
@@ -113,22 +152,47 @@ def enclosing(names: Sequence[str]) -> dict[int, int]:
 
 
 def plan_schedule(
-    sizes: Sequence[int], order: Sequence[int], settings: PlanSettings, around: Mapping[int, int] | None = None
+    sizes: Sequence[int],
+    order: Sequence[int],
+    settings: PlanSettings,
+    around: Mapping[int, int] | None = None,
+    *,
+    deferred: Collection[int] = (),
+    ahead: Collection[int] = (),
 ) -> Schedule:
     """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root, in use throughout.
 
     sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what `enclosing` found;
-    such a unit is in use until the last one inside it is done, forward and backward.
+    such a unit is in use until the last one inside it is done, forward and backward.  deferred: units whose update may
+    wait for the next forward.  ahead: units that may be updated in backward, ahead of their step.
     """
     around = around or {}
     forward, backward = list(order), _reverse(order, around)
     none: frozenset[int] = frozenset()
     at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams_weights else none
     kept = _kept(sizes, backward, settings, at_turn)
+
+    def walk(kind: ActionKind, resident: frozenset[int], stays: frozenset[int]) -> Pass:
+        units = backward if kind is ActionKind.BACKWARD else forward
+        gathers, ends = _gathers(sizes, units, around, settings, resident, stays), _ends(units, around)
+        actions: list[Action] = []
+        for place, unit in enumerate(units):
+            for each in gathers[place]:
+                if kind is ActionKind.FORWARD and each in deferred:
+                    actions.append(Action(ActionKind.UPDATE, each))
+                actions.append(Action(ActionKind.GATHER, each))
+            actions.append(Action(kind, unit))
+            for each in [*ends[place], *([units[0]] if place == len(units) - 1 else [])]:
+                if kind is ActionKind.BACKWARD:
+                    actions.append(Action(ActionKind.REDUCE, each))
+                    actions += [Action(ActionKind.UPDATE, each)] if each in ahead else []
+                actions += [Action(ActionKind.RELEASE, each)] if each not in stays else []
+        return Pass(tuple(actions))
+
     return Schedule(
-        forward=_walk(sizes, forward, around, settings, none, kept),
-        inference=_walk(sizes, forward, around, settings, none, none),
-        backward=_walk(sizes, backward, around, settings, kept, none),
+        forward=walk(ActionKind.FORWARD, none, kept),
+        inference=walk(ActionKind.FORWARD, none, none),
+        backward=walk(ActionKind.BACKWARD, kept, none),
         kept=kept,
     )
 
@@ -180,15 +244,17 @@ def _kept(
     return frozenset(kept)
 
 
-def _walk(
+def _gathers(
     sizes: Sequence[int],
     order: list[int],
     around: Mapping[int, int],
     settings: PlanSettings,
     resident: frozenset[int],
     stays: frozenset[int],
-) -> Pass:
-    """Gathers as late as the window says and as early as `ahead` allows: at least the next unit, unless it is 0."""
+) -> list[list[int]]:
+    """For each place of a walk the units whose gather stands there: as late as the window says and as early as `ahead`
+    allows, which is at least the next unit, unless it is 0.
+    """
     window, ahead = settings.window_numel, settings.ahead_numel if settings.overlap else 0
     issued = set(resident)
     live = sum(sizes[unit] for unit in resident)
@@ -213,4 +279,4 @@ def _walk(
             live += sizes[later]
         issue.append(now)
         live -= sum(sizes[each] for each in ends[k] if each not in stays)
-    return Pass.over(order, issue, ends)
+    return issue

@@ -85,12 +85,12 @@ class Forward:
         if begins:
             if torch.is_grad_enabled():
                 follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
-            schedule = self.runtime.gatherer.schedule
-            self.runtime.gatherer.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
+            schedule = self.runtime.executor.schedule
+            self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
         if unit is self.runtime.root and begins_a_step:
             self.structure.check()
         again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
-        self.runtime.gatherer.use_with_externals(unit, in_turn=not again)
+        self.runtime.executor.use_with_externals(unit, in_turn=not again)
         if is_border:
             args, kwargs = self._inside((args, kwargs))
         if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_promoted:
@@ -129,7 +129,7 @@ class Forward:
         autocast = self.runtime.settings.policy.autocast
         if unit is self.runtime.root and autocast is not None:
             yield torch.autocast(self.runtime.comm_ctx.pool.device.type, dtype=autocast)
-        goes = unit.is_copied and unit.number not in self.runtime.gatherer.schedule.kept  # between forward and backward
+        goes = unit.is_copied and unit.number not in self.runtime.executor.schedule.kept  # between forward and backward
         again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
         if goes and not again and torch.is_grad_enabled():
             yield weight_hooks(unit, self.runtime.fetch)
@@ -166,19 +166,15 @@ class Forward:
             output = result if output is not None else None
         if unit is self.runtime.root and not self.active:
             return output
-        keep = self.runtime.gatherer.schedule.kept if training else frozenset()
-        if self.runtime.phase is Phase.BACKWARD:
-            is_done = unit.is_tile and not active.was_here
-        else:
-            is_done = unit is not self.runtime.root and unit.number not in keep
-        if is_done:
-            unit.reshard()
+        recomputes = self.runtime.phase is Phase.BACKWARD
+        was_unsharded = active.was_here
+        self.runtime.executor.after_forward(unit, training=training, recomputes=recomputes, was_unsharded=was_unsharded)
         return output
 
     def _end_forward(self, training: bool) -> None:
         if self.runtime.phase is not Phase.FORWARD:
             return
-        self.runtime.gatherer.end(self.runtime.gatherer.schedule.kept if training else frozenset())
+        self.runtime.executor.end()
         self.runtime.phase = Phase.IDLE
         self.runtime.comm.meter.clock.enter(BETWEEN)
         if training:
@@ -195,7 +191,7 @@ class Forward:
         self._parts.append(module)
         if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
             self._gathered_for = module
-            runtime.gatherer.use(runtime.root)
+            runtime.executor.use(runtime.root)
         return self._inside((args, kwargs)) if is_border else None
 
     def post_forward_part(self, module: nn.Module, output: Any) -> Any:

@@ -1,6 +1,6 @@
 """The gradient of one parameter group: collected from autograd, reduced over the ranks, exposed as `.grad`.
 
-Owns the gradient's buffers and their state; the reducer decides when a reduction starts.  `DelayedGradient` is the
+Owns the gradient's buffers and their state; the executor decides when a reduction starts.  `DelayedGradient` is the
 reduced gradient of an earlier step, for delayed updates: two buffers are swapped, so that one is updated from while the
 other collects.
 """

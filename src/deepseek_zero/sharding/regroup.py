@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,20 +18,11 @@ from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from ..comm.agreement import agree, propagate_errors
 from ..planner.units import plan_group
+from .executor import Updates
 from .param_group import ParamGroup, ParamInfo, build_group
 
 if TYPE_CHECKING:
     from .runtime import Runtime
-
-
-class Updates(Protocol):
-    """What an optimizer does when parameters are in other groups (optim/sharded.py)."""
-
-    def refuse_regrouping(self) -> None:
-        """Raise where it could not follow; nothing has changed yet."""
-
-    def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """These groups are new."""
 
 
 def changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
@@ -90,7 +81,7 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
             "Its memory is about to be laid out anew.",
             "leave the block before the forward.",
         )
-    optimizer: Updates | None = runtime.updates()
+    optimizer: Updates | None = runtime.executor.updates()
     if parts and optimizer is not None:
         optimizer.refuse_regrouping()
     for member in changed:
@@ -110,8 +101,7 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
                 runtime.watch(unit, group)
         new += fresh
     runtime.comm_ctx.pool.clear()
-    runtime.gatherer.replan(runtime.gatherer.settings)
-    runtime.reducer.set_order(runtime.gatherer.schedule.backward)
+    runtime.executor.replan()
     runtime.forward.structure.follow(runtime.groups)
     if new and optimizer is not None:
         optimizer.regroup(new)

@@ -1,13 +1,12 @@
 """ZeRO at work: autograd hooks -> schedule -> units.
 
-Owns the phase one wrapped model is in.  Where torch calls in is hooks.py's, what is gathered when gatherer.py's, what
-is reduced when reducer.py's; optimizers read the slices of `groups`. `loss.backward()` alone drives everything.
+Owns the phase one wrapped model is in.  hooks.py is where torch calls in, executor.py runs the program; optimizers read
+the slices of `groups`. `loss.backward()` alone drives everything.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -19,13 +18,12 @@ from ..base.errors import UsageError
 from ..planner.plan import Plan
 from . import hooks, tuning
 from .buffer import CommContext
+from .executor import Executor
 from .forward import Forward, Phase
-from .gatherer import Gatherer
 from .loss_factor import LossFactor
 from .nonfinite import NonFiniteDetector
 from .param_group import ParamGroup
-from .reducer import Reducer
-from .regroup import Updates, follow_requires_grad
+from .regroup import follow_requires_grad
 from .state_dict import shard_state_dicts
 from .unit import Unit
 
@@ -44,14 +42,11 @@ class Runtime:
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
-        self.gatherer = Gatherer(units, plan, self.comm, comm_ctx.issue_queue)
-        self.reducer = Reducer(units, self.comm, plan.settings.overlap)
-        self.reducer.set_order(self.gatherer.schedule.backward)
+        self.executor = Executor(units, plan.settings, plan.schedule, self.comm, comm_ctx.issue_queue)
         self.forward = Forward(self)
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
-        self.updates: Callable[[], Updates | None] = lambda: None  # weak: set by an optimizer
         self._handles = [*hooks.install(self), *shard_state_dicts(units)]
 
     @property
@@ -61,7 +56,7 @@ class Runtime:
         Since it was built groups may have been divided, promoted or laid out anew, and the order of units agreed.
         """
         units = tuple(unit.planned for unit in self.units)
-        return replace(self._planned, settings=self.settings, units=units, schedule=self.gatherer.schedule)
+        return replace(self._planned, settings=self.settings, units=units, schedule=self.executor.schedule)
 
     @property
     def root(self) -> Unit:
@@ -105,8 +100,8 @@ class Runtime:
             return False
         unit = self.unit_of(group)
         if self.forward.active:
-            self.gatherer.remember_external(self.forward.active[-1].unit, unit)
-        self.gatherer.use(unit)
+            self.executor.remember_external(self.forward.active[-1].unit, unit)
+        self.executor.use(unit)
         return True
 
     @property
@@ -122,12 +117,12 @@ class Runtime:
             self._open_backward()
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
-        self.gatherer.reshard_frozen_before(unit)
+        self.executor.reshard_frozen_before(unit)
         if self._reduces_now and unit is not self.root and self.forward.count <= 1:
-            self.gatherer.issue_before(unit)
+            self.executor.gather_before(unit)
             with torch.no_grad():
-                self.reducer.skip_past(unit)
-        self.gatherer.use_with_externals(unit)
+                self.executor.skip_past(unit)
+        self.executor.use_with_externals(unit)
 
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
@@ -138,11 +133,10 @@ class Runtime:
         self.phase = Phase.BACKWARD
         self.comm.meter.clock.enter("backward")
         queue_backward_callback(hooks.at_backward_end(self))
-        self.reducer.begin()
         with torch.no_grad():
             for group in self.trained_groups:
                 group.gradient.hide()
-        self.gatherer.begin(self.gatherer.schedule.backward)
+        self.executor.begin_backward()
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
@@ -158,30 +152,28 @@ class Runtime:
         unit.group_of[id(param)].gradient.collect(param)
         unit.arrived.add(id(param))
         if unit.reduced_in_backward:
-            self.reducer.late.add(unit.number)
+            self.executor.late.add(unit.number)
         elif self._reduces_now and unit.is_complete:
-            for done in self.reducer.advance():
-                if done is not self.root and not done.has_frozen_shards:
-                    done.reshard()
+            self.executor.advance()
 
     @property
     def _reduces_now(self) -> bool:
         """Sharded gradients are reduced in every backward, partial ones at the boundary."""
-        return self.is_boundary or self.reducer.shards
+        return self.is_boundary or self.executor.reduces_each_backward
 
     def end_backward(self, *, joined: bool = True) -> None:
         """Every gradient of this backward has been computed on this rank.  joined: False where it skipped it."""
         with torch.no_grad():
             # A rank that skipped units owes the others gathers and reductions; it waits for none before it starts all.
-            self.gatherer.issue_rest()
+            self.executor.gather_rest()
             if self.settings.unused_is_error:
-                self.reducer.refuse_unused()
+                self.executor.refuse_unused()
             if self._reduces_now:
-                self.reducer.finish()
+                self.executor.reduce_rest()
                 self.comm_ctx.copy_engine.synchronize()
-            self.gatherer.end(frozenset())
-            self.gatherer.reshard_all()
-            self.reducer.update_expected()
+            self.executor.end()
+            self.executor.reshard_all()
+            self.executor.update_expected()
             self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
             self.backwards += 1
             for group in self.trained_groups:
@@ -192,19 +184,18 @@ class Runtime:
         """Take part in a forward and a backward that this rank skipped: gathers are walked, gradients are zeros."""
         with torch.no_grad():
             if self.forward.count == 0:
-                self.gatherer.begin(self.gatherer.schedule.forward)
-                self.gatherer.end(self.gatherer.schedule.kept)
-            self.reducer.begin()
+                self.executor.begin(self.executor.schedule.forward)
+                self.executor.end()
             for group in self.trained_groups:
                 group.gradient.hide()
-            self.gatherer.begin(self.gatherer.schedule.backward)
+            self.executor.begin_backward()
             self.end_backward(joined=False)
 
     # -- steps
 
     def before_step(self) -> None:
         """Take part in what this rank has skipped, and take over what the program made of `.grad`; what came too late
-        (`reducer.late`) is still to be reduced.  Collective.
+        (`executor.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
@@ -222,19 +213,18 @@ class Runtime:
         if drop:
             self.drop_grads()
         self.backwards = 0
-        if not self.gatherer.order_is_agreed:
-            self.gatherer.agree_on_order()
-            self.reducer.set_order(self.gatherer.schedule.backward)
+        if not self.executor.order_is_agreed:
+            self.executor.agree_on_order()
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
-        if (changed := self.gatherer.tuner.after_step()) is not None:
+        if (changed := self.executor.tuner.after_step()) is not None:
             tuning.apply(self, changed)
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
-        self.reducer.wait()
+        self.executor.wait_for_reduce()
         self.comm_ctx.copy_engine.synchronize()
-        self.reducer.late.clear()
+        self.executor.late.clear()
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.discard()
@@ -256,8 +246,8 @@ class Runtime:
         interrupted, self.phase = self.phase, Phase.IDLE
         self.forward.clear()
         with torch.no_grad():
-            self.gatherer.end(frozenset())
-            self.gatherer.reshard_all()
+            self.executor.end()
+            self.executor.reshard_all()
             if interrupted is Phase.BACKWARD:
                 self.drop_grads()
                 self.backwards = 0

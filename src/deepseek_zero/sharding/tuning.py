@@ -91,7 +91,7 @@ class Tuner:
 def apply(runtime: Runtime, settings: PlanSettings) -> None:
     """Go on with other sizes, between two steps; every rank does so after the same step."""
     runtime.settings = settings
-    runtime.gatherer.replan(settings)
+    runtime.executor.replan(settings)
     runtime.comm_ctx.pool.clear()  # buffers of the old sizes
     for group in runtime.groups:
         group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)

@@ -359,7 +359,7 @@ class DeepSpeedEngine(Engine):
     def empty_partition_cache(self) -> None:
         """Reshard every unit and free the buffers kept for the next gather.  Collective; between steps."""
         with torch.no_grad():
-            self.runtime.gatherer.reshard_all()
+            self.runtime.executor.reshard_all()
         for group in self.runtime.groups:
             group.comm_ctx.pool.clear()
 

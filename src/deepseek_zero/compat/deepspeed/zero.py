@@ -80,14 +80,14 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
-        runtime.gatherer.remember_external(reader, owner)
+        runtime.executor.remember_external(reader, owner)
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Take an announcement back.  Local; every rank does the same.  Should the module read it again, it is found."""
     runtime, owner = _home(parameter)
     for reader in _units_around(module, runtime):
-        runtime.gatherer.forget_external(reader, owner)
+        runtime.executor.forget_external(reader, owner)
 
 
 def _home(parameter: nn.Parameter) -> tuple[Runtime, Unit]:

@@ -1,0 +1,320 @@
+"""Runs the program of a step: the actions of planner/schedule.py, when torch's hooks say that they may run.
+
+Two lanes carry collectives, each in the program's order on every rank: "gather" (G) and "reduce" (S).  Every rank runs
+the whole program, actions of units that it skips included.  Releases (R) are decided here and nowhere else, updates (U)
+are the optimizer's, which `Updates` stands for.
+
+A model that strays from the program is served on demand: a unit that is used before its turn has the program run up to
+it; one that is used again is gathered again.  Until the ranks have agreed on an order, the order of uses is
+recorded; so is who reads whose parameters.
+
+A gradient that arrives after its unit was reduced (a block shared by two reentrant checkpoints) is added in a second
+reduction, which all ranks agree on before the step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ..base.errors import UsageError
+from ..comm.collectives import Comm
+from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
+from ..planner.spec import PlanSettings, S
+from .buffer import OrderedIssueQueue
+from .param_group import ParamGroup
+from .tuning import Tuner
+from .unit import Unit, UnitState
+
+
+class Updates(Protocol):
+    """The optimizer, as the heart knows it (optim/sharded.py)."""
+
+    def after_reduce(self, unit: Unit) -> None:
+        """Carry out the U behind a unit's S, where its time has come.  Local."""
+
+    def refuse_regrouping(self) -> None:
+        """Raise where the optimizer could not follow parameters into other groups; nothing has changed yet."""
+
+    def regroup(self, groups: Sequence[ParamGroup]) -> None:
+        """These groups are new."""
+
+
+class Executor:
+    """Runs the program of one wrapped model.  updates: the optimizer, held weakly; None where nothing is updated."""
+
+    def __init__(
+        self, units: Sequence[Unit], settings: PlanSettings, schedule: Schedule, comm: Comm, queue: OrderedIssueQueue
+    ) -> None:
+        self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
+        self.updates: Callable[[], Updates | None] = lambda: None
+        self._around = enclosing([unit.name for unit in units])
+        self.tuner = Tuner(settings, [unit.numel for unit in units], comm)
+        self.order_is_agreed = False
+        self._recorded: list[int] = []
+        self._externals: dict[int, list[Unit]] = {}
+        self._walk: Pass | None = None  # the pass under way
+        self._reached = 0  # places of the walk whose gathers have been asked for
+        self._to_gather: deque[int] = deque()  # asked for, and held back by an update that comes first
+        self._resident_before: frozenset[int] = frozenset()
+        self.late: set[int] = set()  # units with gradients that came after their sum
+        self._reduced = 0  # reductions of this backward that have been started
+        self._in_flight: Unit | None = None
+        self._follow(schedule)
+
+    def _follow(self, schedule: Schedule) -> None:
+        """Run this program from now on; between two passes."""
+        self.schedule = schedule
+        self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
+        sharded = [group for unit in self.units for group in unit.sharded]
+        self._rests_in_common = any(group.weight.common is not None for group in sharded)
+        grads = [group.plan.grad for unit in self.units for group in unit.trained]
+        self.reduces_each_backward = any(grad is not None and grad.placement is S for grad in grads)
+        backward = schedule.backward
+        self.reduces = [number for number in backward.reduces if self.units[number].trained]
+        self._reduced_before = {  # how many reductions stand before backward comes to a unit
+            unit: sum(number in backward.released_before(unit) for number in self.reduces) for unit in backward.order
+        }
+
+    @property
+    def sizes(self) -> list[int]:
+        """Gathered elements of each unit; what the program is a function of."""
+        return [unit.gathered_numel for unit in self.units]
+
+    # -- the order of units
+
+    def agree_on_order(self) -> None:
+        """Follow the order of the rank that used most units; the units it did not use come last.  Collective."""
+        row = torch.full((len(self.units),), -1, dtype=torch.int64)
+        row[: len(self._recorded)] = torch.tensor(self._recorded, dtype=torch.int64)
+        rows = self.comm.all_gather_rows(row, "order of units")
+        fullest = int((rows >= 0).sum(dim=1).argmax())  # the first rank that used most units
+        seen = [int(number) for number in rows[fullest] if number >= 0]
+        order = [0, *(number for number in seen if number)]
+        order += [number for number in range(len(self.units)) if number not in order]
+        self.order_is_agreed = True
+        self._plan(order)
+
+    def replan(self, settings: PlanSettings | None = None) -> None:
+        """Go on with other sizes, groups or updates of the units, in the same order; between two steps."""
+        self.settings = settings or self.settings
+        self._plan(self.schedule.forward.order)
+
+    def _plan(self, order: Sequence[int]) -> None:
+        deferred, ahead = self.schedule.forward.updated, self.schedule.backward.updated
+        self._follow(plan_schedule(self.sizes, order, self.settings, self._around, deferred=deferred, ahead=ahead))
+
+    # -- weights: G, U before it, R
+
+    def begin(self, walk: Pass) -> None:
+        """Start a pass; the one before must have ended.  Collective within the gather lane."""
+        if self._rests_in_common:
+            self.comm.barrier_begin("backward" if walk is self.schedule.backward else "forward")
+        self._walk, self._reached = walk, 0
+        self._to_gather.clear()
+        self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
+
+    def use(self, unit: Unit, *, in_turn: bool = True) -> None:
+        """Have the unit's weights unsharded when this returns.  Collective within the gather lane.
+
+        in_turn: the pass goes on to it.  A tile that backward recomputes is used out of turn: its own comes later.
+        """
+        if not self.order_is_agreed and unit.number not in self._recorded:
+            self._recorded.append(unit.number)
+        with torch.inference_mode(False), torch.no_grad():
+            if self._walk is not None and in_turn:
+                self._gather_up_to(self._walk.position[unit.number])
+            unit.unshard()  # not in the pass, or released since: on demand
+            unit.wait_for_unshard()
+
+    def use_with_externals(self, unit: Unit, *, in_turn: bool = True) -> None:
+        """The unit, and the units whose parameters its forward is known to read."""
+        self.use(unit, in_turn=in_turn)
+        for other in self._externals.get(unit.number, ()):
+            self.use(other)
+
+    def remember_external(self, reader: Unit, owner: Unit) -> None:
+        """`reader`'s forward reads a parameter of `owner`; its backward will too, where autograd saved the parameter
+        itself.
+        """
+        known = self._externals.setdefault(reader.number, [])
+        if owner not in known and owner is not reader:
+            known.append(owner)
+
+    def forget_external(self, reader: Unit, owner: Unit) -> None:
+        """Undo `remember_external`; a read that happens after all is found again."""
+        known = self._externals.get(reader.number, [])
+        if owner in known:
+            known.remove(owner)
+
+    def after_forward(self, unit: Unit, *, training: bool, recomputes: bool, was_unsharded: bool) -> None:
+        """Release a unit whose forward is over, where the program says so.
+
+        recomputes: backward runs this forward again; it releases units itself, but for a tile that came for this alone.
+        """
+        if recomputes:
+            if unit.is_tile and not was_unsharded:
+                unit.reshard()
+            return
+        walk = self.schedule.forward if training else self.schedule.inference
+        if unit.number in walk.released and unit.number:  # the root stays until the pass ends
+            unit.reshard()
+
+    def gather_before(self, unit: Unit) -> None:
+        """Start the gathers of units that this rank skipped on its way to `unit`: others may need them to go on."""
+        if self._walk is not None:
+            self._gather_for_others(self._walk.position[unit.number] - 1)
+
+    def end(self) -> None:
+        """Run the pass to its end: gather what this rank has not come to, release what the program lets go."""
+        walk = self._walk
+        if walk is None:
+            return
+        self.gather_rest()
+        with torch.inference_mode(False), torch.no_grad():
+            self._walk = None
+            self.comm.barrier_end()
+            for unit in self.units:
+                if unit.number in walk.released and unit.number not in self._resident_before:
+                    unit.reshard()
+
+    def gather_rest(self) -> None:
+        """Start the gathers this rank has not come to, without waiting: other ranks may need them to go on."""
+        if self._walk is not None:
+            self._gather_for_others(len(self._walk.order) - 1)
+
+    def reshard_all(self) -> None:
+        """Release every unit; gathers under way are waited for."""
+        self._walk = None
+        self.comm.barrier_end()
+        for unit in self.units:
+            unit.reshard()
+
+    def reshard_frozen_before(self, unit: Unit) -> None:
+        """Release frozen units that stand before a unit: they have no gradient whose reduction would be the sign."""
+        gone = self.schedule.backward.released_before(unit.number) if self._frozen else frozenset[int]()
+        for other in self._frozen:
+            if other.number in gone and (other.is_complete or not other.trained):
+                other.reshard()
+
+    def _gather_for_others(self, place: int) -> None:
+        """Nobody here waits for these gathers, so their transfers are waited for: a reduction may be next, for which
+        ranks that are behind come only after them.
+        """
+        if place >= self._reached:
+            with torch.inference_mode(False), torch.no_grad():
+                self._gather_up_to(place)
+                self.issue_queue.issue_all()
+
+    def _gather_up_to(self, place: int) -> None:
+        """Run G and U up to a use.  Gathers beyond it stop before an update that is pending: that is made when its unit
+        is used, so that the states of the next tiles travel meanwhile.
+        """
+        assert self._walk is not None
+        for index in range(self._reached, place + 1):
+            self._to_gather.extend(self._walk.gathers[index])
+        self._reached = max(self._reached, place + 1)
+        while self._to_gather:
+            unit = self.units[self._to_gather[0]]
+            if unit.has_pending_update and self._walk.position[unit.number] > place:
+                break
+            self._to_gather.popleft()
+            unit.unshard()  # which makes the update first
+
+    # -- gradients: S, U behind it, R
+
+    def begin_backward(self) -> None:
+        """Start the backward pass.  Collective within the gather lane."""
+        self._reduced = 0
+        for unit in self.units:
+            unit.arrived.clear()
+            unit.reduced_in_backward = False
+        self.begin(self.schedule.backward)
+
+    def advance(self) -> None:
+        """Reduce the units whose turn has come and whose gradients are all here, and release them."""
+        while self._reduced < len(self.reduces) and self.units[self.reduces[self._reduced]].is_complete:
+            unit = self._reduce_next()
+            if unit.number and not unit.has_frozen_shards:  # the root stays until the pass ends
+                unit.reshard()
+
+    def skip_past(self, unit: Unit) -> None:
+        """Backward has come to `unit`: what lies well behind it gets no more gradients, so it is not waited for.
+
+        A rank that skips a parameter would otherwise keep the others waiting for a reduction that it starts only at the
+        end, while it waits for their next gather.  Should a gradient come after all, it is late (`reduce_late`).
+        """
+        margin = 2 if self.settings.overlap else 1
+        reached = self._reduced_before[unit.number] if unit.trained else 0
+        while self._reduced < min(reached - margin + 1, len(self.reduces)):
+            self._reduce_next()
+
+    def reduce_rest(self) -> None:
+        """Reduce what is left, in order, and wait for all of it."""
+        while self._reduced < len(self.reduces):
+            self._reduce_next()
+        self.wait_for_reduce()
+
+    def reduce_late(self) -> None:
+        """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
+        mask = torch.zeros(len(self.units), dtype=torch.uint8)
+        mask[list(self.late)] = 1
+        agreed = self.comm.all_gather_rows(mask, "late gradients").amax(dim=0)
+        for number in self.reduces:
+            if agreed[number]:
+                self._reduce(self.units[number])
+        self.wait_for_reduce()
+        self.late.clear()
+
+    def refuse_unused(self) -> None:
+        """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
+        members = [member for unit in self.units for group in unit.trained for member in group.members]
+        got = {number for unit in self.units for number in unit.arrived}
+        unused = [each.name for each in members if id(each.param) not in got and each.param.requires_grad]
+        if unused:
+            raise UsageError(
+                f"{len(unused)} parameters got no gradient in this backward, among them '{unused[0]}'.",
+                "ignore_unused_parameters is false: an unused parameter is an error.",
+                "use them in forward, freeze them (requires_grad_(False)), or set ignore_unused_parameters to true.",
+            )
+
+    def update_expected(self) -> None:
+        """Expect next time what arrived this time; a unit that got nothing keeps its expectation."""
+        for unit in self.units:
+            if unit.arrived:
+                unit.expected = set(unit.arrived)
+
+    def wait_for_reduce(self) -> None:
+        """Wait for the reduction in flight."""
+        self._update(self._wait_in_flight())
+
+    def _reduce_next(self) -> Unit:
+        unit = self.units[self.reduces[self._reduced]]
+        self._reduced += 1
+        self._reduce(unit)
+        return unit
+
+    def _reduce(self, unit: Unit) -> None:
+        landed = self._wait_in_flight()
+        unit.reduce_grads()
+        unit.reduced_in_backward = True
+        self._in_flight = unit
+        self._update(landed)  # when the next one is on its way, since other ranks wait for that
+        if not self.settings.overlap:
+            self.wait_for_reduce()
+
+    def _wait_in_flight(self) -> Unit | None:
+        """Wait for the reduction in flight; whose it was."""
+        landed = self._in_flight
+        if landed is not None:
+            landed.wait_for_reduce()
+            self._in_flight = None
+        return landed
+
+    def _update(self, landed: Unit | None) -> None:
+        """The U behind an S."""
+        if landed is not None and (updates := self.updates()) is not None:
+            updates.after_reduce(landed)
