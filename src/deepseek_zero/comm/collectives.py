@@ -113,10 +113,18 @@ class Comm:
     group's; `ranks` are its members as the world counts them.  Its name keeps two engines' messages apart.
 
     transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.  trains: False for what
-    only builds or loads a model, and waits for each of its collectives.
+    only builds or loads a model, and waits for each of its collectives.  world: None: that of torch.distributed, and
+    without one a world of one rank.
     """
 
-    def __init__(self, device: torch.device, *, transport: str = "fastest", trains: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        transport: str = "fastest",
+        trains: bool = True,
+        world: WorldContext | None = None,
+    ) -> None:
         self.name, self.meter, self.device = "engine", Meter(), device
         self.ranks: tuple[int, ...] = (0,)
         self.rank, self.size = 0, 1
@@ -126,8 +134,10 @@ class Comm:
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._transport: Transport = SingleRank(device)
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            world = self._world = self._engine.world = WorldContext.of_this_world()
+        if world is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            world = WorldContext.of_this_world()
+        if world is not None:
+            self._world = self._engine.world = world
             self.rank, self.size, self.ranks = world.rank, world.size, world.ranks
             self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = world.gloo

@@ -21,7 +21,8 @@ import torch.distributed as dist
 
 from ..base import world
 from ..base.mesh import PATIENCE
-from .flight_recorder import FlightRecorder, Position
+from .bootstrap import Hosts
+from .flight_recorder import FlightRecorder, Position, open_store
 from .ids import engine_of
 from .transports.base import Transport
 from .transports.composed import Hierarchical
@@ -51,20 +52,29 @@ class Lane:
 
 
 class WorldContext:
-    """The first `of_this_world` is collective; later ones return the same object."""
+    """One rank's view of the world: how it reaches the others, and what its engines have in common.
+
+    The one of this process comes from `of_this_world`: its first call is collective, later ones return the same object.
+    Making one from given parts is local.
+
+    group: gloo's, of all ranks.  pages: what ranks of this host share memory through.  no_sharing_reason: why they do
+    not; "" where they do, or where there is only one.
+    """
 
     _current: ClassVar[WorldContext | None] = None
 
-    def __init__(self) -> None:
-        atexit.register(drain_threads)  # once for each world; a second look costs nothing
-        self.world = dist.group.WORLD
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        # no_sharing_reason: why ranks of this host do not share memory; "" where they do, or where there is only one.
-        self.hosts, sockets, self.no_sharing_reason = connect_local(self.rank, self.size, group)
-        self.recorder = FlightRecorder(self.rank, self.size, self.hosts, group)
-        self.tags, self._gloo_group = Tags(), group
-        self._pages = HostPages(self.rank, sockets) if sockets is not None else None
+    def __init__(
+        self,
+        hosts: Hosts,
+        recorder: FlightRecorder,
+        group: dist.ProcessGroup | None = None,
+        pages: HostPages | None = None,
+        no_sharing_reason: str = "",
+    ) -> None:
+        self.world = group if group is None else dist.group.WORLD
+        self.rank, self.size = hosts.rank, len(hosts.keys)
+        self.hosts, self.recorder, self.no_sharing_reason = hosts, recorder, no_sharing_reason
+        self.tags, self._gloo_group, self._pages = Tags(), group, pages
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
         self.gloo = self.gloo_over(self.ranks)  # for what is agreed before an engine has a transport
@@ -74,8 +84,19 @@ class WorldContext:
     @classmethod
     def of_this_world(cls) -> WorldContext:
         if cls._current is None or cls._current.world is not dist.group.WORLD:
-            cls._current = cls()
+            cls._current = cls._connect()
         return cls._current
+
+    @classmethod
+    def _connect(cls) -> WorldContext:
+        """Connect this process to all others of torch.distributed's world.  Collective."""
+        atexit.register(drain_threads)  # once for each world; a second look costs nothing
+        rank, size = dist.get_rank(), dist.get_world_size()
+        group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
+        recorder = FlightRecorder(rank, size, open_store(rank, size, hosts, group))
+        pages = HostPages(rank, sockets) if sockets is not None else None
+        return cls(hosts, recorder, group, pages, no_sharing_reason)
 
     def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Gloo:
         """Gloo between these ranks, this one among them, over the connections that the world has.  Local.

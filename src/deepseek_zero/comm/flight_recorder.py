@@ -15,6 +15,7 @@ import sys
 import weakref
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -55,21 +56,23 @@ class Position:
         return self.issued.get(other.lane, 0) > other.sequence
 
 
-class FlightRecorder:
-    """One small TCPStore per world.  Making one is collective; the methods are local and never wait for a rank."""
+class Store(Protocol):
+    """What a recorder needs of torch's stores: texts by key.  RuntimeError where the store is gone."""
 
-    def __init__(self, rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None = None) -> None:
-        self.rank, self.size = rank, size
-        mine = ""
-        if rank == 0:
-            host = "127.0.0.1" if hosts.is_one else _reachable_host()
-            self._store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-            mine = json.dumps([host, self._store.port])
-        # The address travels through the group itself: no private default store, no port the user must know.
-        address = all_gather_text(mine, size, group)[0]
-        if rank != 0:
-            host, port = json.loads(address)
-            self._store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+
+class FlightRecorder:
+    """The lines that ranks write for each other in one small key-value store.  All methods are local and never wait for
+    a rank.
+    """
+
+    def __init__(self, rank: int, size: int, store: Store) -> None:
+        self.rank, self.size, self._store = rank, size, store
         self._said: dict[str, str] = {}
         self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
@@ -176,6 +179,22 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
         if blockers[0] in chain:
             return sorted(chain[chain.index(blockers[0]) :])
         chain.append(blockers[0])
+
+
+def open_store(rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None = None) -> Store:
+    """Open the store of one world, kept by rank 0.  Collective in the group."""
+    mine, store = "", None
+    if rank == 0:
+        host = "127.0.0.1" if hosts.is_one else _reachable_host()
+        store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+        mine = json.dumps([host, store.port])
+    # The address travels through the group itself: no private default store, no port the user must know.
+    address = all_gather_text(mine, size, group)[0]
+    if store is None:
+        host, port = json.loads(address)
+        store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
+    found: Store = store
+    return found
 
 
 def _reachable_host() -> str:

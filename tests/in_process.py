@@ -1,0 +1,285 @@
+"""A world of ranks in one process: threads that take turns, and a transport between them.
+
+One rank runs at a time, and the turn passes only where a rank waits for others: to the next one that can go on, or,
+with a seed, to any of them.  So a run repeats exactly, a failure is where its traceback says, and a deadlock is seen
+at once (`Deadlock` names what each rank waits for).  Above the transport everything is the library's own.
+
+The transport is as mean as `Transport` allows: data moves as late as it may, in one piece for all ranks, and until then
+buffers that are to be filled hold NaN.  Who reads before `wait()` or writes what still travels gets wrong numbers.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.comm.bootstrap import Hosts
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.context import WorldContext
+from deepseek_zero.comm.flight_recorder import FlightRecorder
+from deepseek_zero.comm.ids import CollectiveId
+from deepseek_zero.comm.transports.base import Transport, Use, Wait
+from deepseek_zero.planner.plan import Machine, plan_model
+from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.sharding.runtime import Runtime
+from deepseek_zero.sharding.wrap import wrap_model
+
+CPU = torch.device("cpu")
+T = TypeVar("T")
+Ready = Callable[[], bool]
+
+
+class Deadlock(AssertionError):
+    """No rank can go on."""
+
+
+class Baton:
+    """Lets one of several threads run at a time.
+
+    seed: chooses who runs next, at every wait; None: a rank runs until it has to wait, then the next one that can.
+    timeouts: how often a rank that waits is told that time passed, where no rank can go on, before that is a deadlock.
+    """
+
+    def __init__(self, size: int, seed: int | None, timeouts: int) -> None:
+        self._turns = [threading.Semaphore(0) for _ in range(size)]
+        self._waits: dict[int, tuple[Ready, str]] = dict.fromkeys(range(size), (lambda: True, "its first turn"))
+        self._random = None if seed is None else random.Random(seed)
+        self._timeouts = self._timeouts_left = timeouts
+        self._deadlock = ""
+
+    def run(self, bodies: Sequence[Callable[[], None]]) -> None:
+        """Run one thread for each rank; return when all have ended."""
+
+        def run_one(rank: int) -> None:
+            self._turns[rank].acquire()
+            try:
+                bodies[rank]()
+            finally:
+                del self._waits[rank]
+                self._pass_on(rank)
+
+        threads = [threading.Thread(target=run_one, args=(rank,), daemon=True) for rank in range(len(bodies))]
+        for thread in threads:
+            thread.start()
+        self._pass_on(-1)
+        for thread in threads:
+            thread.join()
+
+    def wait(self, rank: int, ready: Ready, what: str) -> None:
+        """Let others run until `ready`; TimeoutError or Deadlock where it cannot become so."""
+        if self._random is None and ready():
+            return
+        self._waits[rank] = ready, what
+        self._pass_on(rank)
+        self._turns[rank].acquire()
+        if not ready():
+            raise Deadlock(self._deadlock) if self._deadlock else TimeoutError
+
+    def _pass_on(self, rank: int) -> None:
+        size = len(self._turns)
+        waiting = [each for step in range(1, size + 1) if (each := (rank + step) % size) in self._waits]
+        able = [each for each in waiting if self._waits[each][0]()]
+        if able:
+            self._timeouts_left = self._timeouts
+        elif waiting and self._timeouts_left:
+            self._timeouts_left -= 1
+        elif waiting and not self._deadlock:
+            self._deadlock = "; ".join(f"rank {each} waits for {self._waits[each][1]}" for each in sorted(waiting))
+        chosen = able if able and self._random is not None else (able or waiting)[:1]
+        if chosen:
+            self._turns[self._random.choice(chosen) if self._random is not None else chosen[0]].release()
+
+
+@dataclass
+class Message:
+    """One collective under way.  By member: what it sends to each, where it receives from each, who has read it all."""
+
+    outgoing: dict[int, Sequence[Tensor]] = field(default_factory=dict)
+    incoming: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
+    has_travelled: bool = False
+    done: set[int] = field(default_factory=set)
+
+    def travel(self) -> None:
+        """Fill every member's buffers, at once."""
+        if not self.has_travelled:
+            self.has_travelled = True
+            for member in self.incoming:
+                self.fill(member)
+
+    def fill(self, member: int) -> None:
+        for peer, box in enumerate(self.incoming[member]):
+            if peer != member and box is not None:
+                box.copy_(self.outgoing[peer][member])
+
+
+class InProcess:
+    """A `Transport` between threads.  ranks: the members of its group.  rank: index of this one's."""
+
+    device = CPU
+
+    def __init__(self, world: World, context: WorldContext, ranks: Sequence[int]) -> None:
+        self.world, self.context, self.ranks = world, context, tuple(ranks)
+        self.rank, self.reads_in_place = self.ranks.index(context.rank), world.reads_in_place
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return poisoned(torch.empty(numel, dtype=dtype))
+
+    def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
+        slices = full.chunk(len(self.ranks))
+        return self._issue([slices[self.rank]] * len(slices), slices, cid, lambda received: None)
+
+    def exchange(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+        assert self.reads_in_place or all(box is not None for peer, box in enumerate(inbox) if peer != self.rank)
+        return self._issue(pieces, inbox, cid, use)
+
+    def _issue(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
+        name = self.context.position(cid.lane, cid.sequence, self.ranks).name()
+        self.world.issued[self.context.rank].append((cid.lane, name))
+        message = self.world.messages.setdefault((self.ranks, cid.lane, cid.sequence, cid.check), Message())
+        message.outgoing[self.rank], message.incoming[self.rank] = pieces, inbox
+        for peer, box in enumerate(inbox):
+            if peer != self.rank and box is not None:
+                poisoned(box)
+
+        def wait() -> None:
+            is_here: Ready = lambda: len(message.outgoing) == len(self.ranks)  # noqa: E731
+            self._wait(is_here, f"'{name}', number {cid.sequence} of {cid.lane}")
+            with torch.no_grad():
+                if self.reads_in_place:
+                    message.fill(self.rank)
+                else:
+                    message.travel()
+                found = [message.outgoing[peer][self.rank] if box is None else box for peer, box in enumerate(inbox)]
+                found[self.rank] = pieces[self.rank]
+                use(found)
+            message.done.add(self.rank)
+            if len(message.done) == len(self.ranks):
+                self.world.messages.pop((self.ranks, cid.lane, cid.sequence, cid.check), None)
+
+        return wait
+
+    def is_read(self, tensor: Tensor) -> bool:
+        if not self.reads_in_place:
+            return False
+        storage = tensor.untyped_storage().data_ptr()
+        return any(
+            piece.untyped_storage().data_ptr() == storage and member not in message.done
+            for (ranks, *_), message in self.world.messages.items()
+            if ranks == self.ranks and self.rank in message.outgoing
+            for member, piece in enumerate(message.outgoing[self.rank])
+            if member != self.rank and piece.numel()
+        )
+
+    def wait_until_read(self, tensor: Tensor) -> None:
+        self._wait(lambda: not self.is_read(tensor), "others to have read a buffer")
+
+    def _wait(self, ready: Ready, what: str) -> None:
+        self.world.baton.wait(self.context.rank, ready, what)
+
+    @property
+    def expects(self) -> bool:
+        return False
+
+    def progress(self) -> None:
+        pass
+
+    def end_engine(self, engine: str) -> None:
+        pass
+
+
+class Context(WorldContext):
+    """One rank's view of a `World`."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._in_process = world
+        hosts = Hosts(rank, ("this process",) * world.size)
+        super().__init__(hosts, FlightRecorder(rank, world.size, world.store))
+
+    def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Transport:  # type: ignore[override]
+        return InProcess(self._in_process, self, ranks)
+
+    fastest_over = gloo_over
+
+
+@dataclass
+class Rank:
+    """What one rank's thread is given."""
+
+    comm: Comm
+    world: World
+
+    @property
+    def index(self) -> int:
+        return self.comm.rank
+
+    @property
+    def size(self) -> int:
+        return self.comm.size
+
+    def issued(self, lane: str) -> list[str]:
+        """The names of this rank's collectives so far, in the order of one lane ("engine 0/gather")."""
+        return [name for each, name in self.world.issued[self.index] if each == lane]
+
+
+class World(Generic[T]):
+    """Ranks that run one after the other.  reads_in_place: they read each other's memory, as ranks of one host do.
+
+    seed, timeouts: see `Baton`.  issued: by rank, (lane, name) of every collective, in order.
+    """
+
+    def __init__(self, size: int, *, seed: int | None = None, reads_in_place: bool = False, timeouts: int = 0) -> None:
+        self.size, self.reads_in_place = size, reads_in_place
+        self.baton = Baton(size, seed, timeouts)
+        self.store = dist.HashStore()
+        self.messages: dict[tuple[tuple[int, ...], str, int, int], Message] = {}
+        self.issued: list[list[tuple[str, str]]] = [[] for _ in range(size)]
+
+    def outcomes(self, body: Callable[[Rank], T]) -> list[T | Exception]:
+        """Run `body` on every rank, once for each world; by rank, what it returned or raised."""
+        found: list[Any] = [None] * self.size
+        self.errors: list[Exception] = []  # in the order they were raised
+
+        def run(rank: int) -> None:
+            try:
+                world = Context(self, rank) if self.size > 1 else None
+                found[rank] = body(Rank(Comm(CPU, world=world), self))
+            except Exception as error:
+                found[rank] = error
+                self.errors.append(error)
+
+        self.baton.run([lambda rank=rank: run(rank) for rank in range(self.size)])
+        return found
+
+    def run(self, body: Callable[[Rank], T]) -> list[T]:
+        """As `outcomes`; the first error is raised, one that is no Deadlock before those that are."""
+        found = self.outcomes(body)
+        for error in sorted(self.errors, key=lambda error: isinstance(error, Deadlock)):
+            raise error
+        return found  # type: ignore[return-value]
+
+
+def run_ranks(size: int, body: Callable[[Rank], T], **options: Any) -> list[T]:
+    """Run `body` on ranks that take turns; what each returned.  options: of `World`."""
+    return World[T](size, **options).run(body)
+
+
+def poisoned(tensor: Tensor) -> Tensor:
+    """The same tensor, with values that nobody may use."""
+    with torch.no_grad():
+        return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+
+
+def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
+    """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to be cut."""
+    settings = {"persistence_numel": 0, **settings}
+    here = (mesh or Mesh()).on_world(rank.size, rank.index)
+    plan = plan_model(model, PlanSettings(**settings), here, Machine(rank.comm.reads_in_place))
+    return wrap_model(model, plan, rank.comm)
