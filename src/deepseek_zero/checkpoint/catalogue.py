@@ -53,8 +53,8 @@ _HIDDEN = re.compile(r"\.(?P<tag>.+)\.(?P<state>saving|replaced|pruned)")
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.  faults:
-    as far as was looked.
+    """One checkpoint of a directory, in any layout.  manifest: None where it cannot be read.  faults: those found so
+    far.
     """
 
     tag: str
@@ -65,7 +65,7 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """The optimizer step it was saved at; -1 where nobody knows."""
+        """The optimizer step at which it was saved; -1 where the manifest does not say."""
         try:
             return int(self.manifest.plain["trainer"]["global_steps"])  # type: ignore[union-attr]
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -87,7 +87,7 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class Leftover:
-    """What a save or a removal that never finished has left.  is_in_use: or has not left yet."""
+    """A hidden path of a save or a removal that has not finished.  is_in_use: the job that writes it still runs."""
 
     path: Path
     tag: str
@@ -97,7 +97,9 @@ class Leftover:
 
 @dataclass(frozen=True)
 class Retention:
-    """What stays.  last: so many of the newest complete ones (None: all).  every: multiples of so many steps too."""
+    """Which checkpoints are kept.  last: so many of the newest complete ones (None: all).  every: those of each so many
+    steps too.
+    """
 
     last: int | None = None
     every: int | None = None
@@ -105,7 +107,7 @@ class Retention:
 
 @dataclass
 class PruneResult:
-    """What `prune` did, or would do."""
+    """The checkpoints that `prune` removed and kept, and the hidden paths that it cleaned."""
 
     removed: list[CheckpointInfo] = field(default_factory=list)
     kept: list[CheckpointInfo] = field(default_factory=list)
@@ -116,9 +118,9 @@ class PruneResult:
 
 
 def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[CheckpointInfo]:
-    """All tags, newest first: by step, then by time; those whose step nobody knows before all others.
+    """List all tags, newest first: by step, then by time; those of unknown step come last.
 
-    Reads manifests and, if `glancing`, the headers of their files.
+    Reads manifests and, if `reads_headers`, the headers of their files.
     """
     found = []
     for tag in tags_in(directory):
@@ -128,7 +130,9 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
 
 
 def latest_tag(directory: Path) -> str | None:
-    """The tag that `latest` names, None where it is missing or says nothing; CheckpointError where it is no file."""
+    """Read the tag that the file `latest` names; None where it is missing or empty.  CheckpointError where it cannot be
+    read.
+    """
     try:
         return (directory / LATEST).read_text(encoding="utf-8", errors="replace").strip() or None
     except (FileNotFoundError, NotADirectoryError):
@@ -142,31 +146,31 @@ def latest_tag(directory: Path) -> str | None:
 
 
 def info_of(directory: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """One tag, which must be there."""
+    """Describe one tag, which must exist."""
     return info_at(tag_folder(directory, tag), tag, reads_headers=reads_headers)
 
 
 def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointInfo:
-    """A checkpoint or export by its path, which must be there."""
+    """Describe the checkpoint or export at a path, which must exist."""
     manifest, faults = check_headers(path) if reads_headers else check_headers(path, NO_FILES)
     saved = path / MANIFEST
     return CheckpointInfo(tag, path, manifest, (saved if saved.exists() else path).stat().st_mtime, tuple(faults))
 
 
 def tag_folder(directory: Path, tag: str) -> Path:
-    """Where a tag lies."""
+    """The folder of a tag, whether or not it exists: under its own name, or under the hidden one that a crash left."""
     folder = directory / tag
     replaced = replaced_path(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def replaced_path(folder: Path) -> Path:
-    """Where the one before under the same tag lies."""
+    """The hidden path that the previous checkpoint of the same tag takes while it is replaced."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
 def leftovers(directory: Path) -> list[Leftover]:
-    """Every hidden name of ours that is no checkpoint."""
+    """List every hidden path of ours that is no checkpoint."""
     found = []
     for path, tag, state in _hidden(directory):
         if state == "replaced" and tag_folder(directory, tag) == path:
@@ -176,7 +180,7 @@ def leftovers(directory: Path) -> list[Leftover]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether some process still writes there, or may: see the head of this file."""
+    """Whether a process still writes there, or may; the head of this file says how it is known."""
     try:
         with open(path / STAGING_LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -188,7 +192,7 @@ def is_being_written(path: Path) -> bool:
 
 
 def tags_in(directory: Path) -> list[str]:
-    """Every tag of a directory, in no order."""
+    """List every tag of a directory, in no particular order."""
     if not directory.is_dir():
         return []
     visible = [path.name for path in directory.iterdir() if not path.name.startswith(".") and is_checkpoint(path)]
@@ -204,7 +208,7 @@ def is_single_checkpoint(path: Path) -> bool:
 
 
 def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
-    """(path, tag, state) of every hidden name of ours."""
+    """List (path, tag, state) of every hidden name of ours."""
     if not directory.is_dir():
         return []
     matches = [(path, _HIDDEN.fullmatch(path.name)) for path in sorted(directory.iterdir())]
@@ -223,16 +227,17 @@ def _seconds_since_change(path: Path) -> float:
 
 
 def newest_good(directory: Path) -> str | None:
-    """The newest tag of which every byte is right, None where there is no checkpoint.  Says which it passed over.
+    """Find the newest tag of which every byte is right; None where there is no checkpoint.  Logs each one that it
+    skips.
 
-    A CheckpointError where there are checkpoints and none is good: whoever starts anew then should do so on purpose.
+    CheckpointError where there are checkpoints and none is good: a run that starts anew then should do so on purpose.
     """
     tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
     return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))])
 
 
 def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
-    """As `newest_good`, each rank reading its share of the files.  Collective."""
+    """As `newest_good`, with each rank reading its part of the files.  Collective; the same answer on every rank."""
 
     def listed() -> str:
         found = checkpoints(directory, reads_headers=False) if comm.rank == 0 else []
@@ -273,11 +278,11 @@ def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], lis
 
 
 def outdated(infos: Sequence[CheckpointInfo], latest: str | None, retention: Retention) -> list[CheckpointInfo]:
-    """Those that need not be kept, of entries newest first.
+    """Select the checkpoints that need not be kept, of infos newest first.
 
-    Only complete ones count as kept, and nothing goes unless a complete one is newer.  What `latest` names stays, and
-    so does a folder whose manifest cannot be read: it may not be a checkpoint at all.  Checkpoints in
-    another layout than ours are never removed: another program may have written them.
+    Only complete ones count as kept, and nothing is selected unless a complete one is newer.  The one that `latest`
+    names is never selected, nor a folder whose manifest cannot be read, which may be no checkpoint at all, nor one in
+    another layout than ours, which another program may have written.
     """
     infos = [info for info in infos if info.layout in (SLICES, None)]
     complete = [info for info in infos if info.is_complete]
@@ -290,7 +295,7 @@ def outdated(infos: Sequence[CheckpointInfo], latest: str | None, retention: Ret
 
 
 def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> PruneResult:
-    """Clean up, then remove what need not be kept.
+    """Clean the directory, then remove the checkpoints that need not be kept.
 
     A crash at any moment leaves each checkpoint whole or under a hidden name, which the next call removes.
     """
@@ -305,7 +310,9 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
 
 
 def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove what unfinished saves have left, and give a tag its name back; returns the hidden names that went."""
+    """Remove what unfinished saves have left, and rename a tag that a crash left hidden; returns the hidden paths that
+    are gone.
+    """
     unused = [leftover for leftover in leftovers(directory) if not leftover.is_in_use]
     in_use = {leftover.tag for leftover in leftovers(directory) if leftover.is_in_use}
     to_rename = [
@@ -326,13 +333,15 @@ def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_replaced(folder: Path) -> None:
-    """What had the name of a checkpoint before it, which is there; nothing where nobody had."""
+    """Remove the previous checkpoint of the same tag, if it is still there under its hidden name."""
     if replaced_path(folder).exists():
         files.remove_folder(replaced_path(folder))
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:
-    """What rank 0 removes after a save into `folder`.  A directory that refuses costs a warning, never the training."""
+    """Remove older checkpoints after a save into `folder`; rank 0 calls it.  A directory that refuses is logged, and
+    never stops the training.
+    """
     try:
         remove_replaced(folder)
         if retention.last is not None:
@@ -358,7 +367,7 @@ STALE_WRITER_SECONDS = 3600.0  # without a save; only where the file system know
 
 @dataclass
 class _HeldLock:
-    """What this process holds in one directory.  count: of the engines that save there."""
+    """A lock on one directory that this process holds.  count: of the engines that save there."""
 
     descriptor: int
     path: Path
@@ -370,13 +379,13 @@ _held_locks: dict[str, _HeldLock] = {}
 
 
 class WriterLock:
-    """What one engine has claimed: the directory that it saved into last.  Rank 0's business."""
+    """The lock of one engine on the directory that it saved into last.  Only rank 0 has it."""
 
     def __init__(self) -> None:
         self._key = ""
 
     def acquire(self, directory: Path) -> None:
-        """Claim a directory, and let the one before go.  CheckpointError where another job writes there."""
+        """Lock a directory and release the one before.  CheckpointError where another job writes there."""
         key = os.path.realpath(directory)
         if key != self._key or key not in _held_locks:
             self.release()
@@ -390,7 +399,7 @@ class WriterLock:
             files.touch(_held_locks[key].path)
 
     def release(self) -> None:
-        """Let go of it; calling it twice is harmless."""
+        """Release the lock; a second call does nothing."""
         held, self._key = _held_locks.get(self._key), ""
         if held is None or held.process != os.getpid():
             return
@@ -433,7 +442,7 @@ def _lock(directory: Path) -> _HeldLock:
 
 
 def _has_name(descriptor: int, path: Path) -> bool:
-    """Whether the open file is the one that has the name."""
+    """Whether the open file is still the one at `path`."""
     try:
         named = path.stat()
     except FileNotFoundError:
@@ -447,7 +456,7 @@ def _this_process() -> dict[str, str]:
 
 
 def _read_owner(path: Path) -> dict[str, str]:
-    """Who says that it writes there; nobody where the file cannot be read."""
+    """Read which process says that it writes there; {} where the file cannot be read."""
     try:
         owner = json.loads(path.read_text(encoding="utf-8", errors="replace"))
     except (OSError, ValueError):

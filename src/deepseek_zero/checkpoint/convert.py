@@ -27,9 +27,11 @@ def convert_to_safetensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     exclude_frozen: bool = False,
 ) -> list[str]:
-    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; the files' names.
+    """Write a checkpoint's weights and buffers as a folder that `from_pretrained` loads; returns the files' names.
 
-    dtype: of floating-point tensors; None: the most precise form that was saved.  Memory: one stretch of one tensor.
+    path: one checkpoint, or a directory of them and `tag` (None: the one that `latest` names).  dtype: of
+    floating-point tensors; None: the most precise form that was saved.  Holds at most `READ_NUMEL` elements of one
+    tensor in memory.  CheckpointError where the source is damaged or the disk refuses; then `out` stays as it was.
     """
     with ExitStack() as stack:
         tensors = tensors_of(open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
@@ -57,7 +59,8 @@ def convert_to_pth(
 ) -> None:
     """Write a checkpoint's weights and buffers as one file for `torch.load`, tied weights under each name.
 
-    Memory: the whole model in `dtype`, since torch.save wants everything at once.
+    Arguments and errors are those of `convert_to_safetensors`.  Holds the whole model in `dtype` in memory, since
+    torch.save wants everything at once.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)

@@ -35,14 +35,16 @@ FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; a
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """dtype: of floating-point tensors; None: what they compute in.  exclude_frozen: leave out what is not trained."""
+    """dtype: of floating-point tensors; None: the one that they compute in.  exclude_frozen: leave out parameters that
+    are not trained.
+    """
 
     dtype: torch.dtype | None = None
     max_shard_bytes: int = MAX_SHARD_BYTES
     exclude_frozen: bool = False
 
     def dtype_for(self, own: torch.dtype) -> torch.dtype:
-        """Dtype in the file of a tensor that is here in `own`."""
+        """The dtype in the file of a tensor whose dtype here is `own`."""
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
 
@@ -50,7 +52,7 @@ class ExportSettings:
 
 
 def tensors_to_export(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
-    """Every tensor to write, tied ones once under their first name; the same on every rank."""
+    """List every tensor to write, tied ones once under their first name; the same on every rank."""
     kept = {
         member.name: TensorInfo(member.name, tuple(member.slot.shape), settings.dtype_for(group.weight.spec.dtype))
         for group in runtime.groups
@@ -68,9 +70,10 @@ def tensors_to_export(runtime: Runtime, settings: ExportSettings) -> list[Tensor
 
 
 def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of `tensors_to_export`, flat, on every rank; valid until the next one is asked for.  Collective.
+    """Yield (name, flat values) of each tensor of `tensors_to_export`, on every rank; valid until the next one is asked
+    for.  Collective.
 
-    In the weight's own dtype the weight itself, in any other the master.  Buffers are rank 0's.
+    A weight asked for in its own dtype is the weight itself, in any other dtype the master.  Buffers are rank 0's.
     """
     with torch.no_grad():
         for group in runtime.groups:
@@ -110,7 +113,9 @@ def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
 
 
 class _RankFiles:
-    """This rank's files.  A disk that refuses is remembered, so that the rank still takes part in every gather."""
+    """The files that this rank writes.  An error of the disk is kept until `close`, so that the rank still takes part
+    in every gather.
+    """
 
     def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]], run: str) -> None:
         self.folder, self.shards, self.run = folder, shards, run
@@ -140,7 +145,7 @@ class _RankFiles:
         return ""
 
     def abandon(self) -> None:
-        """Let go of files that will not be used."""
+        """Close the files without completing them."""
         with suppress(OSError, CheckpointError):
             self._stack.close()
 
@@ -148,10 +153,11 @@ class _RankFiles:
 def export_safetensors(
     runtime: Runtime, directory: Path, settings: ExportSettings, companions: Companions | None = None
 ) -> list[str]:
-    """Write the whole weights into `directory` and return the files' names.  Collective.
+    """Write the whole weights into the folder `directory` and return the files' names.  Collective.
 
-    File k is rank k's (modulo their number): with as many files as ranks all of them write at once.  Nothing is to be
-    seen in `directory` before everything is on the disk.
+    File k is rank k's (modulo the number of ranks), so with as many files as ranks all of them write at once.
+    `directory` changes only when everything is on the disk.  CheckpointError on every rank where one of them cannot
+    write.  companions: called on rank 0 with the folder, to write further files into it.
     """
     comm, output = runtime.comm, StagedOutput(directory)
     shards = plan_shards(tensors_to_export(runtime, settings), settings.max_shard_bytes)
@@ -178,8 +184,8 @@ def export_safetensors(
 def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     """Write the whole weights as one file of rank 0's: safetensors by its suffix, otherwise torch's.  Collective.
 
-    A safetensors file is written tensor by tensor.  torch.save wants everything at once: rank 0 holds the whole model
-    in host memory, in the dtype asked for.
+    A safetensors file is written tensor by tensor.  torch.save wants everything at once, so rank 0 then holds the whole
+    model in host memory, in the dtype asked for.  CheckpointError on every rank where rank 0 cannot write.
     """
     comm, output = runtime.comm, StagedOutput(path)
     try:
@@ -198,7 +204,7 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
 
 
 def _begin(comm: Comm, output: StagedOutput) -> str:
-    """Rank 0 opens the draft and says which export this is."""
+    """Open the staging folder on rank 0, and return a new identity for this export; "" on other ranks."""
     if comm.rank:
         return ""
     if output.final.is_dir() and output.final.suffix in FILE_SUFFIXES:
@@ -212,7 +218,7 @@ def _begin(comm: Comm, output: StagedOutput) -> str:
 
 
 def _write(runtime: Runtime, settings: ExportSettings, own_files: _RankFiles) -> None:
-    """Gather every tensor on every rank, and write this rank's."""
+    """Gather every tensor on every rank, and write those of this rank's files."""
     try:
         run_and_gather(runtime.comm, "export: this rank's files", own_files.open)
         for name, values in whole_values(runtime, settings):
@@ -224,7 +230,9 @@ def _write(runtime: Runtime, settings: ExportSettings, own_files: _RankFiles) ->
 
 
 def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] | None:
-    """The whole state dict on rank 0's host memory, tied weights under each name; None elsewhere.  Collective."""
+    """Gather the whole state dict into rank 0's host memory, tied weights under each name; None on other ranks.
+    Collective.
+    """
     found: dict[str, Tensor] = {}
     for name, values in whole_values(runtime, settings):
         if runtime.comm.rank == 0:
@@ -238,7 +246,7 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
 
 
 def save_torch(state: dict[str, Any], path: Path) -> str:
-    """torch.save into a new file, readable by its owner alone and on the disk when this returns."""
+    """Write `state` with torch.save into a new file, readable by its owner alone and on the disk when this returns."""
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream)
     return ""

@@ -30,7 +30,7 @@ ADVICE = {
 
 @contextmanager
 def describing_errors(what: str) -> Iterator[None]:
-    """Turns an OSError into a CheckpointError that says what was being done."""
+    """Raise an OSError of the block as a CheckpointError that says what was being done and what helps."""
     try:
         yield
     except OSError as error:
@@ -42,22 +42,22 @@ def describing_errors(what: str) -> Iterator[None]:
 
 
 def create(path: Path, flags: int = 0) -> int:
-    """A new file to be written, which must not exist; its descriptor."""
+    """Create a file for writing, which must not exist; returns its descriptor."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | flags, 0o600)
 
 
 def open_to_lock(path: Path) -> int:
-    """A file that is there for its lock, and says who has it; made where it is not."""
+    """Open a file that serves as a lock and names its holder, creating it if need be; returns its descriptor."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def touch(path: Path) -> None:
-    """Say that somebody is alive."""
+    """Set a file's time of change to now, as a sign of life."""
     os.utime(path)
 
 
 def write(descriptor: int, data: memoryview, offset: int) -> None:
-    """All of it."""
+    """Write all of `data` at `offset`."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], offset + done)
@@ -73,7 +73,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """As `sync`, of a file that somebody else has written."""
+    """As `sync`, for a file that another function has written."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -82,7 +82,7 @@ def sync_file(path: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A new file of text, on the disk when this returns."""
+    """Write a new file of text; it is on the disk when this returns."""
     descriptor = create(path)
     try:
         write(descriptor, memoryview(text.encode()), 0)
@@ -92,7 +92,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """A file of text, new or in the place of an older one, which stays until the new one is on the disk."""
+    """Write a file of text in place of an older one, if any, which stays until the new one is on the disk."""
     hidden = path.with_name(f".{path.name}.saving")
     if hidden.exists():
         remove(hidden)  # of a save that never finished
@@ -102,7 +102,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 class Stream(io.RawIOBase):
-    """A new file that is written from front to back by whoever wants an object to write into (torch.save)."""
+    """A new file as an object to write into from front to back, for torch.save."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._offset = descriptor, 0
@@ -111,7 +111,7 @@ class Stream(io.RawIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        """Append."""
+        """Append bytes."""
         view = memoryview(data).cast("B")
         write(self._descriptor, view, self._offset)
         self._offset += len(view)
@@ -120,7 +120,7 @@ class Stream(io.RawIOBase):
 
 @contextmanager
 def new_file(path: Path) -> Iterator[IO[bytes]]:
-    """A new file to write into, on the disk when the block ends."""
+    """Open a new file to write into; it is on the disk when the block ends."""
     descriptor = create(path)
     try:
         yield cast(IO[bytes], Stream(descriptor))
@@ -134,7 +134,9 @@ def make_folder(path: Path, mode: int = 0o700) -> None:
 
 
 def make_folders(path: Path) -> None:
-    """A directory that the user has named, with those above it, as open as the user's own; nothing where it is."""
+    """Make a directory that the user has named, and those above it, with the user's own permissions; nothing where it
+    exists.
+    """
     missing = []
     while not path.exists():
         missing.append(path)
@@ -146,7 +148,7 @@ def make_folders(path: Path) -> None:
 
 
 def make_private(path: Path) -> None:
-    """Let a file that somebody else has written be its owner's alone."""
+    """Make a file readable by its owner alone."""
     os.chmod(path, 0o600)
 
 
@@ -160,7 +162,7 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """A file takes another one's place; a folder must not find one."""
+    """Rename; a file may replace another one, a folder must not."""
     os.rename(source, target)
 
 
@@ -173,5 +175,5 @@ def remove_empty_folder(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """With all that is in it."""
+    """Remove a folder with all that is in it."""
     shutil.rmtree(path)

@@ -45,7 +45,7 @@ VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a ran
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Bytes [start, stop) of a file that have a name, and their CRC-32; None where the file has none."""
+    """Bytes [start, stop) of a file under a name, and their CRC-32; None where the file has none."""
 
     name: str
     start: int
@@ -55,11 +55,11 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class SavedChunk:
-    """Elements [start, stop) of one state of one parameter or buffer. key: the optimizer's name of a moment, else
+    """Elements [start, stop) of one state of one parameter or buffer.  key: the optimizer's name of a moment, else
     empty.
 
     A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
-    "owed" is of a gradient whose update comes a step late.
+    "owed" belongs to a gradient whose update comes a step late.
     """
 
     kind: str
@@ -81,7 +81,7 @@ class SavedChunk:
 
     @property
     def description(self) -> str:
-        """The chunk in an error."""
+        """The chunk's name in an error."""
         return f"elements {self.start} to {self.stop} of '{self.name}' ({f'{self.kind} {self.key}'.strip()})"
 
 
@@ -115,7 +115,7 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """The manifest of a checkpoint; CheckpointError, whatever is wrong with the file or the disk under it."""
+        """Read the manifest of a checkpoint; CheckpointError, whatever is wrong with the file or the disk under it."""
         try:
             return cls._parse(path, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -156,7 +156,7 @@ def _crc(document: dict[str, Any]) -> int:
 
 
 def checked_tag(tag: Any) -> str:
-    """The tag as text; a CheckpointError unless it can only be the name of one folder in its directory."""
+    """The tag as text.  CheckpointError unless it can only be the name of one folder in its directory."""
     text = str(tag) if _is_plain(tag) else ""
     if not text or text.startswith(".") or Path(text).name != text:
         why, fix = "A tag is the name of one folder.", "use letters, digits, '_' and '-'."
@@ -171,7 +171,7 @@ def checked_tag(tag: Any) -> str:
 
 
 def tag_to_save(tag: Any) -> str:
-    """As `checked_tag`, and nothing that would be read back as something else."""
+    """As `checked_tag`; CheckpointError also for a tag that a load would read as something else."""
     text = checked_tag(tag)
     if text in RESERVED_TAGS:
         raise _invalid_tag(
@@ -194,14 +194,16 @@ def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:
-    """The error of whoever looks for what nobody has saved."""
+    """The error of a reader that asks for elements which no file has.  what: which elements."""
     return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
 
 
 def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
-    """Run one step on every rank and return every rank's answer; a failure of one rank is a CheckpointError on all.
+    """Run `action` on every rank and return the text that each rank's action returned, in the order of ranks.
+    Collective.
 
-    Collective.  No rank goes on, and none waits for ever, where another met a full disk or an unreadable file.
+    CheckpointError on every rank where the action of one failed, so that no rank goes on alone or waits for ever.
+    what: the step, in errors.
     """
     return gather_outcomes(comm, what, action, str, CheckpointError)[1]
 
@@ -210,7 +212,11 @@ RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON values; tensors are put into `tensors` under their path.  path: names the value in errors."""
+    """Turn `value` into JSON values; tensors are copied into `tensors` under their path.  path: names the value in
+    errors.
+
+    CheckpointError for an object that is neither a plain value nor a tensor.
+    """
     if value is None or isinstance(value, (bool, str)):
         return value
     if isinstance(value, int):
@@ -244,7 +250,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """What `encode` was given."""
+    """Turn the JSON values that `encode` returned back into the value it was given."""
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
     if not isinstance(value, dict):

@@ -29,7 +29,7 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
-    """Entries in order, cut into files of at most so many bytes; a larger tensor has a file of its own."""
+    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file of its own."""
     if most < 1:
         raise CheckpointError(
             f"files of at most {most} bytes hold nothing.", fix="ask for max_shard_bytes of 1 or more."
@@ -46,14 +46,14 @@ def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]
 
 
 def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> list[str]:
-    """The files' names, as transformers expects them."""
+    """The names of `count` files, as transformers expects them."""
     if count == 1:
         return [f"{stem}.{suffix}"]
     return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
 
 
 def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Sequence[str]) -> None:
-    """Say which tensor is in which file."""
+    """Write the JSON file that says which tensor is in which file."""
     total = sum(info.nbytes for shard in shards for info in shard)
     where = {info.name: name for shard, name in zip(shards, names, strict=True) for info in shard}
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": where}, indent=2, sort_keys=True)
@@ -61,7 +61,9 @@ def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Seque
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The safetensors files that a path means: itself, those of its index, or its only one."""
+    """The safetensors files that a path means: itself, those of its index, or its only one.  CheckpointError where
+    there is none.
+    """
     if path.is_file():
         return [path]
     index, single = path / INDEX, path / f"{STEM}.safetensors"
@@ -87,7 +89,7 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 def _checked_file_name(name: Any, index: Path) -> str:
-    """A file's name that stays in the index's own folder."""
+    """A file's name from an index; CheckpointError unless it stays in the index's own folder."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
         raise CheckpointError(
             f"{index} names the file {name!r:.80}, which is not in its folder.",

@@ -81,7 +81,7 @@ class Layout(ABC):
 
 
 class SlicesLayout(Layout):
-    """This library's own; read.py, verify.py, save.py and load.py are about it."""
+    """This library's own layout, which read.py, verify.py, save.py and load.py implement."""
 
     name, has_states = "slices", True
 
@@ -121,15 +121,19 @@ class EngineLayout(ForeignLayout):
 
     @abstractmethod
     def unsupported_reason(self, contents: Contents) -> str:
-        """Which of this rank's states the layout has no place for; empty where it holds all."""
+        """Say which of this rank's states the layout has no place for; empty where it holds all."""
 
     @abstractmethod
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-        """Write `directory/tag` and return it when it is on the disk.  Collective."""
+        """Write `directory/tag` and return it when it is on the disk.  Collective; CheckpointError on every rank where
+        one cannot write.
+        """
 
     @abstractmethod
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-        """Fill an engine from `directory/tag`.  Collective."""
+        """Fill an engine from `directory/tag`, at any world size and stage.  Collective; CheckpointError on every rank,
+        and an unchanged engine, where the checkpoint does not fit or (settings.verify) is damaged.
+        """
 
 
 class SafetensorsLayout(ForeignLayout):

@@ -50,7 +50,7 @@ class LoadSettings:
     """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.
 
     rng: restore random generators, at the world size they were saved with.  verify: compare every byte with its
-    checksum before anything changes; each rank reads its share of the files, and moments twice only where they replace
+    checksum before anything changes; each rank reads its part of the files, and moments twice only where they replace
     others.
     """
 
@@ -62,7 +62,7 @@ class LoadSettings:
 
 @dataclass(frozen=True)
 class Loaded:
-    """The plain values of a checkpoint, as they were saved."""
+    """The plain values of a checkpoint that was loaded, as they were saved."""
 
     folder: Path
     trainer: dict[str, Any]
@@ -70,7 +70,7 @@ class Loaded:
 
 
 def existing_folder(directory: Path, tag: str) -> Path:
-    """Where a checkpoint is; CheckpointError where there is none of that tag."""
+    """The folder of a tag; CheckpointError, which lists the tags there are, where it does not exist."""
     folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
         return folder
@@ -81,7 +81,13 @@ def existing_folder(directory: Path, tag: str) -> Path:
 
 
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill weights, masters and moments from `directory/tag`.  Collective."""
+    """Fill an engine's weights, masters, moments, buffers and random generators from `directory/tag`.  Collective.
+
+    Any number of ranks at any stage may have saved it: each rank reads the flat ranges that it holds.  Shapes, names,
+    the optimizer and (settings.verify) checksums are compared on every rank before any rank changes anything:
+    CheckpointError on all of them, and an unchanged engine, where one finds a fault.  Returns counters and the caller's
+    own values.
+    """
     runtime, loaded = contents.runtime, []
     runtime.follow_requires_grad()
 
@@ -122,7 +128,13 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
 
 
 def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
-    """Have every rank write new weights, masters and moments, whatever the run was in the midst of.  Collective."""
+    """Run `fill` on every rank, which writes new weights, masters and moments, and bring the run into the state between
+    two steps.  Collective.
+
+    Gathered weights, gradients and updates that were deferred belong to the old values and are dropped; weights follow
+    their masters afterwards.  lifted: units that compute in fp32.  CheckpointError on every rank where `fill` fails on
+    one: then the engine's values are undefined.
+    """
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
         runtime.executor.reshard_all()
@@ -150,13 +162,13 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
 
 
 def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
-    """Read this rank's share of the files."""
+    """Verify this rank's part of the files; CheckpointError where one is damaged."""
     raise_faults(folder, verify(folder, subset, read_again=True, except_kind=except_kind))
     return ""
 
 
 def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
-    """Raise if the checkpoint does not fit; the same on every rank."""
+    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank."""
     own = {
         member.name: (list(member.slot.shape), group.trainable)
         for group in contents.runtime.groups
@@ -214,7 +226,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
     """Whether this rank's moments come, chunk by chunk, into memory that holds nothing yet.
 
-    Then they are compared as they are read: until all ranks have theirs, nothing has changed.
+    Then they are compared with their checksums as they are read: until all ranks have theirs, nothing has changed.
     """
     optimizer = contents.optimizer
     if optimizer is None or optimizer.inner.state or contents.runtime.comm_ctx.pool.device.type != "cpu":
@@ -229,7 +241,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
 def _read_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[GroupStates]:
     assert contents.optimizer is not None
     with ExitStack() as stack:
-        reader = CheckpointReader(folder, manifest.chunks, stack, compares=True)
+        reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
         reader.prefetch(moment_ranges(reader, contents.optimizer))
         yield from read_states(reader, manifest, contents.optimizer, {})
 
@@ -242,7 +254,7 @@ def _restore_all(
     settings: LoadSettings,
     states: list[GroupStates] | None,
 ) -> str:
-    """states: of the optimizer, where they have been read."""
+    """Read everything into the engine.  states: the optimizer's, where they have been read already."""
     with ExitStack() as stack:
         reader, optimizer = (
             CheckpointReader(folder, manifest.chunks, stack),
@@ -285,7 +297,7 @@ def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iter
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
-    """Pieces with their numbers, those of one group together: in the order of the files."""
+    """The optimizer's shards with their numbers, those of one group together: in the order of the files."""
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
     return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
 
@@ -333,7 +345,7 @@ def store_weights(group: ParamGroup) -> None:
 
 
 def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Contents) -> None:
-    """Each rank's own at the world size they were saved with, rank 0's at any other."""
+    """Write each rank's own buffers at the world size they were saved with, rank 0's at any other."""
     comm = contents.runtime.comm
     rank = comm.rank if comm.size == manifest.world_size else 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
@@ -344,7 +356,7 @@ def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Cont
 def read_states(
     reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
 ) -> Iterator[GroupStates]:
-    """What the optimizer will have, group by group.  before: what it had, whose memory is taken again."""
+    """Yield the states that the optimizer will have, group by group.  before: the ones it had, whose memory is reused."""
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         yield (
             group,
@@ -359,8 +371,9 @@ def restore_optimizer(
     optimizer: ShardedOptimizer,
     states: Iterable[GroupStates] | None = None,
 ) -> None:
-    """Through the inner optimizer's own load_state_dict, which knows where each of its states must be; group by group,
-    so that states stand here twice for one group at most.  states: where they have been read.
+    """Load the optimizer's states and hyper-parameters through the inner optimizer's own load_state_dict.
+
+    It goes group by group, so that at most one group's states exist twice.  states: those that have been read already.
     """
     count, restored = 0, []
     for mine, saved in zip(optimizer.param_groups, groups, strict=True):
@@ -378,8 +391,8 @@ def restore_optimizer(
 
 
 def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], optimizer: ShardedOptimizer) -> None:
-    """Cut pieces where the parameters that share one were saved with different counters or kinds of moments: some were
-    frozen for a time, or their gradients dropped.  Local.  keys: the kinds of a parameter's moments.
+    """Cut shards where the parameters in them were saved with different counters or kinds of moments: some of them were
+    frozen for a time, or their gradients dropped.  Local.  keys: maps a parameter's name to the kinds of its moments.
     """
 
     def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
@@ -389,7 +402,7 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
 
 
 def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
-    """Gradients whose update comes a step late; whether one is owed is the trainer's to say."""
+    """Write the gradients whose update comes a step late; the trainer's own values say whether one is due."""
     for group in optimizer.runtime.trained_groups:
         known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
         group.gradient.delayed.absent = set(range(len(group.members))) - set(known) if known else None
@@ -416,7 +429,7 @@ def _shard_state(
 def _moment(
     reader: CheckpointReader, shard: MasterShard, overlaps: list[ParamOverlap], key: str, before: Any
 ) -> Tensor:
-    """One state of a piece, put together from what its parameters have; zeros between them."""
+    """Read one state of a shard from what was saved of its parameters, with zeros between them."""
     value: Tensor | None = None
     for overlap in overlaps:
         for low, part in reader.read(MOMENT, overlap.slot.name, key, overlap.start, overlap.stop):
@@ -431,8 +444,8 @@ def _moment(
 
 
 def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
-    """Where a moment goes: over the one before it, if that lies here as it is, since new pages cost as much as the
-    copy does.
+    """The memory for a moment: that of the moment before it where it lies here as it is, since new pages cost as much
+    as the copy does.
     """
     if (
         isinstance(before, Tensor)
@@ -445,7 +458,7 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
-    """The counters of a piece, which its parameters share (`split_as_saved`)."""
+    """The counters of a shard, which its parameters share (`split_as_saved`).  CheckpointError where they differ."""
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
     if different is not None:

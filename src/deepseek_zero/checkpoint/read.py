@@ -30,13 +30,13 @@ StateRange = tuple[str, str, str, int, int]  # kind, name, key, and elements [st
 
 
 class CheckpointReader:
-    """Finds and reads flat ranges over the files of all ranks; files open on first use.
+    """Reads flat ranges of states over the slices of all ranks; files open on first use.
 
-    compares: whether a chunk that is read from end to end is compared with its checksum.
+    verifies: whether a chunk that is read from end to end is compared with its checksum.
     """
 
-    def __init__(self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, compares: bool = False) -> None:
-        self.folder, self._stack, self._verifies = folder, stack, compares
+    def __init__(self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, verifies: bool = False) -> None:
+        self.folder, self._stack, self._verifies = folder, stack, verifies
         self._chunks: dict[tuple[str, str, str], list[SavedChunk]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, SafetensorsReader] = {}
@@ -54,15 +54,17 @@ class CheckpointReader:
         return list(self._keys.get((kind, name), ()))
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
-        """Read ahead what `read` will be asked for next.  Another order costs time, nothing else."""
+        """Read ahead the ranges that `read` will be asked for next, in this order.  Another order costs time, nothing
+        else.
+        """
         spans = [self._byte_range(chunk, low, high) for each in wanted for chunk, low, high in self._chunks_of(*each)]
         coming = read_ahead(spans)
         self._stack.callback(coming.close)
         self._prefetched, self._head = coming, next(coming, None)
 
     def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The elements [start, stop) in parts, each with its place, to be looked at before the next is asked for; a
-        CheckpointError if some are missing.
+        """Yield (position, flat values) parts of the elements [start, stop), in order, each valid until the next is
+        asked for.  CheckpointError if some are missing, or cannot be read.
         """
         reached = start
         for chunk, low, high in self._chunks_of(kind, name, key, start, stop):
@@ -83,14 +85,14 @@ class CheckpointReader:
             raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
-        """Whether all that is wanted is whole chunks, which can be compared as they are read."""
+        """Whether these ranges are whole chunks, which can be compared as they are read."""
         cuts = (cut for each in wanted for cut in self._chunks_of(*each))
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
     def _chunks_of(
         self, kind: str, name: str, key: str, start: int, stop: int
     ) -> Iterator[tuple[SavedChunk, int, int]]:
-        """Where elements [start, stop) are, as far as they are anywhere."""
+        """Yield the chunks that have elements [start, stop), and which of them, up to the first gap."""
         reached = start
         for chunk in self._chunks.get((kind, name, key), []):
             low, high = max(chunk.start, reached), min(chunk.stop, stop)
@@ -124,7 +126,7 @@ class CheckpointReader:
         return self.value(WHOLE, name, key)
 
     def value(self, kind: str, name: str, key: str = "") -> Tensor:
-        """What was never cut, in its own shape."""
+        """A state that was never cut, in its own shape."""
         chunk = self._chunks[kind, name, key][0]
         return self._file(chunk).whole(chunk.tensor_name)
 
@@ -153,7 +155,7 @@ class LazyTensor:
     dtype: torch.dtype
 
     def parts(self) -> Iterator[tuple[int, Tensor]]:
-        """Its elements in stretches, each with its place; flat, in the dtype they were saved in."""
+        """Yield (position, flat values) parts of its elements, in order, in the dtype they were saved in."""
         if self.name in self.source.manifest.buffers:
             yield 0, self.source.values.of_rank(self.name, 0)
             return
@@ -174,9 +176,10 @@ class LazyTensor:
 
 
 def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bool = True) -> OpenCheckpoint:
-    """The checkpoint or export at `path`: one of them, or the folder of several that has `latest` (or `tag`) in it.
+    """Open the checkpoint or export at `path` for reading until `stack` closes.  path: one of them, or a directory of
+    several, of which `tag` (None: the file `latest`) names one.
 
-    checks: read every byte first, and raise where one is not what was written.
+    checks: read every byte first; CheckpointError where one differs from what was saved.
     """
     folder = resolve_checkpoint(path, tag)
     if checks:
@@ -191,7 +194,9 @@ def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bo
 
 
 def resolve_checkpoint(path: Path, tag: str | None) -> Path:
-    """Where a checkpoint lies: `path` itself if it is one, else the tag in it."""
+    """The folder of a checkpoint: `path` itself if it is one, else that of the tag in it.  CheckpointError where there
+    is neither.
+    """
     if tag is None and is_single_checkpoint(path):
         return path
     chosen = tag if tag is not None else latest_tag(path)
@@ -206,7 +211,9 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 def tensors_of(
     source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
-    """Every weight and buffer by its first name.  dtype: of floating-point tensors; None: the most precise there is."""
+    """Map the first name of every weight and buffer to a lazy tensor.  dtype: of floating-point tensors; None: the most
+    precise form that was saved.
+    """
     manifest = source.manifest
     found = {}
     for name, facts in manifest.parameters.items():
@@ -226,7 +233,7 @@ def _lazy_tensor(source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype
 
 
 def plain_values(folder: Path, manifest: Manifest) -> dict[str, Any]:
-    """What was saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
+    """Read the values that were saved beside the slices: {"groups": ..., "trainer": ..., "client": ...}."""
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack)
         tensors = {chunk.name: reader.value(VALUE, chunk.name) for chunk in manifest.chunks if chunk.kind == VALUE}

@@ -30,7 +30,7 @@ _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it
 
 @dataclass(frozen=True)
 class ByteRange:
-    """Bytes [start, stop) of an open file.  again: they will be read once more soon."""
+    """Bytes [start, stop) of an open file.  read_again: they will be read once more soon."""
 
     descriptor: int
     start: int
@@ -40,7 +40,7 @@ class ByteRange:
 
 @dataclass(frozen=True)
 class ReadPart:
-    """A part of a span that came in one read, which other pieces may share."""
+    """A part of a byte range that came in one request, which other parts may share."""
 
     range: ByteRange
     start: int
@@ -49,12 +49,12 @@ class ReadPart:
 
     @property
     def data(self) -> Tensor:
-        """Its bytes, until the next piece is asked for; OSError where they cannot be had."""
+        """Its bytes, uint8, valid until the next part is asked for; OSError where they cannot be read."""
         return self.request.bytes_of(self)
 
 
 class ReadRequest:
-    """One request: what it reads into, and how far it is."""
+    """One request of a thread: the parts that it reads, and the block that it reads into."""
 
     def __init__(self, path: ReadPath) -> None:
         self.parts = list[ReadPart]()
@@ -66,7 +66,7 @@ class ReadRequest:
         self._job = pool.submit(self._path.fill, block, first.range, first.start, last.stop)
 
     def end(self) -> Tensor:
-        """The block, once nobody writes to it."""
+        """Wait until the thread has done with the block, and return it."""
         self._job.exception()
         return self._block
 
@@ -82,13 +82,13 @@ class ReadRequest:
 
 
 class ReadPath:
-    """How a block is filled: see the table above."""
+    """Fills a block past the page cache or through it, as the table above says."""
 
     def __init__(self) -> None:
         self._num_bytes, self._seconds = 0, 0.0  # that direct reads took, `THREADS` of them at once
 
     def fill(self, block: Tensor, byte_range: ByteRange, start: int, stop: int) -> None:
-        """Read [start, stop) so that `start` has its place in its page."""
+        """Read bytes [start, stop) into a block, `start` at its offset within a page."""
         low = start - start % PAGE
         target = block.numpy().data[: stop - low]
         is_slow = byte_range.read_again and self._num_bytes * THREADS < FAST * self._seconds
@@ -106,7 +106,7 @@ class ReadPath:
             low, target = low + count, target[count:]
 
     def _read_direct(self, descriptor: int, block: memoryview, low: int, stop: int) -> bool:
-        """Past the page cache; False where the file system knows no such way, or the file no such bytes."""
+        """Read past the page cache; False where the file system cannot, or the file ends early."""
         began = time.perf_counter()
         try:
             direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC | _O_DIRECT)
@@ -123,7 +123,7 @@ class ReadPath:
 
 
 def read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
-    """The bytes of spans, in order and in pieces; each is good until the next is asked for."""
+    """Yield the bytes of ranges, in order and in parts; each part is valid until the next is asked for."""
     coming, under_way = _requests(ranges), deque[ReadRequest]()
     blocks = (private_pages(BLOCK_BYTES + PAGE, torch.uint8) for _ in range(BLOCKS))
     with ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint") as pool:
@@ -140,7 +140,7 @@ def read_ahead(ranges: Iterable[ByteRange]) -> Generator[ReadPart, None, None]:
 
 
 def _requests(ranges: Iterable[ByteRange]) -> Iterator[ReadRequest]:
-    """Requests of at most a block; spans that follow each other share one."""
+    """Cut ranges into requests of at most a block; adjacent ranges share one."""
     path = ReadPath()
     read = ReadRequest(path)
     for byte_range in ranges:

@@ -74,7 +74,7 @@ DTYPE_ALIASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file to be."""
+    """A tensor that a file will have: its name, shape and dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -90,7 +90,7 @@ class TensorInfo:
 
 
 def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """The head of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
+    """The header of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for info in infos:
@@ -108,7 +108,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The dtype that a file names in torch's words; a CheckpointError where it is none that a file may name."""
+    """The dtype that a file names in torch's words; CheckpointError where it is none that a file may name."""
     found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise CheckpointError(
@@ -121,7 +121,7 @@ def dtype_named(name: Any) -> torch.dtype:
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor's bytes lie in its file."""
+    """Where the bytes of a tensor lie in its file, and what they mean."""
 
     start: int
     stop: int
@@ -139,7 +139,7 @@ class TensorLocation:
 
 @dataclass(frozen=True)
 class SafetensorsHeader:
-    """What a safetensors file says of itself.  crc: CRC-32 of the header's own bytes, its length included."""
+    """The header of a safetensors file.  crc: CRC-32 of its own bytes, the length included."""
 
     locations: dict[str, TensorLocation]
     metadata: dict[str, str]
@@ -147,13 +147,15 @@ class SafetensorsHeader:
 
     @property
     def tensor_crcs(self) -> dict[str, int]:
-        """CRC-32 of the tensors' bytes, as far as the file has them; a ValueError where it has nonsense."""
+        """CRC-32 of the tensors' bytes, as far as the file has them; ValueError where they are unreadable."""
         crcs = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
         return {name: int(text, 16) for name, text in crcs.items()}
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """The header of a safetensors file; a CheckpointError unless the file is there and exactly as long as it says."""
+    """Read the header of a safetensors file.  CheckpointError unless the file exists and has exactly the length that
+    its header says.
+    """
     try:
         with open(path, "rb") as file:
             length = os.fstat(file.fileno()).st_size
@@ -191,7 +193,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def _without_crc(size: int, text: bytes, own: str) -> bytes:
-    """A header's bytes as they were summed."""
+    """A header's bytes with zeros in the place of its own checksum, as they were when it was computed."""
     field = f'"{HEADER_CRC_KEY}": "{{}}"'
     return size.to_bytes(8, "little") + text.replace(field.format(own).encode(), field.format(NO_CRC).encode(), 1)
 
@@ -235,7 +237,7 @@ class SafetensorsReader:
         return values.view(location.shape)
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor, flat, mapped into memory: only what is looked at comes from the disk, and nothing is copied."""
+        """A tensor, flat, mapped into memory: only the pages that are read come from the disk, and nothing is copied."""
         location = self.header.locations[name]
         if not location.numel:
             return torch.empty(0, dtype=location.dtype)
@@ -253,13 +255,13 @@ class SafetensorsReader:
 
 
 class SafetensorsWriter:
-    """A safetensors file under construction; on the disk when its block ends without an error.
+    """A safetensors file under construction; complete and on the disk when its block ends without an error.
 
-    The header comes last, since it has the checksums of what was written.  Errors are CheckpointErrors.
+    The header is written last, since it has the checksums of the tensors.  Errors are CheckpointErrors.
     """
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo], run: str = "") -> None:
-        """run: the identity of the export that the file is of."""
+        """run: the identity of the export that the file belongs to."""
         # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
         self._tensors = sorted(infos, key=lambda each: -each.dtype.itemsize)
         self.path, self._run, self._locations, offset = path, run, dict[str, tuple[TensorInfo, int]](), 0
@@ -273,8 +275,8 @@ class SafetensorsWriter:
             self._descriptor = files.create(path)
 
     def write(self, name: str, start: int, values: Tensor) -> None:
-        """Elements from `start` on of a tensor, flat, in C order, from its first to its last; cast to what the file
-        says.
+        """Write the elements of a tensor from `start` on, flat, in C order, cast to the file's dtype.  Each tensor is
+        written from its first element to its last; different tensors may be interleaved.
         """
         info, offset = self._locations[name]
         if start != self._written[name]:
@@ -295,7 +297,7 @@ class SafetensorsWriter:
         self.close(is_complete=kind is None)
 
     def close(self, *, is_complete: bool = True) -> None:
-        """Have it on the disk, if it is to be used."""
+        """Close the file; if it is complete, write its header and have it on the disk."""
         if self._descriptor < 0:
             return
         descriptor, self._descriptor = self._descriptor, -1
@@ -319,7 +321,7 @@ class SafetensorsWriter:
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flat values in another dtype, by the house's one cast from fp32 to bf16."""
+    """Flat values in another dtype; from fp32 to bf16 as an update casts.  The same tensor where nothing changes."""
     if values.dtype == dtype:
         return values
     out = torch.empty(values.numel(), dtype=dtype, device=values.device)
@@ -354,7 +356,7 @@ THREADS = 2  # writes at once
 
 
 class StreamingWriter:
-    """Writes one file from front to back.  Errors are CheckpointErrors that name it."""
+    """Writes one file from front to back, past the page cache.  Errors are CheckpointErrors that name it."""
 
     def __init__(self, path: Path, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
         head = encode_header(infos, metadata)
@@ -369,7 +371,7 @@ class StreamingWriter:
         self.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
 
     def append(self, values: Tensor, crc: int = 0) -> int:
-        """Append a tensor's bytes; returns zlib's CRC-32 of them, which continues `crc`."""
+        """Append a tensor's bytes; returns zlib's CRC-32 of them, continued from `crc`."""
         data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         done = 0
         while done < len(data):
@@ -384,7 +386,7 @@ class StreamingWriter:
         return crc
 
     def finish(self) -> None:
-        """Have all of it on the disk."""
+        """Write what is left, and have the file on the disk."""
         try:
             if self._filled:
                 self._submit(-(-self._filled // PAGE) * PAGE)
@@ -397,14 +399,14 @@ class StreamingWriter:
             self.close()
 
     def close(self) -> None:
-        """Give up what is open; the file stays as it is."""
+        """Close the file as it is."""
         self._pool.shutdown(wait=True)
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
     def _current_block(self) -> Tensor:
-        """The block that is being filled."""
+        """The block that is being filled; waits for a write where none is free."""
         while not self._free:
             self._reclaim()
         return self._free[0]
@@ -427,7 +429,7 @@ class StreamingWriter:
 
 
 def _create_direct(path: Path) -> int:
-    """A new file past the page cache, or through it where the file system knows no other way."""
+    """Create a file to write past the page cache, or through it where the file system cannot."""
     with suppress(OSError, AttributeError):
         descriptor = files.create(path, os.O_DIRECT)
         page = private_pages(PAGE, torch.uint8)

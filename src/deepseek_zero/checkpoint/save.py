@@ -56,8 +56,8 @@ NOW, IN_BACKGROUND = "at once", "behind"
 class SaveSettings:
     """latest: point `latest` at this checkpoint.  tag_validation: Ignore, Warn or Fail when ranks name different tags.
 
-    wait: return when the checkpoint is on the disk; else write behind the training, where all states rest in memory.
-    snapshot_bytes: what each rank may copy meanwhile of states that a step is about to change.
+    wait: return when the checkpoint is on the disk; else write while training goes on, where no state rests on a disk.
+    snapshot_bytes: how much each rank may copy meanwhile of states that a step is about to change.
     """
 
     latest: bool = True
@@ -68,7 +68,10 @@ class SaveSettings:
 
 
 class PendingSave:
-    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank writes its file."""
+    """One checkpoint under way.  Making one, and `commit`, are collective; in between each rank writes its file.
+
+    CheckpointError on every rank where one of them cannot write; the one before stays loadable.
+    """
 
     def __init__(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> None:
         self.contents, self.settings = contents, settings
@@ -109,7 +112,9 @@ class PendingSave:
         return self.write.is_over
 
     def commit(self) -> Path:
-        """Wait for every rank's file, then make the checkpoint visible; it is on the disk when this returns."""
+        """Wait for every rank's file, then make the checkpoint visible and return its folder; it is on the disk by
+        then.  Collective.
+        """
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
             run_and_gather(
@@ -123,7 +128,9 @@ class PendingSave:
     # -- this rank's part
 
     def _plan_write(self, common: dict[str, str]) -> str:
-        """Find what is to be written, and when. common: digests of the buffers that rank 0 writes for all."""
+        """Decide what this rank writes, and whether now or in the background.  common: digests of the buffers that rank
+        0 writes for all.
+        """
         contents, rank = self.contents, self._comm.rank
         groups = [*self._value_items(common), *self._state_items()]
         self._scalars = optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
@@ -137,7 +144,7 @@ class PendingSave:
         return ""
 
     def _value_items(self, common: dict[str, str]) -> list[WriteGroup]:
-        """Copies of what changes between steps."""
+        """Copies of the states that change between steps: buffers, random generators, plain values."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
             value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
@@ -163,7 +170,7 @@ class PendingSave:
     # -- rank 0's part
 
     def _open_staging(self) -> str:
-        """A hidden directory of our own, locked while we write; the identity of this save."""
+        """Make a hidden directory and lock it (rank 0); returns a new identity for this save."""
         if self._comm.rank:
             return ""
         refuse_foreign_files(self.final)
@@ -171,7 +178,7 @@ class PendingSave:
         return secrets.token_hex(8)
 
     def _finish(self, indexes: list[str]) -> str:
-        """The manifest, the rename, `latest`."""
+        """Write the manifest, rename the directory, write `latest`."""
         found = [json.loads(index) for index in indexes]
         missing = [rank for rank in range(len(found)) if not (self.hidden / f"rank_{rank:05d}.safetensors").exists()]
         if missing:
@@ -195,7 +202,7 @@ class PendingSave:
 
 
 def refuse_foreign_files(final: Path) -> None:
-    """Raise if what has this checkpoint's name already is none: it would be gone."""
+    """Raise CheckpointError if `final` exists and is no checkpoint: publishing would remove it."""
     if final.exists() and not is_checkpoint(final) and not (final.is_dir() and not any(final.iterdir())):
         raise CheckpointError(
             f"'{final}' is there already and is no checkpoint.",
@@ -205,8 +212,8 @@ def refuse_foreign_files(final: Path) -> None:
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
-    """Give a finished folder its name, and `latest` that name.  What had it before stays hidden until somebody
-    has time to `remove_replaced`: gigabytes take a while.
+    """Give a finished folder its name, and write that name into `latest`.  The previous checkpoint of the same tag
+    stays under a hidden name until `remove_replaced`, since removing gigabytes takes a while.
     """
     if final.exists():
         remove_replaced(final)
@@ -218,12 +225,14 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state count."""
+    """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state are saved.
+    CheckpointError on every rank where one of them cannot write.
+    """
     return PendingSave(directory, tag, contents, settings).commit()
 
 
 def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """The values that are not slices: hyper-parameters, counters, scaler and schedule, the caller's state."""
+    """Encode the values that are not slices: hyper-parameters, counters, scaler and schedule, the caller's state."""
     groups: list[Any] = []
     if contents.optimizer is not None:
         for group in contents.optimizer.param_groups:
@@ -246,7 +255,9 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
 
 
 def _digests(contents: Contents) -> dict[str, str]:
-    """Running statistics differ between ranks, masks do not: what equals rank 0's is written once."""
+    """Digests of the persistent buffers: a buffer that equals rank 0's is written once.  Running statistics differ
+    between ranks, masks do not.
+    """
     return {name: _digest(buffer) for name, buffer in persistent_buffers(contents.runtime.model).items()}
 
 
@@ -256,7 +267,7 @@ def _digest(buffer: Tensor) -> str:
 
 
 def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
-    """What is known before anything is written."""
+    """The manifest as far as it is known before anything is written."""
     runtime, optimizer = contents.runtime, contents.optimizer
     plan = {}
     for unit in runtime.units:
@@ -295,7 +306,7 @@ BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at once
 
 @dataclass(eq=False)
 class ItemProgress:
-    """What one origin has become so far."""
+    """How far the writing of one item is."""
 
     item: WriteItem
     copy: Tensor | None = None  # its values, copied because a step was about to change them
@@ -308,7 +319,7 @@ class ItemProgress:
 
 
 class BackgroundWrite:
-    """This rank's file, and how far it is."""
+    """The writing of this rank's file, at once (`write`) or in a thread (`start`)."""
 
     def __init__(
         self, path: Path, groups: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
@@ -329,14 +340,14 @@ class BackgroundWrite:
         self.head_crc = 0  # of the file's header
 
     def start(self) -> None:
-        """Write in a thread from now on; only where all of it `rests_in_place`."""
+        """Begin to write in a thread; only where `is_resident`."""
         for group in self._of_group:
             group.guard.reader = partial(self._copy_before_change, group)
         self._thread = threading.Thread(target=self._run, name="deepseek_zero checkpoint", daemon=True)
         self._thread.start()
 
     def write(self) -> None:
-        """Write all of it now."""
+        """Write the file now."""
         began = time.perf_counter()
         try:
             self._write()
@@ -346,7 +357,7 @@ class BackgroundWrite:
 
     @property
     def is_resident(self) -> bool:
-        """Whether a thread may read all of it."""
+        """Whether no state rests on a disk, so that a thread may read all of them."""
         return not any(stretch.extent.is_offloaded for write_group in self._groups for stretch in write_group.extents)
 
     @property
@@ -355,7 +366,7 @@ class BackgroundWrite:
         return self._is_over
 
     def chunks(self) -> list[SavedChunk]:
-        """What was written, with its checksums; waits for the thread, and raises what ended it."""
+        """Wait for the thread and return the chunks with their checksums; raises the error that ended it."""
         if self._thread is not None:
             self._thread.join()
             for group in self._of_group:
@@ -408,7 +419,7 @@ class BackgroundWrite:
     # -- in the thread that trains
 
     def _copy_before_change(self, group: ParamGroup) -> None:
-        """This group's states are about to change."""
+        """Copy, or wait for, the unwritten states of a group that the training thread is about to change."""
         began = time.perf_counter()
         for state in self._of_group[group]:
             with self._progress:
@@ -428,8 +439,8 @@ def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
 
 
 def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
-    """In the order of the file: larger dtypes first, so that every tensor lies at a multiple of its elements' size;
-    else as they come.
+    """Order items as the file has them: larger dtypes first, so that every tensor lies at a multiple of its elements'
+    size; else as they come.
     """
     found = [(item, write_group) for write_group in groups for item in write_group.items]
     found.sort(key=lambda item: -item[0].dtype.itemsize)

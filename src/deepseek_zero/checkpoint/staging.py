@@ -21,18 +21,20 @@ STAGING_LOCK = ".writing"
 
 
 def staging_path(final: Path) -> Path:
-    """Where something is made that will be called `final`."""
+    """The hidden path under which `final` is made."""
     return final.with_name(f".{final.name}.saving")
 
 
 class StagedOutput:
-    """A hidden folder.  One process opens it and puts it in place; others may write into `path` meanwhile."""
+    """A hidden folder that takes its final name when it is complete.  One process opens and publishes it; others may
+    write into `path` meanwhile.
+    """
 
     def __init__(self, final: Path) -> None:
         self.final, self.path, self._lock = final, staging_path(final), -1
 
     def open(self) -> None:
-        """Make the folder, and lock it.  CheckpointError where another job is writing there."""
+        """Make the folder and lock it.  CheckpointError where another job writes there."""
         with files.describing_errors(f"saving to '{self.final}'"):
             files.make_folders(self.final.parent)
             if self.path.is_dir():
@@ -46,20 +48,20 @@ class StagedOutput:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def finish(self) -> None:
-        """All of it is written: have its names on the disk."""
+        """Have the names in the folder on the disk, once everything is written."""
         with suppress(FileNotFoundError):
             files.remove(self.path / STAGING_LOCK)
         files.sync_folder(self.path)
 
     def discard(self) -> None:
-        """What was written takes room and is good for nothing; nothing where this process did not open it."""
+        """Remove the folder; nothing where this process did not open it."""
         if self._lock >= 0:
             with suppress(OSError):
                 files.remove_folder(self.path)
             self.unlock()
 
     def unlock(self) -> None:
-        """Let go of the lock."""
+        """Release the lock."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -67,10 +69,11 @@ class StagedOutput:
     # -- files for others, which are put in place among what is not ours
 
     def publish_folder(self, ours: Sequence[str] = (), last: str = "") -> None:
-        """Let the folder have its name; into a folder that exists its files move one by one, the one named `last` last.
+        """Give the folder its name; into a folder that exists its files move one by one, the one named `last` last.
 
-        A folder that exists may hold what is not ours (a tokenizer), so it is not replaced.  What matches the patterns
-        `ours` and is not written again was left by an export before this one, and is removed: a reader would take it.
+        A folder that exists may hold files that are not ours (a tokenizer), so it is not replaced.  A file in it that
+        matches one of the patterns `ours`, and is not written again, was left by an earlier export and is removed, or a
+        reader would take it.
         """
         made = self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
@@ -87,7 +90,7 @@ class StagedOutput:
         self.unlock()
 
     def publish_file(self) -> None:
-        """Let the only file of the folder, which has the final name already, have its place."""
+        """Move the only file of the folder, which has its final name already, to its place."""
         self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
             files.rename(self.path / self.final.name, self.final)
@@ -96,7 +99,7 @@ class StagedOutput:
         self.unlock()
 
     def _sync_files(self) -> list[str]:
-        """The names made; the files are their owner's alone and on the disk, whoever wrote them."""
+        """Make the files their owner's alone and have them on the disk, whoever wrote them; returns their names."""
         made = sorted(path.name for path in self.path.iterdir() if path.name != STAGING_LOCK)
         with files.describing_errors(f"completing '{self.final}'"):
             for name in made:

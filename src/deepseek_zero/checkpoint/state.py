@@ -33,8 +33,8 @@ from .safetensors_file import dtype_name
 
 @dataclass
 class Contents:
-    """What a checkpoint is made of. trainer: counters, scaler and schedule; client: the caller's own; both plain
-    values.
+    """The states that a checkpoint is made of.  trainer: counters, scaler and schedule; client: the caller's own; both
+    are plain values.
     """
 
     runtime: Runtime
@@ -44,7 +44,7 @@ class Contents:
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:
-    """Dtype of the most precise form of a group's weights: the master's, where there is one."""
+    """The dtype of the most precise form of a group's weights: the master's, where there is one."""
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
 
@@ -57,9 +57,10 @@ def exact_extents(group: ParamGroup) -> list[Extent]:
 
 @dataclass(eq=False)
 class WriteItem:
-    """One chunk of this rank's and where its elements are now.
+    """One chunk that this rank writes, and how its elements are read.
 
-    read(low, high): elements of the chunk, to be looked at before anything else happens.  group: whose step changes it.
+    read(low, high): returns elements [low, high) of the chunk, flat, valid until the next call.  group: the one whose
+    step changes them; None where no step does.
     """
 
     chunk: SavedChunk
@@ -75,15 +76,16 @@ class WriteItem:
 
 @dataclass
 class WriteGroup:
-    """Sources that are read together, and what of other memories must be here meanwhile."""
+    """Items that are written together, and the ranges of extents that must be fetched meanwhile."""
 
     items: list[WriteItem]
     extents: list[ExtentRange] = field(default_factory=list)
 
 
 def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
-    """This rank's part of weights and optimizer states, group by group in the order of their update.  Each element of
-    the model is in one rank's batches.
+    """Yield this rank's items of weights and optimizer states, group by group in the order of their update.
+
+    Over all ranks, each element of the model is in one item.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     shards_by_group: dict[int, list[MasterShard]] = {}
@@ -101,7 +103,7 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
 
 
 def _weight_items(group: ParamGroup) -> WriteGroup:
-    """This rank's part of a group's parameters, also of those that every rank holds whole."""
+    """This rank's part of a group's parameters, also where every rank holds them whole."""
     write_group, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
     places = []
     for member in group.members:
@@ -146,7 +148,7 @@ def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict would hold, each once."""
+    """Map names to the buffers that a state dict would hold, each once."""
     found: dict[str, Tensor] = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -156,7 +158,9 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def state_names(model: nn.Module) -> dict[str, str]:
-    """name in the state dict -> the first name of the same parameter (itself, unless it is tied), in its order."""
+    """Map each name in the state dict, in its order, to the first name of the same parameter: itself, unless it is
+    tied.
+    """
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for prefix, module in model.named_modules(remove_duplicate=False):
@@ -170,7 +174,7 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 class MomentCache:
-    """A piece's moment as it was read last: parameters that share the piece ask for it one after another."""
+    """The moment that was read last: parameters that share a shard ask for it one after another."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
@@ -183,7 +187,7 @@ class MomentCache:
 
 
 def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, cache: MomentCache) -> WriteGroup:
-    """This rank's part of every optimizer state of a piece that has elements."""
+    """This rank's part of every optimizer state of a shard that has elements."""
     write_group, rank = (
         WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]),
         shard.rank,
@@ -207,7 +211,7 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
 def _owned_moment_items(
     optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, cache: MomentCache
 ) -> Iterator[WriteItem]:
-    """Where every rank holds the whole state (stage 0), each writes the part it would own if it were sharded."""
+    """The part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
     shard, rank = overlap.piece, overlap.piece.rank
     low, high = shard.group.layout.owned(overlap.slot, rank)
     start, stop = max(overlap.start, low - overlap.slot.start), min(overlap.stop, high - overlap.slot.start)
@@ -238,7 +242,7 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """Optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
+    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
     found: dict[str, dict[str, Any]] = {}
     for shard in optimizer.pieces():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
@@ -263,14 +267,14 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
 
 
 def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
-    """A tensor that no step changes, whole and in its own shape."""
+    """The item of a tensor that no step changes, whole and in its own shape."""
     flat = value.reshape(-1)
     chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
     return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """What `restore_rng` takes, by generator."""
+    """The states of the process's random generators, by generator, for `restore_rng`."""
     found = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)
@@ -285,7 +289,7 @@ def capture_rng(device: torch.device) -> dict[str, Tensor]:
 
 
 def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Go on where `capture_rng` was called; a generator that has no state goes on where it is."""
+    """Set the random generators to captured states; one without a state stays as it is."""
     if "torch" in states:
         torch.set_rng_state(states["torch"])
     if "cuda" in states and device.type == "cuda":

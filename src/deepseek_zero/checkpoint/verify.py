@@ -23,7 +23,9 @@ OnBytes = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that is wrong.  tensor: the parameter or buffer concerned, empty where it is the file."""
+    """One thing that is wrong with a checkpoint.  tensor: the parameter or buffer concerned; empty where it is the
+    file.
+    """
 
     file: str
     problem: str
@@ -35,7 +37,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class FileSubset:
-    """Every `of`-th file from the `rank`-th on: what one of several readers looks at."""
+    """Every `of`-th file from the `rank`-th on: the ones that one of several readers checks."""
 
     rank: int = 0
     of: int = 1
@@ -46,7 +48,9 @@ NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
 def check_headers(folder: Path, subset: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
-    """The manifest, if it can be read, and what is found wrong without reading tensors."""
+    """Read the manifest and the headers of a subset of the files; returns the manifest, None where it cannot be read,
+    and every fault found.  Raises nothing.
+    """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
         return _check_foreign(folder, layout)
@@ -67,8 +71,11 @@ def verify(
     read_again: bool = False,
     except_kind: str = "",
 ) -> list[Fault]:
-    """Everything that is wrong with a checkpoint.  seen: is told how many bytes were just read.  again: whether they
-    will be read once more soon.  but: a kind of chunk whose bytes are not read: whoever reads them next compares them.
+    """Read a subset of a checkpoint's files, every byte, and return every fault found; raises nothing.
+
+    on_bytes: called with the number of bytes just read.  read_again: the files will be read once more soon, so the page
+    cache may keep them.  except_kind: a kind of chunk whose bytes are not read here, since the caller compares them as
+    it reads.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -99,7 +106,7 @@ def _manifest_or_fault(folder: Path) -> Manifest | Fault:
 
 
 def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, list[Fault]]:
-    """What files without a manifest say of themselves, in the words of our manifest."""
+    """Read the manifest of files that have none of ours, as their layout describes them."""
     try:
         found = layout.manifest(path)
     except CheckpointError as error:
@@ -108,7 +115,7 @@ def _check_foreign(path: Path, layout: ForeignLayout) -> tuple[Manifest | None, 
 
 
 def checksum_coverage(path: Path) -> str:
-    """What a verdict of `verify` rests on where it is not a checksum for every chunk; empty where it is."""
+    """Say what a verdict of `verify` rests on where not every chunk has a checksum; empty where each has one."""
     layout = layout_of(path)
     return layout.checksum_coverage(path) if isinstance(layout, ForeignLayout) else ""
 
@@ -135,7 +142,7 @@ def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iter
 
 
 def num_without_checksum(manifest: Manifest) -> int:
-    """Chunks whose bytes can be read and not compared: an older version of the library saved them."""
+    """Count the chunks without a checksum, which an older version of the library saved."""
     return sum(getattr(chunk, "crc", None) is None for chunk in manifest.chunks)
 
 
@@ -144,7 +151,9 @@ def _ignore(count: int) -> None:
 
 
 def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tuple[str, list[SavedChunk]]]:
-    """The files of a share, with the chunks that must be in them; what lies there beside them must be whole too."""
+    """Yield the files of a subset with the chunks that must be in them; any other safetensors file there must be whole
+    too.
+    """
     chunks: dict[str, list[SavedChunk]] = {path.name: [] for path in folder.glob("*.safetensors")}
     for chunk in manifest.chunks:
         chunks.setdefault(chunk.file, []).append(chunk)
@@ -154,7 +163,7 @@ def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tup
 
 
 def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
-    """Elements that a manifest forgot, or shapes that it has wrong: each weight and moment is written once, whole."""
+    """Yield a fault for elements that a manifest does not list, and for shapes that it has wrong."""
     excluded = set(manifest.excluded)
     reached = {(WEIGHT, name, ""): 0 for name in manifest.parameters if name not in excluded}
     for chunk in sorted(manifest.chunks, key=lambda each: each.start):
@@ -171,7 +180,7 @@ def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
 def _check_header(
     path: Path, chunks: Sequence[SavedChunk], manifest: Manifest
 ) -> tuple[SafetensorsHeader | None, list[Fault]]:
-    """The header of a file, None where it is of no use, and what is wrong with it."""
+    """Read the header of a file, None where it cannot be used, and return it with what is wrong with it."""
     try:
         header = read_header(path)
     except CheckpointError as error:
@@ -207,7 +216,7 @@ def _check_tensors(
     *,
     read_again: bool,
 ) -> Iterator[Fault]:
-    """Read these tensors of a file from front to back and compare what has a checksum."""
+    """Read these tensors of a file from front to back, and compare those that have a checksum."""
     known = {chunk.tensor_name: chunk for chunk in chunks}
     entries = sorted(locations.items(), key=lambda item: item[1].start)
     sums: dict[str, int | OSError] = dict.fromkeys(locations, 0)
@@ -228,14 +237,14 @@ def _check_tensors(
 
 
 def compare_checksum(chunk: SavedChunk, found: int) -> Iterator[Fault]:
-    """What is wrong with a chunk whose bytes have the checksum `found`."""
+    """Yield a fault if a chunk whose bytes have the checksum `found` was saved with another one."""
     if chunk.crc is not None and found != chunk.crc:
         problem = f"{_describe(chunk)} differs from what was saved (checksum {found:08x}, saved {chunk.crc:08x})"
         yield Fault(chunk.file, problem, chunk.name)
 
 
 def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
-    """Raise if there are any."""
+    """Raise a CheckpointError that names the first few faults, if there are any."""
     descriptions = [str(fault) for fault in faults]
     if descriptions:
         raise CheckpointError(
@@ -246,12 +255,12 @@ def raise_faults(folder: Path, faults: Iterable[Fault]) -> None:
 
 
 def first_few(names: Sequence[str]) -> str:
-    """The first few of many."""
+    """Join the first few of many names."""
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
-    """Of a tensor as far as this piece; or why there is none."""
+    """Continue a tensor's CRC-32 with the bytes of this part; the OSError where one occurred."""
     if isinstance(before, OSError):
         return before
     try:

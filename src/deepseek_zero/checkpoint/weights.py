@@ -31,7 +31,7 @@ from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
 def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
-    """Read this rank's share of the files that an export of ours wrote: no others say what their bytes were."""
+    """Verify this rank's part of the files if an export of ours wrote them; files of other programs have no checksums."""
     with ExitStack() as stack:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:
@@ -40,7 +40,12 @@ def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
 
 
 def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> None:
-    """Fill weights, masters and persistent buffers.  Collective; moments and counters stay what they are."""
+    """Write the weights of a safetensors folder or file into a wrapped model's slices, masters and persistent buffers.
+    Collective.
+
+    Each rank reads only the elements it holds.  Moments and counters stay as they are.  CheckpointError on every rank,
+    and an unchanged model, where the files are damaged, or names (strict) or shapes differ on one.
+    """
     with ExitStack() as stack, torch.no_grad():
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
@@ -59,7 +64,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
-    """Whose updates may wait, have come ahead or be owed: they are of the weights that were there."""
+    """The optimizer of these weights, if any: its deferred, speculative or delayed updates belong to the old ones."""
     found = (optimizer_of(group.members[0].param) for group in runtime.trained_groups)
     return next((optimizer for optimizer in found if optimizer is not None), None)
 
@@ -68,7 +73,8 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     """Give a model the weights of a safetensors folder or file.  Collective where ranks share the model.
 
     A wrapped model takes them into slices and masters.  One that will be wrapped may be on the meta device or built
-    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.
+    under zero.Init: each rank reads its slices alone, and `initialize` goes on from there.  strict: CheckpointError
+    where the model and the files do not have the same names; shapes must be equal in any case.
     """
     runtime = next((each for each in map(_runtime_of, model.parameters()) if each is not None), None)
     if runtime is not None:
@@ -102,13 +108,13 @@ def _runtime_of(param: nn.Parameter) -> Runtime | None:
 
 
 def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor that a state dict would hold, tied ones under their first name."""
+    """Map names to the shape of every tensor that a state dict would hold, tied ones under their first name."""
     shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
     return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
 
 
 def tied_of(model: nn.Module) -> dict[str, list[str]]:
-    """first name -> every name of the same parameter."""
+    """Map each parameter's first name to all of its names."""
     names: dict[str, list[str]] = {}
     for name, first in state_names(model).items():
         names.setdefault(first, []).append(name)
@@ -123,7 +129,7 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """own name -> name in the files; a CheckpointError that names what differs."""
+    """Map the model's names to names in the files; a CheckpointError says what differs."""
     found = {name: next((each for each in tied.get(name, [name]) if each in files.shapes), "") for name in shapes}
     missing = [name for name, there in found.items() if not there]
     known = {each for name in shapes for each in tied.get(name, [name])}
@@ -162,7 +168,7 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
 def _read_exact(
     files: SafetensorsFolder, name: str, group: ParamGroup, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Read elements in the master's dtype; where there is no master in fp32, from which the house casts."""
+    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights are cast."""
     for low, part in files.read(name, start, stop):
         exact = group.master.dtype if group.master is not None else torch.float32
         yield low, part.to(exact) if group.master is not None or part.is_floating_point() else part

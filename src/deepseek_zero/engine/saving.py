@@ -41,7 +41,7 @@ COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 @dataclass(frozen=True)
 class Restore:
-    """What of a checkpoint an engine takes.  module_only: nothing but weights and buffers."""
+    """Which parts of a checkpoint a load restores.  module_only: nothing but weights and buffers."""
 
     strict: bool = True
     moments: bool = True
@@ -52,10 +52,11 @@ class Restore:
 
 
 class Saver:
-    """The checkpoint an engine is writing, if there is one, and what goes after it.  keep: which older ones stay.
+    """The checkpoint that an engine is writing, if there is one, and the removal of older ones.  keep: which of them
+    stay.
 
     Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next save begins, and
-    the interpreter waits for it; what a crash leaves has a hidden name, which the next removal takes too.
+    the interpreter waits for it; a crash leaves hidden names, which the next removal removes too.
     """
 
     def __init__(self, keep: Retention | None = None) -> None:
@@ -67,7 +68,7 @@ class Saver:
         self._end = weakref.finalize(self, self._writer_lock.release)
 
     def claim_directory(self, comm: Comm, directory: Path) -> None:
-        """Claim a directory for this job; CheckpointError on every rank where another one writes there.  Collective."""
+        """Lock a directory for this job.  Collective; CheckpointError on every rank where another job writes there."""
 
         def claim() -> str:
             if comm.rank == 0:
@@ -77,11 +78,11 @@ class Saver:
         run_and_gather(comm, "saving: one job in the directory", claim)
 
     def close(self) -> None:
-        """Nothing will be saved any more: another job may have the directory."""
+        """Release the lock on the directory: this engine will not save any more."""
         self._writer_lock.release()
 
     def commit_if_written(self) -> None:
-        """Between two steps: once every rank has written its file, make the checkpoint visible.
+        """Between two steps, make the checkpoint under way visible once every rank has written its file.
 
         Collective where a checkpoint is under way.  CheckpointError on every rank where one could not write.
         """
@@ -92,8 +93,8 @@ class Saver:
             self._commit()
 
     def finish(self) -> None:
-        """Wait for the checkpoint under way, make it visible, and have removed what goes.  Collective where there is
-        one under way.
+        """Wait for the checkpoint under way, make it visible, and wait for the removal of older ones.  Collective where
+        one is under way; CheckpointError on every rank where one could not write.
         """
         self._commit()
         if self._removal is not None:
@@ -160,7 +161,7 @@ def save_checkpoint(
 
 
 def _position(loader: Any, num_begun: int) -> Any:
-    """How far the data are at the beginning of this step.  Only our own loader can tell that in the midst of one."""
+    """The data loader's position at the beginning of this step; only our own loader knows it in the middle of one."""
     if isinstance(loader, ShardedLoader):
         return loader.state_dict(again=num_begun)
     return loader.state_dict() if hasattr(loader, "state_dict") else None
@@ -190,11 +191,13 @@ def _foreign_layout(
 
 
 def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
-    """Fill an engine from `directory/tag` (what `latest` names without a tag); (path, client_state).  Collective.
+    """Fill an engine from `directory/tag` (without a tag, the one that `latest` names) and return (path, client_state).
+    Collective.
 
-    tag "newest": the newest checkpoint of which every byte is right, in whichever layout.  So it is, with a warning,
-    where `latest` is missing or empty beside checkpoints: a run that has been saved does not begin again.  (None, None)
-    and a line in the log where there is none at all, as DeepSpeed has it.
+    tag "newest": the newest checkpoint of which every byte is right, in any layout.  It is loaded with a warning where
+    `latest` is missing or empty beside checkpoints: a run that has been saved does not begin again.  Without any
+    checkpoint the answer is (None, None), and a line in the log.  CheckpointError on every rank, and an unchanged
+    engine, where the checkpoint does not fit or (restore.verify) is damaged.
     """
     engine.parts.saver.finish()
     comm = engine.runtime.comm
@@ -220,8 +223,8 @@ def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Re
 
 
 def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, bool]:
-    """(directory, tag, whether every byte of it has just been read) of the checkpoint that a load means; the tag is
-    empty where there is none.  Rank 0's words count.  Collective.
+    """Find which checkpoint a load means: (directory, tag, whether every byte of it has just been read); an empty tag
+    where there is none.  Rank 0 decides for all.  Collective.
     """
 
     def choose() -> str:
@@ -254,7 +257,7 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """An older version of the library, or DeepSpeed, may have saved under that name."""
+    """Whether the tag asks for the newest checkpoint; not where one was saved under that name."""
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
@@ -276,7 +279,7 @@ def _restore_counters(engine: Engine, loaded: Loaded, restore: Restore) -> None:
 
 
 def _without_implementation_options(owed: dict[str, Any] | None) -> dict[str, Any] | None:
-    """How to compute is the running program's to say, also for an update that a checkpoint owes."""
+    """A delayed update's hyper-parameters without those that say how to compute, which the running program decides."""
     if owed is None:
         return None
     hypers = [

@@ -96,10 +96,12 @@ DEEPSPEED = DeepSpeedLayout()
 
 
 def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`.  Collective.
+    """Fill weights, masters and moments from DeepSpeed's files in `directory/tag`, at any world size and stage.
+    Collective.
 
-    settings.verify: compare the records of the files with the CRC-32s in them first, which is all they have: each rank
-    reads its share of the files.
+    settings.verify: first compare the records of the files with the CRC-32s in them, the only checksums they have; each
+    rank reads its part of the files.  CheckpointError on every rank, and an unchanged engine, where the files are
+    damaged or do not fit.
     """
     runtime, folder = contents.runtime, directory / tag
     opened: list[DeepSpeedCheckpoint] = []
@@ -137,7 +139,7 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
 
 
 def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> None:
-    """Raise if the files' moments are another optimizer's."""
+    """Raise CheckpointError if the files' moments are another optimizer's."""
     fix = "load with load_optimizer_states=False, or use the optimizer that was saved."
     if found.moments_problem:
         raise CheckpointError(f"the moments in {found.folder} cannot be used: {found.moments_problem}.", fix=fix)
@@ -157,7 +159,7 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
 
 
 def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Of the saved hyper-parameters those that the optimizer has too; DeepSpeed's kernels have words of their own."""
+    """Those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have more."""
     return [
         {key: value for key, value in saved.items() if key in mine}
         for saved, mine in zip(groups, optimizer.param_groups, strict=True)
@@ -168,7 +170,7 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
 
 
 def unsupported_reason(contents: Contents) -> str:
-    """What of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
+    """Say which of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
     taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
     if taken:
         return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
@@ -188,7 +190,11 @@ def unsupported_reason(contents: Contents) -> str:
 
 
 def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints."""
+    """Write `directory/tag` in DeepSpeed's layout and return it.  Collective; needs room for two checkpoints.
+
+    CheckpointError on every rank where one cannot write, or has a state that the layout has no place for; the
+    checkpoint before stays.
+    """
     comm, slices_folder = contents.runtime.comm, directory / ".slices.saving"
     run_and_gather(
         comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(unsupported_reason(contents), directory / tag)
@@ -214,7 +220,7 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
 
 
 def _abandon(written: list[Path], slices_folder: Path) -> None:
-    """What was written takes room and is good for nothing."""
+    """Remove what was written."""
     for folder in written:
         with suppress(OSError):
             files.remove_folder(folder)
@@ -232,7 +238,7 @@ def _refuse(problem: str, final: Path) -> str:
 
 
 def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
-    """Make DeepSpeed's files of the slices in `folder`."""
+    """Write DeepSpeed's files from the slices in `folder`, each rank its own.  Collective."""
     comm = contents.runtime.comm
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()

@@ -40,7 +40,7 @@ RESERVED_KEYS = frozenset(
 
 
 class StandIn:
-    """What an object of DeepSpeed's becomes: its attributes, and no behaviour."""
+    """What an object of a class of DeepSpeed's is read as: its attributes, without behaviour."""
 
     def __init__(self, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -61,11 +61,6 @@ STAND_INS: dict[Any, str] = {
     FragmentAddress: "deepspeed.utils.tensor_fragment.fragment_address",
     int: "deepspeed.runtime.zero.config.ZeroStageEnum",
 }
-
-
-def is_deepspeed(folder: Path) -> bool:
-    """Whether a folder holds a checkpoint in DeepSpeed's layout, or some files of one."""
-    return bool(deepspeed_files(folder))
 
 
 def deepspeed_files(folder: Path) -> list[Path]:
@@ -89,7 +84,8 @@ def open_file(path: Path) -> dict[str, Any]:
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
-    """Open the checkpoint in a folder; nothing but names and places is read.
+    """Open the checkpoint in a folder; only names, shapes and places are read.  CheckpointError where it is incomplete,
+    damaged, or of a kind that is not read.
 
     trained: names that the reader's model trains, which stage 0's files do not say.
     """
@@ -145,7 +141,9 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
 
 
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
-    """Raise unless every weight, and every moment that there is, is in the files from its first element to its last."""
+    """Raise CheckpointError unless every weight, and every moment in the files, is there from its first element to its
+    last.
+    """
     wanted = {(WEIGHT, name, "") for name in found.manifest.parameters}
     wanted |= {(*state, key) for state, keys in found.segments.items() for key in keys}
     for kind, name, key in sorted(wanted):
@@ -159,7 +157,9 @@ def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
 
 
 def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
-    """Raise if files that this library wrote are of different saves, or of other ranks than their names say."""
+    """Raise CheckpointError if files that this library wrote are of different saves, or of other ranks than their names
+    say.
+    """
     saved_scaler = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
     own = next((each["run"] for _, each in saved_scaler if each is not None), None)
     for rank, each in saved_scaler:
@@ -204,7 +204,7 @@ def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _base(optimizer: Mapping[str, Any]) -> Any:
-    """The inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under a name of its own."""
+    """The inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under another name."""
     for name in ("base_optimizer_state", "optimizer_state_dict"):
         if name in optimizer:
             return optimizer[name]
@@ -215,7 +215,7 @@ def _base(optimizer: Mapping[str, Any]) -> Any:
 
 
 def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: torch.dtype) -> None:
-    """A parameter's master is in the files: it is what is read as the weight."""
+    """Record that the files have a parameter's master, which is then read as the weight."""
     found.segments.pop((WEIGHT, name), None)
     found.manifest.parameters[name] = parameter_facts(shape, dtype, trained=True)
 
@@ -248,7 +248,7 @@ def _add_flat(
 
 
 def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The states of one flat parameter; a step that is kept by group is among them."""
+    """The states of one flat parameter, with the step that is kept by group."""
     base = _base(optimizer)
     if isinstance(base, list):  # the elastic form: group by group
         states = dict(base[number])
@@ -305,7 +305,7 @@ def _add_partitioned(
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
-    """What of a parameter stage 3 gives a rank; the last parts may be short, or empty."""
+    """The elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer, or none."""
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 
@@ -323,7 +323,9 @@ def _fits(found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence
 
 
 def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], trained: frozenset[str]) -> None:
-    """Its parameters are numbered, in the model's order: all of them or those that are trained, whichever fits."""
+    """Add an optimizer's states that are numbered in the model's order: of all parameters or of the trained ones,
+    whichever fits.
+    """
     base, everything = _base(optimizer), list(found.manifest.parameters)
     flats: list[Tensor] | None = optimizer.get("fp32_groups_flat")
     masters: list[Tensor] = [each for group in optimizer.get("fp32_groups", []) for each in group]
@@ -359,7 +361,7 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
 def _add_stretches(
     found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
 ) -> list[list[str]]:
-    """fp16 at stage 0: each group's masters end to end, without padding.  Names by group."""
+    """Add fp16 masters of stage 0: each group's end to end, without padding.  Returns names by group."""
     number, offset = 0, 0
     groups: list[list[str]] = [[] for _ in flats]
     for name in names:
@@ -376,7 +378,7 @@ def _add_stretches(
 
 
 def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Our scaler's words for DeepSpeed's."""
+    """Our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
     if "cur_scale" not in saved_scaler:

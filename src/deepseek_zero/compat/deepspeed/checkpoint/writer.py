@@ -56,8 +56,8 @@ if __name__ == "__main__":
 
 @dataclass(frozen=True)
 class DeepSpeedTarget:
-    """The checkpoint to be: its stage, its number of ranks, what its weights compute in, which save it is of, how its
-    loss is scaled.
+    """The checkpoint to write: its stage, its number of ranks, the dtype that its weights compute in, its identity, and
+    how its loss is scaled.
     """
 
     stage: int
@@ -68,7 +68,7 @@ class DeepSpeedTarget:
 
     @classmethod
     def of(cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
-        """That of the checkpoint itself where nothing else is asked for."""
+        """The target that a checkpoint itself describes, unless another stage or number of ranks is asked for."""
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
         low = next((dtype for dtype in (torch.bfloat16, torch.float16) if str(dtype)[6:] in rows), torch.float32)
@@ -77,12 +77,14 @@ class DeepSpeedTarget:
 
     @property
     def files(self) -> list[int]:
-        """Ranks that have a file."""
+        """The ranks that have a file."""
         return list(range(self.ranks if self.stage else 1))
 
 
 def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, rank: int) -> None:
-    """Write a rank's files.  Memory: its part of masters and moments; rank 0's at stages 0 to 2: all weights."""
+    """Write the files of one rank.  Holds its part of masters and moments in memory, and for rank 0 at stages 0 to 2
+    all weights.  CheckpointError where the disk refuses.
+    """
     groups = _groups(source)
     if layout.stage == 3 or rank == 0:
         name = MODEL_OF_RANK.format(rank) if layout.stage == 3 else MODEL
@@ -95,7 +97,7 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
 
 
 def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """DeepSpeed reads none of it back; it is the one place where we can say which save and rank a file is of."""
+    """The ds_config entry, of which DeepSpeed reads nothing back: it says which save and rank a file belongs to."""
     return {
         IDENTITY_KEY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
@@ -105,7 +107,7 @@ def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
 
 
 def _groups(source: OpenCheckpoint) -> list[list[str]]:
-    """Names by parameter group, in the optimizer's order."""
+    """The trained names by parameter group, in the optimizer's order.  CheckpointError where they cannot be known."""
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
         groups = [[name for name, facts in source.manifest.parameters.items() if facts["trained"]]]
@@ -130,8 +132,9 @@ def convert_to_deepspeed(
 ) -> None:
     """Write a checkpoint in DeepSpeed's layout into the folder `out`.
 
-    stage, ranks: those DeepSpeed will run with, which must match; left out: the checkpoint's own.  Memory: one rank's
-    part of masters and moments, and at stages 0 to 2 all weights.
+    stage, ranks: those that DeepSpeed will run with, which must match; by default the checkpoint's own.  Holds one
+    rank's part of masters and moments in memory, and at stages 0 to 2 all weights.  CheckpointError where the source is
+    damaged or has no optimizer states; then nothing is written.
     """
     with ExitStack() as stack:
         source = open_checkpoint(path, tag, stack)
@@ -185,7 +188,7 @@ def _model_state(
 
 
 def _client(source: OpenCheckpoint) -> dict[str, Any]:
-    """The caller's values, which stand among DeepSpeed's own in this layout."""
+    """The caller's values, which this layout keeps among DeepSpeed's own.  CheckpointError where a key is taken."""
     client = dict(source.plain["client"] or {})
     taken = sorted(RESERVED_KEYS & client.keys())
     if taken:
@@ -198,7 +201,7 @@ def _client(source: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
-    """Weights as they compute; at stage 3 nothing of them.  Buffers are this rank's at stage 3, rank 0's otherwise."""
+    """The weights in the dtype they compute in, empty at stage 3; buffers are this rank's at stage 3, else rank 0's."""
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
         if name in source.manifest.buffers:
@@ -234,7 +237,7 @@ def _shapes(source: OpenCheckpoint, names: Sequence[str]) -> OrderedDict[str, to
 
 
 def _fill(source: OpenCheckpoint, what: tuple[str, str, str], cut: slice, into: Tensor) -> None:
-    """The elements [start, stop) of a state; zeros where a parameter never had it."""
+    """Read elements of a state into a tensor, which keeps its zeros where a parameter never had the state."""
     if source.values.has(*what):
         for low, part in source.values.read(*what, cut.start, cut.stop):
             into[low - cut.start : low - cut.start + part.numel()] = part.reshape(-1)
@@ -245,7 +248,7 @@ def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
 
 
 def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
-    """The counters, which the parameters of a group share in these files: those of the one updated most often."""
+    """The counters of a group's parameters, which these files share: those of the parameter updated most often."""
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
     found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
     if other := [name for name, each in each_one.items() if each != found]:
@@ -261,7 +264,7 @@ def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, Any]:
-    """Hyper-parameters; what says how to compute is left to the program that loads them."""
+    """A group's hyper-parameters, without those that say how to compute."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
     kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
     how = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
@@ -271,7 +274,7 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
 def _flat(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
+    """The optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
     masters, states, paddings, addresses = [], {}, [], []
     for number, names in enumerate(groups):
         places, total = {}, 0
@@ -313,7 +316,7 @@ def _flat(
 
 @dataclass(frozen=True)
 class _Vector:
-    """A flat tensor to be: which part of each parameter it holds, and where."""
+    """A flat tensor to be filled: which elements of each parameter it holds, and where."""
 
     source: OpenCheckpoint
     here: dict[str, tuple[slice, int]]
@@ -327,7 +330,7 @@ class _Vector:
 
 
 def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedTarget) -> list[list[str]]:
-    """Stage 3's flat tensors: a group's parameters until a rank's parts are large enough."""
+    """Cut a group's parameters into stage 3's flat tensors: a new one begins when a rank's part is large enough."""
     found: list[list[str]] = [[]]
     filled = 0
     for name in names:
@@ -342,7 +345,7 @@ def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedT
 def _partitioned(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """Stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
+    """The optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
     masters: list[Tensor] = []
     states, param_groups = {}, []
     for number, group in enumerate(groups):
@@ -370,7 +373,9 @@ def _partitioned(
 
 
 def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """Stage 0: the inner optimizer's own state; below fp32 beside masters, of what is trained alone."""
+    """The optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters of the trained
+    parameters.
+    """
     if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
         names = source.manifest.extra.get("names") or {}
         groups = [[name for name, first in names.items() if name == first and name in source.manifest.parameters]]
@@ -408,7 +413,7 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequenc
 
 
 def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
-    """The loss scaler as an object of DeepSpeed's, which stage 3 cannot do without."""
+    """The loss scaler as an object of DeepSpeed's, which stage 3 requires."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
     scaler: Any = LossScaler(cur_scale=float(saved.get("scale", 1.0)), dynamic=False)
