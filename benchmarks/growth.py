@@ -22,7 +22,7 @@ from deepseek_zero.report.plots import BLUE, INK
 from .cells import Cell
 from .journal import read
 from .launch import Run
-from .plot import dress, save
+from .plot import save_figure, style_axes
 from .session import Session, shown
 from .summary import Summary, summarise
 from .systems import ROOT
@@ -120,7 +120,7 @@ def _draw(ranks: Sequence[Point], layers: Sequence[Point], path: Path) -> None:
     _line(left, ranks, [point.over_floor for point in ranks], "ranks", "step over the floor of as many silent ranks")
     milliseconds = [point.per_unit * 1e3 for point in layers]
     _line(right, layers, milliseconds, f"layers of width {WIDTH}", "ms over the floor per layer")
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _line(axes: Any, points: Sequence[Point], values: Sequence[float], across: str, title: str) -> None:
@@ -132,7 +132,7 @@ def _line(axes: Any, points: Sequence[Point], values: Sequence[float], across: s
     axes.margins(x=0.08)
     axes.set_xlabel(across, color=INK)
     axes.set_title(title, loc="left", color=INK, fontsize=10.5, fontweight="bold")
-    dress(axes, ticks=0)
+    style_axes(axes, ticks=0)
 
 
 def main() -> None:

@@ -32,7 +32,7 @@ from benchmarks.model import Batches, build_model
 from benchmarks.systems.common import take_a_core
 from deepseek_zero.comm.meter import Event
 from deepseek_zero.report.explain import exposed_seconds, overlap_share, under_way_seconds
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "overlap.md"
 
@@ -124,8 +124,8 @@ def draw(settings: list[Setting], path: Path) -> None:
         fontsize=10.5,
         fontweight="bold",
     )
-    dress(axes, along="y", ticks=0)
-    save(figure, path)
+    style_axes(axes, along="y", ticks=0)
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, OTHER_COLOUR, dress, save
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, OTHER_COLOUR, save_figure, style_axes
 
 from .summary import Summary
 
@@ -31,7 +31,7 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     figure.suptitle(
         "Step time over the floor: ranks that never talk", x=0.01, ha="left", color=INK, fontsize=13, fontweight="bold"
     )
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _bars(summary: Summary) -> list[tuple[str, float]]:
@@ -52,4 +52,4 @@ def _panel(axes: Any, summary: Summary) -> None:
     axes.set_xlim(0, 1.22 * max((value for _, value in bars), default=1.0))
     axes.invert_yaxis()
     axes.set_title(summary.cell.name, loc="left", color=INK, fontsize=10.5, fontweight="bold")
-    dress(axes, along="y", ticks=0)
+    style_axes(axes, along="y", ticks=0)

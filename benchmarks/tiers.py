@@ -36,7 +36,7 @@ from benchmarks.probes import machine
 from benchmarks.systems.common import Job, Step, engine_settings, engine_step
 from benchmarks.systems.floor import floor_step
 from deepseek_zero.report.explain import Timeline, overlap_share
-from deepseek_zero.report.plots import BLUE, INK, ORANGE, dress, save
+from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
 
 RESULTS = Path(__file__).parent / "results" / "tiers.md"
 COPY_BYTES = 256 << 20
@@ -264,8 +264,8 @@ def draw(rows: list[Row], path: Path) -> None:
     axes.set_yticks(range(len(rows)), [f"{row.cell}: {row.name}" for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("step time over the floor", color=INK)
-    dress(axes, along="y")
-    save(figure, path)
+    style_axes(axes, along="y")
+    save_figure(figure, path)
 
 
 def main() -> None:

@@ -33,10 +33,11 @@ from text import Corpus, Sampler, load_corpus
 
 import deepseek_zero as dz
 from deepseek_zero.base.quantities import format_bytes, format_count, format_seconds
-from deepseek_zero.report.plots import Words, loss_curve, memory_bars, require_matplotlib
+from deepseek_zero.report.measure import MemoryRow
+from deepseek_zero.report.memory_table import memory_table
+from deepseek_zero.report.plots import LossCurveLabels, loss_curve, memory_bars, require_matplotlib
 from deepseek_zero.report.progress import Progress
-from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, MemoryRow, RecordWriter, StepRecord
-from deepseek_zero.report.tables import memory_table
+from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, RecordWriter, StepRecord
 
 PROMPT = b"def "
 
@@ -218,8 +219,8 @@ def save_model(run: Run, engine: Any) -> None:
 def draw_results(run: Run, records: list[StepRecord], rows: list[MemoryRow], num_parameters: int) -> None:
     """The two pictures and the table's numbers; rank 0."""
     subtitle = f"{format_count(num_parameters)} parameters, ZeRO stage {run.options.stage} on {ranks()}"
-    words = Words("A byte-level GPT reads Python's library", subtitle, "nats per byte", chance=math.log(256))
-    loss_curve(records, run.out / "loss.png", words)
+    labels = LossCurveLabels("A byte-level GPT reads Python's library", subtitle, "nats per byte", chance=math.log(256))
+    loss_curve(records, run.out / "loss.png", labels)
     memory_bars(rows, run.out / "memory.png", f"Memory per rank by ZeRO stage, {ranks()}")
     (run.out / "memory.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
 

@@ -356,7 +356,7 @@ def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Cont
 def read_states(
     reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
 ) -> Iterator[GroupStates]:
-    """Yield the states that the optimizer will have, group by group.  before: the ones it had, whose memory is reused."""
+    """Yield the states that the optimizer will have, group by group.  before: its old ones, whose memory is reused."""
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
         yield (
             group,

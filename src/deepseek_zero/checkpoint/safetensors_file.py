@@ -237,7 +237,7 @@ class SafetensorsReader:
         return values.view(location.shape)
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor, flat, mapped into memory: only the pages that are read come from the disk, and nothing is copied."""
+        """A tensor, flat, mapped into memory: only pages that are read come from the disk, and nothing is copied."""
         location = self.header.locations[name]
         if not location.numel:
             return torch.empty(0, dtype=location.dtype)

@@ -31,7 +31,7 @@ from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
 def _verify_own_files(path: Path, subset: FileSubset = ALL_FILES) -> str:
-    """Verify this rank's part of the files if an export of ours wrote them; files of other programs have no checksums."""
+    """Verify this rank's part of the files if an export of ours wrote them; other programs write no checksums."""
     with ExitStack() as stack:
         is_ours = RUN_KEY in SafetensorsFolder(path, stack).metadata
     if is_ours:

@@ -108,7 +108,7 @@ class Observer:
     @contextmanager
     def _profile(self, engine: Engine, wanted: FlopsSettings) -> Iterator[None]:
         self._profiled, cost = True, ForwardCost(engine.module)
-        cost.watch()
+        cost.start()
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
-"""What a forward of a model computes: multiplications and additions by module, from the operators that really ran.
+"""The floating-point operations of a model's forward, by module, counted on the operators that really ran.
 
-Counts by torch's flop counter, which knows matrix products, convolutions and attention; what is element by element
-counts nothing.  A module's count has that of the modules in it.
+Counts by torch's flop counter, which knows matrix products, convolutions and attention; elementwise
+operators count nothing.  A module's count includes that of the modules in it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ModuleCost:
 
 @dataclass
 class ForwardCost:
-    """Watches forwards of a model between `watch` and `stop`; several add up.  Backward is not counted.
+    """Counts forwards of a model between `start` and `stop`; several add up.  Backward is not counted.
 
     rows: by name, "" for the model itself, in the order of named_modules().
     """
@@ -59,35 +59,35 @@ class ForwardCost:
     _open: dict[str, tuple[int, float]] = field(default_factory=dict)  # operations and time at entry
     _counter: FlopCounterMode | None = None
 
-    def watch(self) -> None:
-        """Begin; a second call goes on counting."""
+    def start(self) -> None:
+        """Put hooks on the modules and begin to count; a second call changes nothing."""
         if self._hooks:
             return
         for name, module in self.model.named_modules():
             params = sum(param.numel() for param in module.parameters())
             self.rows.setdefault(name, ModuleCost(name, type(module).__name__, params))
-            self._hooks.append(module.register_forward_pre_hook(partial(self._enter, name)))
-            self._hooks.append(module.register_forward_hook(partial(self._leave, name), always_call=True))
+            self._hooks.append(module.register_forward_pre_hook(partial(self._on_forward_start, name)))
+            self._hooks.append(module.register_forward_hook(partial(self._on_forward_end, name), always_call=True))
 
     def stop(self) -> None:
-        """Take the hooks off; what was counted stays."""
+        """Remove the hooks; the counts stay."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def reset(self) -> None:
-        """Forget what was counted."""
+        """Set all counts to zero."""
         for row in self.rows.values():
             row.flops, row.seconds = 0, 0.0
 
-    def _enter(self, name: str, module: nn.Module, inputs: Any) -> None:
+    def _on_forward_start(self, name: str, module: nn.Module, inputs: Any) -> None:
         if not name:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
         if self._counter is not None:  # a module called on its own, outside the model's forward, is not counted
             self._open[name] = self._counter.get_total_flops(), time.perf_counter()
 
-    def _leave(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _on_forward_end(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if self._counter is None or name not in self._open:
             return
         flops, began = self._open.pop(name)
@@ -99,7 +99,7 @@ class ForwardCost:
 
 
 def flops_table(cost: ForwardCost, settings: FlopsSettings) -> str:
-    """What was counted, in lines: the model, and each module below it if `detailed`."""
+    """Print the counts as lines of text: the model, and each module below it if `detailed`."""
     total = cost.rows[""]
     step = total.flops * (3 + settings.recompute)  # backward: once for the inputs, once for the weights
     lines = [

@@ -1,8 +1,8 @@
-"""What the link to each other memory carried in a mean step, and how near the step came to what bounds it.
+"""The traffic of the link to each other memory in a mean step, and how near the step came to its bound.
 
-    bound = the larger of: what the link needs for its bytes at the best speed seen, what this rank does beside waiting
+    bound = the larger of: the seconds that the bytes take at the best rate seen, the seconds that this rank computes
 
-Owns the arithmetic; the sentences are explain.py's.  Called by the engine's `explain`.
+Owns the arithmetic; explain.py makes sentences of it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 class Link:
     """One memory's link on this rank; all but resting_bytes per step, and 0 before there were two steps.
 
-    busy_seconds: something was under way.  waited_seconds: this rank stood and waited for it.  best_rate: bytes a
-    second over the fastest stretch.  working_seconds: what a step takes less all waits, for links and for ranks.
+    busy_seconds: a transfer was under way.  waited_seconds: this rank waited for one.  best_rate: bytes a second over
+    the fastest stretch.  working_seconds: the step without all waits, for links and for other ranks.
     """
 
     name: str
@@ -41,17 +41,17 @@ class Link:
 
     @property
     def rate(self) -> float:
-        """Bytes a second while something was under way."""
+        """Bytes a second while a transfer was under way."""
         return self.moved_bytes / self.busy_seconds if self.busy_seconds else 0.0
 
     @property
     def hidden(self) -> float:
-        """Of the time in which something was under way, the part that nobody stood still for."""
+        """The share of the busy time in which this rank did not wait; 0 to 1."""
         return max(0.0, 1 - self.waited_seconds / self.busy_seconds) if self.busy_seconds else 0.0
 
     @property
     def needed_seconds(self) -> float:
-        """What its bytes take at the best speed seen."""
+        """Seconds that the bytes take at the best rate seen."""
         return self.moved_bytes / self.best_rate if self.best_rate else 0.0
 
     @property
@@ -66,7 +66,7 @@ class Link:
 
 
 def links_of(tiers: Tiers, meter: Meter) -> list[Link]:
-    """Every link of this rank."""
+    """The links of this rank, one for each memory beside the device."""
     return [_link(NAMES[tier], each.reserved_bytes, each.traffic, meter) for tier, each in tiers.memories.items()]
 
 

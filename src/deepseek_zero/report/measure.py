@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +11,9 @@ from torch import Tensor
 
 from ..base.device import without_torch_function
 from ..base.memory import looks
+from ..base.quantities import unit_of
+
+STATES = ("weight", "grad", "master", "moments", "buffers")  # in the order of tables and pictures
 
 
 @dataclass(frozen=True)
@@ -69,3 +72,35 @@ def bytes_of(tensors: Iterable[Tensor], seen: set[int]) -> int:
 def moments_of(state: Mapping[object, Mapping[str, object]]) -> list[Tensor]:
     """The tensors in an optimizer's state."""
     return [value for entry in state.values() for value in entry.values() if isinstance(value, torch.Tensor)]
+
+
+@dataclass(frozen=True)
+class MemoryRow:
+    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live storages."""
+
+    stage: int
+    predicted: Mapping[str, int]
+    measured: Mapping[str, int]
+    measured_total: int
+
+    @property
+    def predicted_total(self) -> int:
+        """Sum of the predicted states."""
+        return sum(self.predicted.values())
+
+    @property
+    def difference(self) -> float:
+        """(measured - predicted) / predicted."""
+        return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
+
+
+def states_of(rows: Sequence[MemoryRow]) -> list[str]:
+    """The states that take room in any row: the usual five first, others in order of appearance."""
+    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
+    found = {state: None for state, size in sizes if size}
+    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
+
+
+def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
+    """Bytes in the unit that suits every row, and its name."""
+    return unit_of(max((row.measured_total for row in rows), default=0))

@@ -15,7 +15,7 @@ from typing import IO, Any, Protocol
 
 from ..base.errors import NotBuiltError
 from ..base.world import is_rank_zero
-from .records import csv_line, open_appending
+from .records import csv_line, open_for_append
 
 Event = tuple[str, float, int]
 
@@ -120,7 +120,7 @@ class CsvWriter:
         if tag not in self._files:
             name = tag.replace("/", "_").replace(" ", "_")
             header = csv_line(["step", tag.rpartition("/")[2]])
-            self._files[tag] = open_appending(self._folder / f"{name}.csv", header)
+            self._files[tag] = open_for_append(self._folder / f"{name}.csv", header)
         return self._files[tag]
 
     def close(self) -> None:

@@ -19,7 +19,7 @@ from ..planner.memory import STATES
 from ..planner.plan import Plan
 from ..planner.schedule import Action, ActionKind, Schedule
 from ..tiers.tier import Tier
-from .plots import BLUE, FAINT, GREY, INK, ORANGE, canvas, dress, save, titles
+from .plots import BLUE, FAINT, GREY, INK, ORANGE, add_titles, new_figure, save_figure, style_axes
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
 PALER = {"weight": 0.0, "grad": 0.3, "master": 0.52, "moments": 0.7}  # how far towards white
@@ -87,12 +87,12 @@ def draw_plan(places: Sequence[UnitPlace], schedule: Schedule, path: Path | str,
     """One row per unit, in the order of their use: to the left its bytes, to the right its times."""
     order, rows = schedule.forward.order, len(places)
     height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows; inches
-    figure = canvas(WIDTH, height + 1.9)
+    figure = new_figure(WIDTH, height + 1.9)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
     _draw_bytes(left, [places[unit] for unit in order])
     _draw_times(right, places, schedule)
-    titles(left, "What rests where", f"on each rank: {_sums(places)}")
-    titles(right, "When it is used", f"{about}; one column per use")
+    add_titles(left, "What rests where", f"on each rank: {_sums(places)}")
+    add_titles(right, "When it is used", f"{about}; one column per use")
     _legend(left, *_named_colours(places))
     _legend(right, TIMES, 3)
     points = 72 * height / rows
@@ -100,11 +100,11 @@ def draw_plan(places: Sequence[UnitPlace], schedule: Schedule, path: Path | str,
     shown = range(0, rows, math.ceil(1.1 * size / points))
     left.set_yticks(shown, [f"{order[row]}  {places[order[row]].name}" for row in shown], fontsize=size)
     left.set_ylim(rows - 0.5, -0.5)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
-    dress(axes, along="y", ticks=0)
+    style_axes(axes, along="y", ticks=0)
     unit_bytes, unit = unit_of(max((place.total for place in places), default=0))
     rows, ends, keys = range(len(places)), [0.0] * len(places), _keys(places)
     for state, tier in keys:
@@ -120,7 +120,7 @@ def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:
 
 
 def _draw_times(axes: Any, places: Sequence[UnitPlace], schedule: Schedule) -> None:
-    dress(axes, along="y", ticks=0)
+    style_axes(axes, along="y", ticks=0)
     axes.grid(False)
     strip, row = strip_of(schedule.actions()), {unit: at for at, unit in enumerate(schedule.forward.order)}
     whole = [row[unit] for unit in row if not places[unit].is_gathered]

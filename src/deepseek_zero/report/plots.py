@@ -1,7 +1,7 @@
 """Pictures of a run: its loss curve, and memory per rank by stage.
 
 Owns only how they look; draws from records and rows that others made.  Needs matplotlib (the extra "plots") and draws
-without a display.  Called by training programs and by the command line.
+without a display.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from typing import Any
 
 from ..base.errors import NotBuiltError
 from ..base.quantities import format_bytes
-from .records import MemoryRow, StepRecord, common_unit, states_of
+from .measure import MemoryRow, common_unit, states_of
+from .records import StepRecord
 
 INK, GREY, FAINT = "#22303c", "#7a8894", "#e6eaed"
 BLUE, ORANGE = "#1f6fb4", "#d9662b"
@@ -32,7 +33,7 @@ OTHER_COLOUR = "#9aa5ae"
 
 
 @dataclass(frozen=True)
-class Words:
+class LossCurveLabels:
     """The text around a loss curve.  chance: the loss of a uniform guess, drawn as a line where given."""
 
     title: str = "Training loss"
@@ -51,7 +52,7 @@ def require_matplotlib() -> None:
         )
 
 
-def loss_curve(records: Sequence[StepRecord], path: Path | str, words: Words = Words()) -> None:
+def loss_curve(records: Sequence[StepRecord], path: Path | str, labels: LossCurveLabels = LossCurveLabels()) -> None:
     """Draw loss over steps: every step faint, the running mean on top, held-out losses as dots."""
     figure, axes = _figure(8.4, 4.8)
     kept = [record for record in records if not record.skipped and math.isfinite(record.loss)]
@@ -62,15 +63,17 @@ def loss_curve(records: Sequence[StepRecord], path: Path | str, words: Words = W
     axes.plot(steps, smooth, color=BLUE, linewidth=2.2, solid_capstyle="round")
     if held_out:
         axes.plot(*zip(*held_out, strict=True), "o", color=ORANGE, markersize=5.5, markeredgecolor="white", zorder=5)
-    if words.chance is not None:
-        axes.axhline(words.chance, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
-        _note(axes, words.chance, (0, 4), f"chance {words.chance:.2f}", ha="right", color=GREY, fontsize=9.5)
-    _name_ends(axes, smooth[-1:], [loss for _, loss in held_out][-1:])
-    _scale_axes(axes, losses, words)
+    if labels.chance is not None:
+        axes.axhline(labels.chance, color=GREY, linewidth=1, linestyle=(0, (4, 3)))
+        _write_at_right_edge(
+            axes, labels.chance, (0, 4), f"chance {labels.chance:.2f}", ha="right", color=GREY, fontsize=9.5
+        )
+    _label_curve_ends(axes, smooth[-1:], [loss for _, loss in held_out][-1:])
+    _scale_axes(axes, losses, labels)
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel(f"loss ({words.unit})")
-    titles(axes, words.title, words.subtitle)
-    save(figure, path)
+    axes.set_ylabel(f"loss ({labels.unit})")
+    add_titles(axes, labels.title, labels.subtitle)
+    save_figure(figure, path)
 
 
 def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memory per rank by ZeRO stage") -> None:
@@ -95,8 +98,8 @@ def memory_bars(rows: Sequence[MemoryRow], path: Path | str, title: str = "Memor
     axes.set_ylabel(f"memory ({unit})")
     axes.margins(y=0.12)
     _state_legend(axes, states)
-    titles(axes, title, "bars: measured, by state; black lines: predicted by the plan")
-    save(figure, path)
+    add_titles(axes, title, "bars: measured, by state; black lines: predicted by the plan")
+    save_figure(figure, path)
 
 
 def running_mean(values: Sequence[float], radius: int) -> list[float]:
@@ -116,14 +119,14 @@ def running_mean(values: Sequence[float], radius: int) -> list[float]:
     return means
 
 
-def canvas(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> Any:
     """An empty figure."""
     require_matplotlib()
     # Figure without pyplot: no global state, no window system, and Agg is what savefig picks for a PNG.
     return importlib.import_module("matplotlib.figure").Figure(figsize=(width, height), dpi=160, layout="constrained")
 
 
-def dress(axes: Any, along: str = "x", ticks: float = 3) -> None:
+def style_axes(axes: Any, along: str = "x", ticks: float = 3) -> None:
     """The look of every picture: a base line and no frame, grey ticks, faint lines across.
 
     along: the axis on which places lie, drawn with ticks of that length; values are read on the other one's lines.
@@ -140,7 +143,7 @@ def dress(axes: Any, along: str = "x", ticks: float = 3) -> None:
     axes.yaxis.label.set_color(INK)
 
 
-def titles(axes: Any, title: str, subtitle: str) -> None:
+def add_titles(axes: Any, title: str, subtitle: str) -> None:
     """A title and, below it, smaller, what to know about it."""
     axes.set_title(title, loc="left", color=INK, fontsize=13, fontweight="bold", pad=22 if subtitle else 10)
     if subtitle:
@@ -148,7 +151,7 @@ def titles(axes: Any, title: str, subtitle: str) -> None:
         axes.annotate(subtitle, (0, 1), (0, 8), **place, color=GREY, fontsize=9.5)
 
 
-def save(figure: Any, path: Path | str) -> None:
+def save_figure(figure: Any, path: Path | str) -> None:
     """Write a picture whole: a reader never finds half of it."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -158,28 +161,31 @@ def save(figure: Any, path: Path | str) -> None:
 
 
 def _figure(width: float, height: float) -> tuple[Any, Any]:
-    figure = canvas(width, height)
+    figure = new_figure(width, height)
     axes = figure.add_subplot()
-    dress(axes)
+    style_axes(axes)
     return figure, axes
 
 
-def _note(axes: Any, y: float, offset: tuple[int, int], text: str, **look: Any) -> None:
+def _write_at_right_edge(axes: Any, y: float, offset: tuple[int, int], text: str, **style: Any) -> None:
     """Write `text` at height y and the right edge of the plot, moved by `offset` points."""
     place = (axes.get_yaxis_transform(), "offset points")
-    axes.annotate(text, (1.0, y), offset, xycoords=place[0], textcoords=place[1], annotation_clip=False, **look)
+    axes.annotate(text, (1.0, y), offset, xycoords=place[0], textcoords=place[1], annotation_clip=False, **style)
 
 
-def _name_ends(axes: Any, training: list[float], held_out: list[float]) -> None:
+def _label_curve_ends(axes: Any, training: list[float], held_out: list[float]) -> None:
     """Write each curve's name and last value beside its end, where a legend would have to be looked up."""
     names = [(loss, "training", BLUE) for loss in training] + [(loss, "held-out", ORANGE) for loss in held_out]
     rises = {1: (0,), 2: (9, -9)}.get(len(names), ())  # two ends lie close together: one name above, one below
     for rise, (loss, name, colour) in zip(rises, sorted(names, reverse=True), strict=False):
-        _note(axes, loss, (8, rise), f"{name} {loss:.2f}", va="center", color=colour, fontsize=10, fontweight="bold")
+        _write_at_right_edge(
+            axes, loss, (8, rise), f"{name} {loss:.2f}", va="center", color=colour, fontsize=10, fontweight="bold"
+        )
 
 
-def _scale_axes(axes: Any, losses: Sequence[float], words: Words) -> None:
-    top = 1.06 * max(*losses[:1], words.chance or 0.0, 0.1)  # a later spike may leave the picture: the fall is the news
+def _scale_axes(axes: Any, losses: Sequence[float], labels: LossCurveLabels) -> None:
+    # A later spike may leave the picture: the fall is the news.
+    top = 1.06 * max(*losses[:1], labels.chance or 0.0, 0.1)
     bottom = min(losses, default=0.0)
     axes.set_ylim(max(0.0, bottom - 0.12 * (top - bottom)), top)
     axes.margins(x=0.01)

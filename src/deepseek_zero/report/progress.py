@@ -1,7 +1,7 @@
 """What a person sees while a model trains: a bar on a terminal, and one line every few steps on a terminal or in a log.
 
-Owns the wording and the layout; rank 0 speaks, the other ranks are silent.  A plain log gets the lines only, without
-control characters.  Called by the engine and by training programs.
+Owns the wording and the layout; rank 0 prints, the other ranks print nothing.  A plain log gets the lines only, without
+control characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .records import StepRecord
 
 @dataclass
 class _Window:
-    """Sums since the last line, so that a line speaks for all its steps and not for the last one only."""
+    """Sums since the last line, so that a line is about all its steps and not about the last one only."""
 
     steps: int = 0
     trained: int = 0
@@ -88,10 +88,10 @@ class Progress:
             speed = f"{format_count(record.tokens_per_second)} tok/s"
             self._bar.update(self._task, completed=record.step, loss=f"loss {record.loss:.3f}", speed=speed)
         if record.step in (1, self.total_steps) or record.step % self.every == 0 or record.held_out_loss is not None:
-            self.say(self._line(record))
+            self.print_line(self._line(record))
             self._window = _Window()
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of the caller's own above the bar; rank 0 only."""
         if self._console is not None:
             self._console.print(text, soft_wrap=True, highlight=False, markup=False)

@@ -1,7 +1,6 @@
 """The run's own records: one line per step in metrics.jsonl and in metrics.csv, written by rank 0 as it happens.
 
 Owns the record, its two files and what a killed run leaves in them.  Drawing and printing are plots.py and progress.py.
-Called by the engine and by training programs.
 """
 
 from __future__ import annotations
@@ -10,19 +9,17 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
 from ..base.errors import UsageError
-from ..base.quantities import unit_of
 from ..base.world import is_rank_zero
 
 JSONL_NAME = "metrics.jsonl"
 CSV_NAME = "metrics.csv"
-STATES = ("weight", "grad", "master", "moments", "buffers")
 
 
 @dataclass(frozen=True)
@@ -42,38 +39,6 @@ class StepRecord:
     held_out_loss: float | None = None
 
 
-@dataclass(frozen=True)
-class MemoryRow:
-    """Bytes of one rank at one stage, by state, as the plan predicts them and as found in live storages."""
-
-    stage: int
-    predicted: Mapping[str, int]
-    measured: Mapping[str, int]
-    measured_total: int
-
-    @property
-    def predicted_total(self) -> int:
-        """Sum of the predicted states."""
-        return sum(self.predicted.values())
-
-    @property
-    def difference(self) -> float:
-        """(measured - predicted) / predicted."""
-        return (self.measured_total - self.predicted_total) / max(self.predicted_total, 1)
-
-
-def states_of(rows: Sequence[MemoryRow]) -> list[str]:
-    """The states that take room in any row: the usual five first, others in order of appearance."""
-    sizes = [item for row in rows for kind in (row.predicted, row.measured) for item in kind.items()]
-    found = {state: None for state, size in sizes if size}
-    return [state for state in STATES if state in found] + [state for state in found if state not in STATES]
-
-
-def common_unit(rows: Sequence[MemoryRow]) -> tuple[float, str]:
-    """Bytes in the unit that suits every row, and its name."""
-    return unit_of(max((row.measured_total for row in rows), default=0))
-
-
 class RecordWriter:
     """Appends records to both files of a folder; on ranks other than 0 it does nothing.
 
@@ -87,8 +52,8 @@ class RecordWriter:
         if is_rank_zero():
             self.folder.mkdir(parents=True, exist_ok=True)
             header = csv_line([field.name for field in fields(StepRecord)])
-            table = open_appending(self.folder / CSV_NAME, header)  # first: the one that can be refused
-            self._files = (open_appending(self.folder / JSONL_NAME), table)
+            table = open_for_append(self.folder / CSV_NAME, header)  # first: the one that can be refused
+            self._files = (open_for_append(self.folder / JSONL_NAME), table)
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -116,7 +81,7 @@ def read_records(folder: Path | str) -> list[StepRecord]:
     """The records of a folder's metrics.jsonl by step; a half-written last line is left out."""
     path = Path(folder) / JSONL_NAME
     by_step: dict[int, StepRecord] = {}
-    for number, line in enumerate(_whole_lines(path.read_bytes()), start=1):
+    for number, line in enumerate(_complete_lines(path.read_bytes()), start=1):
         try:
             record = _from_json(json.loads(line))
         except (ValueError, TypeError, AttributeError) as error:
@@ -125,12 +90,12 @@ def read_records(folder: Path | str) -> list[StepRecord]:
     return [by_step[step] for step in sorted(by_step)]
 
 
-def open_appending(path: Path, header: str = "") -> IO[str]:
+def open_for_append(path: Path, header: str = "") -> IO[str]:
     """Open a file of lines for appending: drop a half-written last line, and write the header into an empty file.
 
     An existing file with another header is refused: its columns would no longer mean what they say.
     """
-    _drop_half_line(path)
+    _drop_incomplete_line(path)
     file = path.open("a", encoding="utf-8", newline="")
     if not header:
         return file
@@ -169,11 +134,11 @@ def _from_json(values: dict[str, Any]) -> StepRecord:
     return StepRecord(**{name: value for name, value in {**values, **missing}.items() if name in known})
 
 
-def _whole_lines(content: bytes) -> list[bytes]:
+def _complete_lines(content: bytes) -> list[bytes]:
     return content[: content.rfind(b"\n") + 1].splitlines()
 
 
-def _drop_half_line(path: Path) -> None:
+def _drop_incomplete_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:

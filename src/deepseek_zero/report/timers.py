@@ -1,7 +1,7 @@
 """Where a step's time goes: named timers for `wall_clock_breakdown`.
 
 Owns starting, stopping and the sentence that reports them.  On a GPU a timer waits for the queued kernels at both
-ends, so timing costs overlap; that is why it is off unless asked for.  Called by the engine.
+ends, so timing costs overlap; that is why it is off unless asked for.
 """
 
 from __future__ import annotations

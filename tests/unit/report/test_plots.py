@@ -9,8 +9,9 @@ import pytest
 
 from deepseek_zero.base.errors import NotBuiltError
 from deepseek_zero.report import plots
-from deepseek_zero.report.plots import Words, loss_curve, memory_bars, running_mean
-from deepseek_zero.report.records import MemoryRow, StepRecord
+from deepseek_zero.report.measure import MemoryRow
+from deepseek_zero.report.plots import LossCurveLabels, loss_curve, memory_bars, running_mean
+from deepseek_zero.report.records import StepRecord
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -37,7 +38,7 @@ def is_png_of(path: Path, least_width: int) -> bool:
 def test_a_loss_curve_is_drawn_from_any_run(tmp_path: Path, records: list[StepRecord]) -> None:
     pytest.importorskip("matplotlib")
     target = tmp_path / "new folder" / "loss.png"
-    loss_curve(records, target, Words("title", "subtitle", "nats per byte", chance=math.log(256)))
+    loss_curve(records, target, LossCurveLabels("title", "subtitle", "nats per byte", chance=math.log(256)))
     assert is_png_of(target, least_width=1000)
     assert [path.name for path in target.parent.iterdir()] == ["loss.png"]
 

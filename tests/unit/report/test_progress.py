@@ -81,5 +81,5 @@ def test_other_ranks_are_silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_words_of_the_caller_are_printed_as_they_are() -> None:
     out = io.StringIO()
-    Progress(1, 1, Console(file=out, width=20)).say("weights[0] are written to a long path")
+    Progress(1, 1, Console(file=out, width=20)).print_line("weights[0] are written to a long path")
     assert out.getvalue() == "weights[0] are written to a long path\n"

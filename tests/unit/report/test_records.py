@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, MemoryRow, RecordWriter, StepRecord, read_records
+from deepseek_zero.report.measure import MemoryRow
+from deepseek_zero.report.records import CSV_NAME, JSONL_NAME, RecordWriter, StepRecord, read_records
 
 
 def record(step: int, loss: float = 2.5, **other: object) -> StepRecord:

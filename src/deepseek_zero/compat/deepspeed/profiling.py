@@ -42,7 +42,7 @@ class FlopsProfiler:
         """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they compute nothing."""
         self.started = True
         self._cost.reset()
-        self._cost.watch()
+        self._cost.start()
 
     def stop_profile(self) -> None:
         """Stop watching; the counts stay until end_profile."""

@@ -1,4 +1,4 @@
-"""Printed tables: what each stage keeps in memory, predicted beside measured.  Called by programs and by the CLI."""
+"""The printed table of what each stage keeps in memory, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from .records import MemoryRow, common_unit, states_of
+from .measure import MemoryRow, common_unit, states_of
 
-_ALARM = 0.01  # above one per cent the plan and the allocation no longer tell the same story
+_MAX_DIFFERENCE = 0.01  # above one per cent the plan and the allocation no longer tell the same story
 
 
 def memory_table(rows: Sequence[MemoryRow], title: str = "Memory per rank") -> Table:
@@ -38,5 +38,5 @@ def _cell(size: int, unit_bytes: float) -> str:
 
 
 def _difference(row: MemoryRow) -> Text:
-    style = "green" if abs(row.difference) < _ALARM else "red"
+    style = "green" if abs(row.difference) < _MAX_DIFFERENCE else "red"
     return Text(f"{row.difference * 100:+.2f}", style=style)

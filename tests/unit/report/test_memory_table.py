@@ -7,8 +7,8 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from deepseek_zero.report.records import MemoryRow, common_unit, states_of
-from deepseek_zero.report.tables import memory_table
+from deepseek_zero.report.measure import MemoryRow, common_unit, states_of
+from deepseek_zero.report.memory_table import memory_table
 
 MIB = 1024**2
 ROWS = [
