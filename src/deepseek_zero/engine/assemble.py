@@ -123,7 +123,7 @@ def assemble(
     runtime = wrap_model(model, plan, comm, tiers)
     _tell_what_stays_whole(plan)
     scaler = scaler_of(config)
-    optimizer = build_optimizer(chosen, runtime, step_settings, scaler)
+    optimizer = build_optimizer(chosen, runtime, plan, step_settings, scaler)
     runtime.loss_factor.scaler = scaler
     slices, saving = config.zero_optimization.vertical_micro_batches, saving_settings_of(config)
     parts = Parts(

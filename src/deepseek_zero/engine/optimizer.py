@@ -13,6 +13,7 @@ from ..base.errors import UsageError, shown
 from ..optim.registry import granularity_of, resolve_optimizer
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..planner.memory import MOMENT_OPTIONS
+from ..planner.plan import Plan
 from ..precision.loss_scale import LossScaler
 from ..sharding.runtime import Runtime
 from ..sharding.ties import without_twins
@@ -73,12 +74,12 @@ def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Se
 
 
 def build_optimizer(
-    parts: OptimizerParts, runtime: Runtime, settings: StepSettings, scaler: LossScaler | None
+    parts: OptimizerParts, runtime: Runtime, plan: Plan, settings: StepSettings, scaler: LossScaler | None
 ) -> ShardedOptimizer | None:
-    """Build it over the slices of a wrapped model; None where there is none.  Collective."""
+    """Build it over the slices of a model that was wrapped by this plan; None where there is none.  Collective."""
     if parts.make is None:
         return None
-    return ShardedOptimizer(runtime, parts.groups, parts.make, settings, scaler)
+    return ShardedOptimizer(runtime, parts.groups, parts.make, settings, scaler, plan.update)
 
 
 def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:

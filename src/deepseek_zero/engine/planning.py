@@ -14,7 +14,7 @@ from ..base.mesh import Mesh
 from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
-from ..optim.sharded import StepSettings, update_settings_of, updates_in_backward
+from ..optim.sharded import StepSettings, unknown_parameter, update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_piece
 from ..planner.plan import Machine, Plan, plan_model
 from ..planner.spec import PlanSettings
@@ -63,17 +63,22 @@ def look_at(model: nn.Module) -> None:
 
 
 def update_of(config: Config, parts: OptimizerParts, model: nn.Module, settings: StepSettings) -> UpdateSettings | None:
-    """Return the optimizer as the planner needs it; None where there is none."""
+    """Return the optimizer as the planner needs it; None where there is none.  UsageError where it holds a parameter
+    that the model does not have.
+    """
     if parts.cls is None:
         return None
     names = {id(param): name for name, param in model.named_parameters()}
+    given = without_twins(parts.groups)
+    if any(id(param) not in names for group in given for param in group["params"]):
+        raise unknown_parameter()
     groups = [
         ParamGroupPlan(
             {**parts.defaults, **{key: value for key, value in group.items() if key != "params"}},
-            frozenset(names[id(param)] for param in group["params"] if id(param) in names),
+            frozenset(names[id(param)] for param in group["params"]),
             granularity != "element",
         )
-        for group, granularity in zip(without_twins(parts.groups), parts.granularity, strict=True)
+        for group, granularity in zip(given, parts.granularity, strict=True)
     ]
     return update_settings_of(
         settings,

@@ -88,7 +88,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         make_inner: Callable[[list[dict[str, Any]]], Optimizer],
         settings: StepSettings,
         scaler: LossScaler | None = None,
+        planned: UpdatePlan | None = None,
     ) -> None:
+        """planned: what the plan that the model was wrapped by says of this optimizer; None: it comes later."""
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         groups = without_twins(groups)
         self.overflow = False
@@ -100,13 +102,18 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             number < len(settings.granularity) and settings.granularity[number] != "element"
             for number in range(len(groups))
         ]
-        relayout_whole(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
+        if planned is None:
+            relayout_whole(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
-        self.pieces_by_group = [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
+        self.pieces_by_group = (
+            [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
+            if planned is None
+            else self._built(planned)
+        )
         self.params_by_group: list[list[nn.Parameter]] = [list(group["params"]) for group in groups]
         self.names_by_group = list(map(trained_names, self.params_by_group))
         self.speculative: SpeculativeStep | None = None
-        planned = self._planned("", groups)  # by what class is not known yet
+        planned = planned or self._planned("", groups)  # by what class is not known yet
         self.tiles = Tiles.of(planned, self.pieces_by_group)
         self.scratch.numel = planned.order.fullest
         slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
@@ -193,6 +200,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     # -- cutting
 
+    def _built(self, planned: UpdatePlan) -> list[list[MasterShard]]:
+        """The pieces that a plan has, by parameter group."""
+        groups = {id(group.planned): group for group in self.runtime.trained_groups}
+        return [[self._piece(groups[id(shard.group)], shard) for shard in shards] for shards in planned.shards]
+
     def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
         """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
         needs them.
@@ -201,18 +213,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         for param in params:
             owner = owner_of(param)
             if not isinstance(owner, ParamGroup):
-                raise UsageError(
-                    "the optimizer holds a parameter that the wrapped model does not have.",
-                    "Each parameter is updated where its slice is.",
-                    "build the optimizer from the same model that is wrapped.",
-                )
+                raise unknown_parameter()
             if owner.trainable:
                 wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
         pieces: list[MasterShard] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
                 names = frozenset(group.members[number].name for number in wanted[id(group)][1])
-                rank = self.runtime.comm.rank
+                rank = self.runtime.comm_ctx.comm.rank
                 for span in shard_ranges(group.planned, rank, names, self.settings.tile_numel, uncut):
                     pieces.append(self._piece(group, span))
         return pieces
@@ -526,6 +534,14 @@ def update_settings_of(
         can_defer=settings.pipelined and not settings.keep_grads and not settings.precision_fallback,
         by_unit=updates_in_backward(settings),
         undo_bytes=settings.undo_bytes if undoes else 0,
+    )
+
+
+def unknown_parameter() -> UsageError:
+    return UsageError(
+        "the optimizer holds a parameter that the wrapped model does not have.",
+        "Each parameter is updated where its slice is.",
+        "build the optimizer from the same model that is wrapped.",
     )
 
 

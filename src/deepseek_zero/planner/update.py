@@ -18,7 +18,6 @@ from ..base.device import CPU
 from ..precision.compact import BLOCK, storage_dtype
 from ..precision.split import scratch_numel
 from ..tiers.tier import Tier
-from .layout import Slot
 from .memory import Moments, group_bytes, moments_for
 from .spec import R, ShardPlan
 from .units import GroupPlan, UnitPlan
@@ -76,15 +75,6 @@ class ShardRange:
 Tile = list[tuple[int, ShardRange]]  # (number of the optimizer's parameter group, shard)
 
 
-def master_bounds(plan: GroupPlan, slot: Slot, rank: int) -> tuple[int, int]:
-    """Return [start, stop) of what a rank updates of a parameter, counted in its part of the master."""
-    if plan.plan.master is not None and plan.plan.master.placement is R:
-        return slot.start, slot.stop
-    low = plan.layout.bounds(rank)[0]
-    start, stop = plan.layout.owned(slot, rank)
-    return start - low, max(start, stop) - low
-
-
 def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel: int, uncut: bool) -> list[ShardRange]:
     """Return the shards of the named parameters of a group on one rank.
 
@@ -92,11 +82,12 @@ def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel:
     """
     runs: list[tuple[int, int, list[tuple[str, int, int]]]] = []
     found: list[ShardRange] = []
+    master = group.plan.master
+    whole = master is not None and master.placement is R
+    low, high = (0, group.padded_numel) if whole else group.layout.bounds(rank)
     for slot in group.layout.slots:
-        if slot.name not in names:
-            continue
-        start, stop = master_bounds(group, slot, rank)
-        if start >= stop:
+        start, stop = max(slot.start, low) - low, min(slot.stop, high) - low
+        if start >= stop or slot.name not in names:
             continue
         if uncut:
             found.append(ShardRange(group, start, stop, (slot.name,), tuple(slot.shape)))
@@ -105,9 +96,9 @@ def shard_ranges(group: GroupPlan, rank: int, names: frozenset[str], tile_numel:
         else:
             runs.append((start, stop, [(slot.name, start, stop)]))
     for start, stop, held in runs:
-        for low, high in group.layout.cuts(start, stop, tile_numel):
-            covered = tuple(name for name, begin, end in held if begin < high and low < end)
-            found.append(ShardRange(group, low, high, covered, (high - low,)))
+        for first, last in group.layout.cuts(start, stop, tile_numel):
+            covered = tuple(name for name, begin, end in held if begin < last and first < end)
+            found.append(ShardRange(group, first, last, covered, (last - first,)))
     return found
 
 

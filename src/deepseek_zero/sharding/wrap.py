@@ -5,7 +5,7 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,7 +58,7 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
     params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
-    for number in _as_they_get_values(model, plan, comm, device):
+    for number in _as_they_get_values(model, plan, params, comm):
         built[number] = [build_group(group, params, comm_ctx) for group in plan.units[number].groups]
     units = [
         Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
@@ -108,9 +108,8 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     run_on_all_ranks(comm, "asking for room", ask)
 
 
-def _as_they_get_values(model: nn.Module, plan: Plan, comm: Comm, device: torch.device) -> Iterator[int]:
+def _as_they_get_values(model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm) -> Iterator[int]:
     """Numbers of units whose parameters all have values: of a model on the meta device, as soon as they have."""
-    params = dict(model.named_parameters())
     lacking = {
         number: {id(params[name]) for group in unit.groups for name in group.names if params[name].is_meta}
         for number, unit in enumerate(plan.units)
@@ -118,7 +117,7 @@ def _as_they_get_values(model: nn.Module, plan: Plan, comm: Comm, device: torch.
     yield from (number for number, missing in lacking.items() if not missing)
     if not any(lacking.values()):
         return
-    for module in materialise(model, comm, device):
+    for module in materialise(model, comm, plan.mesh.device):
         here = {id(param) for param in module.parameters(recurse=False)}
         for number, missing in lacking.items():
             if missing & here:
