@@ -184,8 +184,8 @@ def _batch(run: _Resolver) -> None:
 
 def _batch_line(batch: Batch) -> str:
     return (
-        f"no batch size is stated: micro-batch {batch.micro} x accumulation {batch.accumulation} x {batch.dp_size} "
-        f"{'rank' if batch.dp_size == 1 else 'ranks'} = train batch {batch.train} ({batch.why})"
+        f"no batch size is stated: micro-batch {batch.micro} x accumulation {batch.accumulation} x {batch.data_size} "
+        f"{'rank' if batch.data_size == 1 else 'ranks'} = train batch {batch.train} ({batch.why})"
     )
 
 

@@ -20,7 +20,7 @@ class Batch:
     train: int
     micro: int
     accumulation: int
-    dp_size: int
+    data_size: int
     why: str = ""
 
 
@@ -33,7 +33,7 @@ class BatchRequest:
     DeepSpeed does.
     """
 
-    dp_size: int
+    data_size: int
     train: int | None = None
     micro: int | None = None
     accumulation: int | None = None
@@ -72,7 +72,7 @@ def _with_loader(request: BatchRequest) -> BatchRequest:
     if request.train is None:
         return replace(request, micro=request.loader)
     free = request.micro_auto and request.accumulation is None
-    fits = request.train % (request.loader * request.dp_size) == 0
+    fits = request.train % (request.loader * request.data_size) == 0
     return replace(request, micro=request.loader) if free and fits else request
 
 
@@ -80,7 +80,7 @@ def _fill(request: BatchRequest) -> Batch:
     """Fill in what is missing: DeepSpeed's seven cases (`DeepSpeedConfig._set_batch_related_parameters`), and an eighth
     for nothing stated.
     """
-    train, micro, steps, ranks = request.train, request.micro, request.accumulation, request.dp_size
+    train, micro, steps, ranks = request.train, request.micro, request.accumulation, request.data_size
     if train is None:
         micro, steps = micro or 1, steps or 1
         return Batch(micro * steps * ranks, micro, steps, ranks, _why_micro(request))
@@ -102,12 +102,12 @@ def _why_micro(request: BatchRequest) -> str:
 
 def _check(batch: Batch) -> Batch | Problem:
     solved = (batch.train, batch.micro, batch.accumulation)
-    least = batch.dp_size * max(1, batch.accumulation)
+    least = batch.data_size * max(1, batch.accumulation)
     for value, key, label in zip(solved, _KEYS, _LABELS, strict=True):
         if value <= 0:
-            fix = f"with {batch.dp_size} data-parallel ranks, {_KEYS[0]} must be a multiple of {least}"
+            fix = f"with {batch.data_size} data-parallel ranks, {_KEYS[0]} must be a multiple of {least}"
             return Problem(key, f"{label}: {value} has to be greater than 0", fix, value)
-    ranks = batch.dp_size
+    ranks = batch.data_size
     if batch.train == batch.micro * batch.accumulation * ranks:
         return batch
     product = batch.micro * batch.accumulation * ranks

@@ -1150,7 +1150,7 @@ class Config(Section):
             train=self.train_batch_size,
             micro=self.train_micro_batch_size_per_gpu,
             accumulation=self.gradient_accumulation_steps,
-            dp_size=self.dp_degree,
+            data_size=self.dp_degree,
         )
 
     @property

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..base.errors import UsageError
 from ..base.given import whole_number
+from ..config import Batch
 
 if TYPE_CHECKING:
     from .engine import Engine
@@ -15,43 +16,44 @@ if TYPE_CHECKING:
 def set_train_batch_size(engine: Engine, samples: int) -> None:
     """Change the samples per step by accumulating more or fewer micro-batches.  Every rank, between two steps."""
     whole_number("set_train_batch_size", "train_batch_size", samples, 1)
-    per_micro = engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
+    per_micro = engine._batch.micro * engine.mesh.data_size
     if samples < per_micro or samples % per_micro:
         raise UsageError(
             f"Train batch size must be divisible by micro-batch data parallelism: {samples} is not a multiple of "
-            f"{per_micro} ({engine.config.train_micro_batch_size_per_gpu} per rank x {engine.mesh.data_size} ranks).",
+            f"{per_micro} ({engine._batch.micro} per rank x {engine.mesh.data_size} ranks).",
             "Only the number of micro-batches per step can change.",
             f"choose a multiple of {per_micro}.",
         )
-    _resize(engine, engine.config.train_micro_batch_size_per_gpu, samples // per_micro)
+    _resize(engine, engine._batch.micro, samples // per_micro)
 
 
 def set_train_micro_batch_size(engine: Engine, samples: int) -> None:
     """Change the samples per forward on one rank that are counted; a data loader keeps the size it was built with."""
     whole_number("set_train_micro_batch_size", "micro_batch_size", samples, 1)
-    _resize(engine, samples, engine.config.gradient_accumulation_steps)
+    _resize(engine, samples, engine._batch.accumulation)
 
 
 def _resize(engine: Engine, micro: int, accumulation: int) -> None:
-    if engine.micro_steps % engine.config.gradient_accumulation_steps:
+    if engine.micro_steps % engine._batch.accumulation:
         raise UsageError(
             "the batch size was changed between two micro-batches of one step.",
             "Gradients already summed would be divided by the wrong number.",
             "change it right after a step() that updated the weights.",
         )
+    before, train = engine._batch, micro * accumulation * engine.mesh.data_size
+    engine._batch = Batch(train, micro, accumulation, engine.mesh.data_size)
     changes = {
         "train_micro_batch_size_per_gpu": micro,
         "gradient_accumulation_steps": accumulation,
-        "train_batch_size": micro * accumulation * engine.mesh.data_size,
+        "train_batch_size": train,
     }
-    engine.config = engine.config.model_copy(update=changes)
-    if accumulation != engine._accumulation:
+    engine.config = engine.config.model_copy(update=changes)  # for those who ask the engine for its configuration
+    if accumulation != before.accumulation:
         _accumulate(engine, accumulation)
 
 
 def _accumulate(engine: Engine, accumulation: int) -> None:
     """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""
-    engine._accumulation = accumulation
     engine.micro_steps = engine.global_steps * accumulation
     runtime, policy = engine.runtime, engine.runtime.settings.policy
     runtime.settings = replace(runtime.settings, accumulation=accumulation)

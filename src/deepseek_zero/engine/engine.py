@@ -77,7 +77,7 @@ class Engine(StandsForModule):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
         self._stepped = self._told_of_graphless = False
-        self._accumulation = config.gradient_accumulation_steps
+        self._batch = config.batch  # changed by accumulate.py
         self.observer.planned(self.plan())
 
     @property
@@ -122,7 +122,7 @@ class Engine(StandsForModule):
             runtime.comm.post_error(error)
             raise
         self.observer.loss(loss)
-        return loss / self._accumulation if scale_wrt_gas and self._accumulation > 1 else loss
+        return loss / self._batch.accumulation if scale_wrt_gas and self._batch.accumulation > 1 else loss
 
     def _has_graph(self, loss: Tensor) -> bool:
         """Whether a loss can be differentiated.  UsageError where it cannot and no other rank's may."""
@@ -162,7 +162,7 @@ class Engine(StandsForModule):
         boundary = self.is_gradient_accumulation_boundary()
         self._stepped = False
         self.micro_steps += 1
-        self.global_samples += self.config.train_micro_batch_size_per_gpu * self.mesh.data_size
+        self.global_samples += self._batch.micro * self.mesh.data_size
         if not boundary:
             return
         preemption = self.parts.preemption
@@ -205,7 +205,7 @@ class Engine(StandsForModule):
         """Whether the micro-batch under way is the last of its step."""
         if self._boundary is not None:
             return self._boundary
-        return (self.micro_steps + 1) % self._accumulation == 0
+        return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Say by hand whether the next micro-batch ends a step; holds until said otherwise."""

@@ -133,14 +133,14 @@ def save_checkpoint(
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
     name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
-    num_begun = engine.micro_steps % engine.config.gradient_accumulation_steps
+    num_begun = engine.micro_steps % engine._batch.accumulation
     if num_begun:
         log_once(
             f"saved between two micro-batches of one step: the gradients of {num_begun} of them are not in the "
             "checkpoint, and a run that goes on from it takes that step from its first micro-batch again."
         )
     trainer = {name: getattr(engine, name) for name in COUNTERS}
-    trainer["global_samples"] -= num_begun * engine.config.train_micro_batch_size_per_gpu * engine.mesh.data_size
+    trainer["global_samples"] -= num_begun * engine._batch.micro * engine.mesh.data_size
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
@@ -265,7 +265,7 @@ def _restore_counters(engine: Engine, loaded: Loaded, restore: Restore) -> None:
     saved = loaded.trainer
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))
-    engine.micro_steps = engine.global_steps * engine.config.gradient_accumulation_steps
+    engine.micro_steps = engine.global_steps * engine._batch.accumulation
     if engine.optimizer is not None and restore.moments:
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
         if engine.optimizer.delayed is not None:

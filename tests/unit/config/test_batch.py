@@ -28,7 +28,7 @@ def test_the_missing_members_are_solved_for(
 ) -> None:
     batch = solve(BatchRequest(4, train, micro, steps))
     assert (batch.train, batch.micro, batch.accumulation) == expected
-    assert batch.dp_size == 4
+    assert batch.data_size == 4
 
 
 def test_every_answer_closes_the_triangle() -> None:
