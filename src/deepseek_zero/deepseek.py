@@ -30,7 +30,7 @@ from .engine import exporting
 from .engine.assemble import Parts, assemble
 from .engine.engine import StandsForModule
 from .engine.optimizer import adopting, granularities
-from .engine.start import Request, facts_of, module_of, parameters_of
+from .engine.start import Request, chosen_mesh, facts_of, module_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
 from .sharding.param_group import ParamGroup
@@ -95,11 +95,14 @@ class DeepSeekZeRO3(StandsForModule):
         super().__init__()
         module_of(model)
         keywords: dict[str, Any] = dict(zero_config)
-        mesh, raw = current_mesh(default_device()), load(configuration_of(keywords))
+        # A mesh that is no mapping is no configuration's business.
+        given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
+        world, raw = current_mesh(default_device()), load(configuration_of(keywords))
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
-        self.config = resolve(raw, facts_of(Request(model), mesh))
+        self.config = resolve(raw, facts_of(Request(model), world))
+        mesh = chosen_mesh(self.config, given, world)
         parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model))
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
         self.module, self.runtime = model, parts.runtime

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
-from deepseek_zero.base.errors import ConfigError
+from deepseek_zero.base.errors import ConfigError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
@@ -180,6 +180,15 @@ def verifies_the_ranks() -> None:
         resolve(load({"dp_degree": 2}), Facts(world_size=1, launched=True))
 
 
+def verifies_the_mesh() -> None:
+    """tests/ranks/test_hybrid.py trains on several; here: what does not fit a world of one is refused."""
+    for mesh in ({"dp_replicate": 2}, {"dp_shard": 2}):
+        with pytest.raises(UsageError, match="does not fit a world of 1"):
+            engine_with(mesh=mesh)
+    with pytest.raises(UsageError, match="mics_shard_size is 2, and there are 1 ranks"):
+        engine_with(zero_optimization={"stage": 3, "mics_shard_size": 2})
+
+
 def saves_when_asked_to_end() -> None:
     for name, path in (("SIGUSR1", "one"), ("SIGUSR2", "two")):
         engine = engine_with(checkpoint={"save_on_signal": {"path": path, "signals": [name]}})
@@ -226,6 +235,9 @@ def names_the_transport() -> None:
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     "deterministic": makes_torch_deterministic,
     "dp_degree": verifies_the_ranks,
+    "mesh.dp_replicate": verifies_the_mesh,
+    "mesh.dp_shard": verifies_the_mesh,
+    "zero_optimization.mics_shard_size": verifies_the_mesh,
     "checkpoint.save_on_signal.path": saves_when_asked_to_end,
     "checkpoint.save_on_signal.signals": saves_when_asked_to_end,
     "zero_optimization.offload_optimizer.pin_memory": locks_pages_beside_a_gpu,

@@ -88,6 +88,8 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
     Over all ranks, each element of the model is in one item.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
+    if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
+        return  # the first replica has written the same
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.pieces() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)

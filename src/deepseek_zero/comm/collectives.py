@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
-from ..base.mesh import shares_gpu
+from ..base.mesh import Mesh, shares_gpu
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
@@ -130,7 +130,9 @@ class Comm:
         self.rank, self.size = 0, 1
         self._engine = _Engine(trains, transport == "gloo")
         self._world: WorldContext | None = None
-        self._whole: Comm | None = None  # what this was split from
+        self._shard: Comm | None = None  # the groups of a mesh
+        self.replicas: Comm | None = None  # the ranks that hold the same slices as this one, where others do
+        self._owners: Partition | None = None
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._transport: Transport = SingleRank(device)
@@ -142,6 +144,25 @@ class Comm:
             self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = world.gloo
             self._join(world, (world.ranks,), self, "")
+
+    @property
+    def shard(self) -> Comm:
+        """The ranks among which states are cut: all of this group, unless it was laid out on a mesh that says less."""
+        return self if self._shard is None else self._shard
+
+    @property
+    def owners(self) -> Partition:
+        """For each slice of a state, the ranks that hold it, ascending; one each where there are no replicas."""
+        return tuple((rank,) for rank in self.ranks) if self._owners is None else self._owners
+
+    def lay_out(self, mesh: Mesh) -> Comm:
+        """Make the groups of a mesh over this world: `shard` and `replicas`.  Collective; returns this communicator."""
+        if mesh.dp_replicate > 1:
+            self._owners = mesh.groups_along("dp_replicate")
+            self._shard = self.split(mesh.groups_along("dp_shard", "sp"), "dp_shard")
+            replicas = self.split(self._owners, "dp_replicate")
+            self.replicas = replicas if replicas is not self else copy(self)  # not itself, or it would never be freed
+        return self
 
     def split(self, groups: Partition, axis: str) -> Comm:
         """Return the communicator of the one of these groups that this rank is in.  Collective in the world.
@@ -156,7 +177,7 @@ class Comm:
             return self
         found = copy(self)
         found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
-        found._whole, found._barrier, found._last = self, None, None
+        found._shard, found.replicas, found._owners, found._barrier, found._last = None, None, None, None, None
         if self._world is None or len(ranks) == 1:
             found._world, found._transport = None, SingleRank(self.device)
         else:

@@ -281,7 +281,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     zeropp_loco_param: LocoParamKeywords | Auto | None
     """Error feedback for compressed gradients (LoCo)."""
     mics_shard_size: float | Auto | None
-    """Shard within groups of this many ranks, replicate across them (MiCS)."""
+    """Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that dp_shard."""
     mics_hierarchical_params_gather: bool | Auto | None
     """Gather across MiCS groups in two steps."""
     memory_efficient_linear: bool | Auto | None
@@ -337,6 +337,21 @@ class MemoryBudgetKeywords(TypedDict, total=False):
     """Of host memory, with device "auto"; null: none on a CPU, where the device is the host."""
     disk: float | Auto | None
     """Of the disk under nvme_path, with device "auto"; null: what is free."""
+
+
+class MeshSizesKeywords(TypedDict, total=False):
+    """Keys of `mesh`."""
+
+    pp: float | Auto | None
+    """Pipeline stages."""
+    dp_replicate: float | Auto | None
+    """Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step."""
+    dp_shard: float | Auto | None
+    """Ours. Ranks among which states are cut; -1: what the other axes leave of the world."""
+    sp: float | Auto | None
+    """Ranks that share one sequence."""
+    tp: float | Auto | None
+    """Ranks that share one layer."""
 
 
 class TpSizeKeywords(TypedDict, total=False):
@@ -974,6 +989,8 @@ class _Keys(TypedDict, total=False):
     """
     transport: Literal["fastest", "gloo"] | Auto | None
     """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only."""
+    mesh: MeshSizesKeywords | Auto | None
+    """Ours. Named axes over the ranks; also `initialize(mesh=...)`."""
     dp_degree: float | Auto | None
     """Ours. Data-parallel ranks the run must have."""
     pp_degree: float | Auto | None

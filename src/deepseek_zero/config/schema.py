@@ -339,15 +339,15 @@ class ZeroOptimization(Section):
     zeropp_loco_param: LocoParam | None = later(
         None, "Error feedback for compressed gradients (LoCo).", Milestone.SPEED, example={"err_beta": 0.5}
     )
-    mics_shard_size: int = later(
+    mics_shard_size: int = effective(
         -1,
-        "Shard within groups of this many ranks, replicate across them (MiCS).",
-        Milestone.SPEED,
+        "Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that dp_shard.",
         unit="ranks",
         example=2,
+        effect="check",
     )
-    mics_hierarchical_params_gather: bool = later(
-        False, "Gather across MiCS groups in two steps.", Milestone.SPEED, example=True
+    mics_hierarchical_params_gather: bool = accepted(
+        False, "Gather across MiCS groups in two steps.", "ranks of one host read each other's slices where they lie"
     )
     memory_efficient_linear: bool = accepted(
         True, "Replace torch's linear by one that keeps no gathered weight.", "gathered storage is released by the unit"
@@ -496,6 +496,28 @@ class MemoryBudget(Section):
         inf=None,
         ge=0,
     )
+
+
+class MeshSizes(Section):
+    pp: int = later(1, "Pipeline stages.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    dp_replicate: int = effective(
+        1,
+        "Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step.",
+        unit="ranks",
+        example=2,
+        effect="check",
+        ge=1,
+    )
+    dp_shard: int = effective(
+        -1,
+        "Ours. Ranks among which states are cut; -1: what the other axes leave of the world.",
+        unit="ranks",
+        example=2,
+        effect="check",
+        ge=-1,
+    )
+    sp: int = later(1, "Ranks that share one sequence.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    tp: int = later(1, "Ranks that share one layer.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
 
 
 class TorchAutocast(Section):
@@ -1068,6 +1090,7 @@ class Config(Section):
         example="gloo",
     )
     # Parallel degrees
+    mesh: MeshSizes = section(MeshSizes, "Ours. Named axes over the ranks; also `initialize(mesh=...)`.")
     dp_degree: int = effective(
         1,
         "Ours. Data-parallel ranks the run must have.",

@@ -110,7 +110,7 @@ def assemble(
     leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
     """
     refuse_wrapped(model)
-    comm = Comm(mesh.device, transport=config.transport)
+    comm = Comm(mesh.device, transport=config.transport).lay_out(mesh)
     run_on_all_ranks(comm, "looking at the model's parameters", lambda: look_at(model))
     chosen = optimizer_parts(config, model, client, params)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)

@@ -45,10 +45,10 @@ def plan_run(
     settings, placement = plan_settings_of(config, leaf_modules), placement_settings_of(config)
     device = mesh.device
     update = update_of(config, parts, model, step_settings_of(config, parts.granularity, device))
-    machine = Machine(comm.reads_in_place)
+    machine = Machine(comm.shard.reads_in_place)
     if not TierChoices.of(settings, placement, device).are_open:
         return plan_model(model, settings, mesh, machine, update, placement)
-    machine = Machine(comm.reads_in_place, free_budgets(placement, comm, device))
+    machine = Machine(comm.shard.reads_in_place, free_budgets(placement, comm, device))
     found = run_on_all_ranks(
         comm, "placing states", lambda: plan_model(model, settings, mesh, machine, update, placement)
     )

@@ -20,8 +20,8 @@ from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
-from ..base.mesh import Mesh, current_mesh
-from ..config import Facts, RawConfig, choose_source, resolve
+from ..base.mesh import Mesh, current_mesh, mesh_of, refuse_unbuilt
+from ..config import Config, Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
 from ..planner.plan import Machine, Plan, plan_model
@@ -43,6 +43,7 @@ class Request:
     lr_scheduler: Any = None
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
+    mesh: Any = None  # what `mesh_of` reads
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
 
@@ -103,6 +104,37 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
     return found
 
 
+def chosen_mesh(config: Config, given: Any, world: Mesh) -> Mesh:
+    """The mesh that the caller, the configuration's `mesh` or `mics_shard_size` state, over this world.  Local.
+
+    world: every rank along dp_shard.  UsageError where two of them disagree, or one does not fit the world.
+    """
+    stated = {"mesh=": mesh_of(given)} if given is not None else {}
+    if config.mesh.model_fields_set:
+        stated["the configuration's mesh"] = mesh_of(config.mesh.model_dump())
+    size = config.zero_optimization.mics_shard_size
+    if size > 0:
+        if world.world_size % size:
+            raise UsageError(
+                f"zero_optimization.mics_shard_size is {size}, and there are {world.world_size} ranks.",
+                "States are cut within groups of so many ranks, and every rank is in one.",
+                "choose a divisor of the number of ranks.",
+            )
+        stated["mics_shard_size"] = Mesh(dp_replicate=world.world_size // size)
+    for axes in stated.values():
+        refuse_unbuilt(axes)
+    meshes = {where: axes.on_world(world.world_size, world.rank, world.device) for where, axes in stated.items()}
+    found = next(iter(meshes.values()), world)
+    for where, mesh in meshes.items():
+        if mesh != found:
+            raise UsageError(
+                f"{next(iter(meshes))} says {found}, and {where} says {mesh}.",
+                "A run has one mesh.",
+                "state it in one place.",
+            )
+    return found
+
+
 def _check(request: Request) -> None:
     """Raise where something was given that no engine can be made of."""
     module_of(request.model)
@@ -130,8 +162,9 @@ _DOOR = "initialize"
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
     """Build the engine.  Collective: every rank passes the same model and configuration."""
     _check(request)
-    mesh = current_mesh(default_device())
-    config = resolve(raw, facts_of(request, mesh))
+    world = current_mesh(default_device())
+    config = resolve(raw, facts_of(request, world))
+    mesh = chosen_mesh(config, request.mesh, world)
     parts = assemble(config, request.model, mesh, request.optimizer, request.parameters, request.leaf_modules)
     engine = engine_class(request.model, config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)

@@ -60,20 +60,21 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
         if comm.size > 1
         else [row]
     )
-    # Slice r's sum is rank r's to tell; a replicated gradient is the same on all, so its owner's word is enough.
+    # A slice's sum is for its first owner to tell; a replicated gradient is the same on all, so that is enough.
+    owners = comm.owners
     sums = [
-        sum(rows[rank][1 + number * comm.size + rank] for rank in range(comm.size)) for number in range(len(groups))
+        sum(rows[ranks[0]][1 + number * len(owners) + place] for place, ranks in enumerate(owners))
+        for number in range(len(groups))
     ]
     total = sum(sums)
-    words = [each for row in rows for each in row[1 + len(groups) * comm.size :]]
+    words = [each for row in rows for each in row[1 + len(groups) * len(owners) :]]
     norm = math.sqrt(total) if total >= 0 else math.nan
     facts = [int(row[0]) for row in rows]
-    # Where every rank holds all slices, a program that treats them differently on two ranks shows here.
-    whole = [number for number, group in enumerate(groups) if group.gradient.is_whole]
+    # Where several ranks hold a slice, a program that treats it differently on two of them shows here.
     differ = any(
-        len({str(row[1 + number * comm.size + rank]) for row in rows}) > 1
-        for number in whole
-        for rank in range(comm.size)
+        len({str(rows[rank][1 + number * len(owners) + place]) for rank in (comm.ranks if is_whole else ranks)}) > 1
+        for number, is_whole in enumerate(group.gradient.is_whole for group in groups)
+        for place, ranks in enumerate(owners)
     )
     return Verdict(
         norm,

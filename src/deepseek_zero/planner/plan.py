@@ -96,7 +96,7 @@ class Plan:
 
     def volume(self) -> StepVolume:
         """Bytes that this rank sends in a step."""
-        return step_volume(self.units, self.schedule, self.settings)
+        return step_volume(self.units, self.schedule, self.settings, self.mesh.dp_replicate)
 
     # -- text
 

@@ -2,6 +2,7 @@
 
     gathers  = micro-batches x (gathers the schedule lists) x slice x (N-1), in the weight's dtype
     reduces  = micro-batches (sharded gradients) or 1 (whole ones) x slice x (N-1), in the dtype that travels
+    outer    = 2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
     refresh  = slice x (N-1), where the optimizer works on slices of a weight that is whole
 
 A slice is padded numel / N elements, so each term is (N-1)/N of the padded size.  With persistence 0, window 0 and G
@@ -40,19 +41,23 @@ class StepVolume:
         return self.gathers + self.reduces + self.refresh
 
 
-def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings) -> StepVolume:
-    """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each."""
+def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, replicas: int = 1) -> StepVolume:
+    """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each.
+
+    replicas: ranks that hold the same slices.
+    """
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
-    if ranks == 1:
+    world = ranks * replicas
+    if world == 1:
         return StepVolume(0, 0, 0, 0, 0)
     trained = [group for unit in units for group in unit.trained]
     once = sum(gather_bytes(units[action.unit]) for action in schedule.actions() if action.kind is ActionKind.GATHER)
     return StepVolume(
         gathers=once * settings.accumulation,
-        reduces=sum(_reduce_bytes(group, settings) for group in trained),
+        reduces=sum(_reduce_bytes(group, settings) + _outer_bytes(group, replicas) for group in trained),
         refresh=sum(_refresh_bytes(group) for group in trained),
-        rows=8 * (1 + ranks * len(trained)) * (ranks - 1),
-        first_step_rows=8 * len(units) * (ranks - 1),
+        rows=8 * (1 + ranks * len(trained)) * (world - 1),
+        first_step_rows=8 * len(units) * (world - 1),
     )
 
 
@@ -68,6 +73,13 @@ def _reduce_bytes(group: GroupPlan, settings: PlanSettings) -> int:
         return _to_others(group, group.travel_dtype) * settings.accumulation
     back = _to_others(group, plan.grad.dtype) if plan.master.placement is R else 0  # stage 0: every rank wants the sum
     return _to_others(group, group.travel_dtype) + back
+
+
+def _outer_bytes(group: GroupPlan, replicas: int) -> int:
+    """The sum over replicas, once a step: a slice is reduced in parts, and the parts are gathered."""
+    assert group.plan.grad is not None
+    part = -(-(group.padded_numel // group.ranks) // replicas)
+    return 2 * (replicas - 1) * part * group.plan.grad.dtype.itemsize
 
 
 def _refresh_bytes(group: GroupPlan) -> int:

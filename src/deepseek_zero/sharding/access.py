@@ -107,7 +107,7 @@ class GatheredParameters:
     def _take_over(self) -> None:
         assert self.modifier_rank is not None
         for group, copy in zip(self.groups, self._copies, strict=True):
-            comm = group.comm_ctx.comm
+            comm = group.comm_ctx.world
             scatter(comm, [copy] * comm.size, copy, f"changed {group.members[0].name}", self.modifier_rank)
             group.set_full_values(copy)
 
@@ -115,7 +115,7 @@ class GatheredParameters:
         held = zip(self.groups, self._copies, self._marks, strict=True)
         changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
         changed += [shard.name_of(param) for param, shard in self.building if shard.is_changed(param)]
-        comms = [group.comm_ctx.comm for group in self.groups] + [shard.session.comm for _, shard in self.building]
+        comms = [group.comm_ctx.world for group in self.groups] + [shard.session.comm for _, shard in self.building]
         if not comms:
             return
         row = torch.tensor([len(changed)])

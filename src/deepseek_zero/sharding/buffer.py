@@ -19,9 +19,9 @@ from ..base.memory import return_pages
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.shared_memory import SharedWeights
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
-from ..planner.spec import TRANSITIONS, Movement, R, S, Spec
+from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..tiers.budget import DeviceBudget
-from ..tiers.copy_engine import CopyEngine
+from ..tiers.copy_engine import CopyEngine, copy_engine_for
 from ..tiers.tier import COMPLETED, CopyEvent, Extent, Tier, Tiers, Work, read_now
 
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
@@ -195,7 +195,7 @@ class FlatBuffer:
     @classmethod
     def allocate_for_comm(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """As `empty`, where other ranks get at it best."""
-        memory = comm_ctx.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
+        memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
@@ -277,8 +277,9 @@ class QueuedCollective:
 
 @dataclass(frozen=True)
 class CommContext:
-    """How a move travels: the communicator, the pool its scratch comes from, message size, and what sums are divided
-    by.  tiers: other memories that states rest in.  turns: gathers out of them.  ferry: between them and the device.
+    """How a move travels: the ranks among which states are cut, the pool its scratch comes from, message size, and what
+    sums are divided by.  tiers: other memories that states rest in.  issue_queue: gathers out of them.  copy_engine:
+    between them and the device.  replicas: how sums travel between ranks that hold the same slices, where others do.
     """
 
     comm: Comm
@@ -288,6 +289,23 @@ class CommContext:
     tiers: Tiers = field(default_factory=Tiers)
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
+    replicas: CommContext | None = None
+
+    @property
+    def world(self) -> Comm:
+        """The communicator of all ranks, which buffers that travel are made by."""
+        return self.pool.comm
+
+    @classmethod
+    def over(cls, world: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers) -> CommContext:
+        """For a world that is laid out on a mesh.  divisor: of the sum over all ranks that reduce."""
+        engine = copy_engine_for(pool.device)
+        if world.replicas is None:
+            return cls(world.shard, pool, bucket_numel, divisor, tiers, copy_engine=engine)
+        # Sums are divided once, where they are formed first, before they are rounded.
+        inner, outer = (divisor, 1.0) if world.shard.size > 1 else (1.0, divisor)
+        replicas = cls(world.replicas, pool, bucket_numel, outer, tiers)
+        return cls(world.shard, pool, bucket_numel, inner, tiers, copy_engine=engine, replicas=replicas)
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
@@ -374,6 +392,32 @@ def _reduce_scatter(
             comm_ctx.pool.give(inbox)
 
     return Pending(finish)
+
+
+def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
+    """Replace flat values by their sum over the ranks, ascending in fp32, rounded once.  Collective.
+
+    values: one-dimensional, of one length on every rank, on any device; neither read nor written before `wait()`.
+    """
+    comm, pool = comm_ctx.comm, comm_ctx.pool
+    if comm.size == 1 or not values.numel():
+        return DONE
+    numel = -(-values.numel() // comm.size) * comm.size
+    lent = None
+    if numel != values.numel() or values.device != pool.device:
+        lent = pool.take(numel, values.dtype)
+        lent[: values.numel()].copy_(values)
+        lent[values.numel() :].zero_()
+    layout, travels = FlatLayout((), numel // comm.size, comm.size), values if lent is None else lent
+    partial = FlatBuffer(layout, Spec(P, values.dtype), travels)
+    pending = move(partial, FlatBuffer(layout, Spec(R, values.dtype), travels), comm_ctx, what)
+
+    def put_back() -> None:
+        if lent is not None:
+            values.copy_(lent[: values.numel()])
+            pool.give(lent)
+
+    return pending.then(put_back)
 
 
 class HostGradStaging:

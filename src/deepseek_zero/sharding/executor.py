@@ -112,7 +112,7 @@ class Executor:
     def begin(self, walk: Pass) -> None:
         """Start a pass; the one before must have ended.  Collective within the gather lane."""
         if self._rests_in_common:
-            self.comm.barrier_begin("backward" if walk is self.schedule.backward else "forward")
+            self.comm.shard.barrier_begin("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._reached = walk, 0
         self._to_gather.clear()
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
@@ -176,7 +176,7 @@ class Executor:
         self.gather_rest()
         with torch.inference_mode(False), torch.no_grad():
             self._walk = None
-            self.comm.barrier_end()
+            self.comm.shard.barrier_end()
             for unit in self.units:
                 if unit.number in walk.released and unit.number not in self._resident_before:
                     unit.reshard()
@@ -189,7 +189,7 @@ class Executor:
     def reshard_all(self) -> None:
         """Release every unit; gathers under way are waited for."""
         self._walk = None
-        self.comm.barrier_end()
+        self.comm.shard.barrier_end()
         for unit in self.units:
             unit.reshard()
 
@@ -268,6 +268,29 @@ class Executor:
                 self._reduce(self.units[number])
         self.wait_for_reduce()
         self.late.clear()
+        self.sum_over_replicas()
+
+    def sum_over_replicas(self) -> None:
+        """Add up the sums that replicas have of this step, each slice among the ranks that hold it; once a step.
+
+        Collective among them.  Not while backward goes on: a rank that skips units would keep ranks of the other
+        replicas waiting, and with them its own.
+        """
+        if self.comm.replicas is None:
+            return
+        under_way: deque[Unit] = deque()
+        for number in self.reduces:
+            self.units[number].sum_over_replicas()
+            under_way.append(self.units[number])
+            if len(under_way) > 1:
+                self._wait_for_total(under_way.popleft())
+        while under_way:
+            self._wait_for_total(under_way.popleft())
+
+    def _wait_for_total(self, unit: Unit) -> None:
+        unit.wait_for_reduce()
+        if (updates := self.updates()) is not None:
+            updates.after_reduce(unit)
 
     def refuse_unused(self) -> None:
         """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
@@ -315,6 +338,6 @@ class Executor:
         return landed
 
     def _update(self, landed: Unit | None) -> None:
-        """The U behind an S."""
-        if landed is not None and (updates := self.updates()) is not None:
+        """The U behind an S; where there are replicas, it comes behind their sum."""
+        if landed is not None and self.comm.replicas is None and (updates := self.updates()) is not None:
             updates.after_reduce(landed)

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from ..base.device import PerDevice, without_torch_function
 from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages
-from ..comm.collectives import DONE, Pending
+from ..comm.collectives import DONE, Pending, scatter
 from ..planner.layout import Slot
 from ..planner.spec import P, R, S, Spec
 from ..tiers.tier import Extent, Tier
-from .buffer import FlatBuffer, StateGuard, has_pages_to_return, move
+from .buffer import FlatBuffer, StateGuard, all_reduce, has_pages_to_return, move
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
@@ -40,6 +40,8 @@ class ReductionState:
     reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
     carried_sum: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
     absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
+    is_total: bool = False  # the sum is over the replicas, too; always so where there are none
+    carried_is_total: bool = False
     is_edited: bool = False  # by values that may differ between ranks
 
 
@@ -92,10 +94,9 @@ class Gradient:
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
-            group.comm_ctx.comm.wait_until_read(buffer.storage)
+            group.comm_ctx.world.wait_until_read(buffer.storage)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
-                state.carried_sum = self._own(buffer).clone()
-                state.reduced = False
+                self._carry(self._own(buffer))
             state.partial = buffer
         else:
             dtype = self.reduce_dtype or group.plan.weight.dtype
@@ -123,15 +124,26 @@ class Gradient:
         state.partial, state.arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
+        if state.reduced and state.is_total:  # a backward that nobody announced, after the replicas had met
+            self._carry(self.ensure_buffer().storage)
         pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=state.reduced)
-        state.reduced = True
+        state.reduced, state.is_total = True, False
         return pending.then(lambda: self._finish_shard(partial))
+
+    def _carry(self, own: Tensor) -> None:
+        """Keep an earlier sum of the same step aside, to be added to the next one."""
+        state = self.state
+        state.carried_sum, state.carried_is_total = own.clone(), state.is_total
+        state.reduced = state.is_total = False
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
         """The sum is here: what it was made of goes back; where it rests elsewhere, its norm is taken on the way."""
         self.group.comm_ctx.pool.give(partial.storage)
-        buffer = self.buffer
-        if buffer is not None and buffer.extent is not None and buffer.is_offloaded:
+        if self.buffer is not None:
+            self._store_offloaded(self.buffer)
+
+    def _store_offloaded(self, buffer: FlatBuffer) -> None:
+        if buffer.extent is not None and buffer.is_offloaded:
             self.known_squares = sum_of_squares(buffer.storage, home_of(self))
             buffer.extent.store(0, buffer.memory.numel())
 
@@ -167,19 +179,47 @@ class Gradient:
             lent = pool.take(group.layout.padded_numel, self.reduce_dtype)
             lent.copy_(partial.storage)
             travel = FlatBuffer(group.layout, replace(partial.spec, dtype=self.reduce_dtype), lent)
-        own = self._own(partial)
-        target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
+        own, waits = self._own(partial), group.comm_ctx.replicas is not None
+        if waits:  # slices first are summed over the replicas, then, at stage 0, gathered
+            cut = partial.shard(group.comm_ctx.comm.rank)
+            target = FlatBuffer(group.layout, replace(partial.spec, placement=S), cut)
+        else:
+            target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
         pending = move(travel, target, group.comm_ctx, what)
-        state.reduced = True
+        state.reduced, state.is_total = True, False
 
         def settle() -> None:
             if lent is not None:
                 pool.give(lent)
-            if state.carried_sum is not None:
+            if state.carried_sum is not None and not (waits and state.carried_is_total):
                 own.add_(state.carried_sum)
                 state.carried_sum = None
 
         state.reduction = pending.then(settle)
+        return state.reduction
+
+    def sum_over_replicas(self, what: str) -> Pending:
+        """Start adding the replicas' sums of one step up, once for all its backwards.  Collective among the ranks that
+        hold this slice; nothing where they have met for this sum, or where there is no other.
+        """
+        state, group, buffer = self.state, self.group, self.buffer
+        comm_ctx = group.comm_ctx
+        if comm_ctx.replicas is None or buffer is None or not state.reduced or state.is_total or self.is_deferred:
+            return DONE
+        state.is_total = True
+        self.known_squares = None
+        replicas = replace(comm_ctx.replicas, bucket_numel=comm_ctx.bucket_numel)
+        pending = all_reduce(buffer.shard(comm_ctx.comm.rank), replicas, what)
+
+        def finish() -> None:
+            if self.is_whole and comm_ctx.comm.size > 1:
+                comm_ctx.comm.all_gather(buffer.storage, "reduce", what).wait()
+            if state.carried_sum is not None:
+                self._own(buffer).add_(state.carried_sum)
+                state.carried_sum = None
+            self._store_offloaded(buffer)
+
+        state.reduction = pending.then(finish)
         return state.reduction
 
     def has(self, number: int) -> bool:
@@ -346,7 +386,7 @@ class Gradient:
             self.guard.pending.flush_group(self.group)
         if not self.state.reduced:
             self._own(self.ensure_buffer()).zero_()
-            self.state.reduced = True
+            self.state.reduced = self.state.is_total = True
             self.known_squares = None
 
     def _changed(self, number: int) -> None:
@@ -364,10 +404,16 @@ class Gradient:
 
     def spread(self, what: str) -> Pending:
         """Where every rank holds the whole sum: let each slice be its owner's again.  Collective."""
+        comm_ctx = self.group.comm_ctx
+        if comm_ctx.replicas is not None:
+            self._seed()
+            own, comm = self._own(self.ensure_buffer()), comm_ctx.replicas.comm
+            scatter(comm, [own] * comm.size, own, f"changed gradients of {what}")
+            self.known_squares = None
         if not self.is_whole:
             return DONE
         self._seed()
-        return self.group.comm_ctx.comm.all_gather(self.ensure_buffer().storage, "reduce", what)
+        return comm_ctx.comm.all_gather(self.ensure_buffer().storage, "reduce", what)
 
     def of(self, slot: Slot) -> Tensor:
         """This rank's part of one member's reduced gradient, flat: a view."""

@@ -116,6 +116,7 @@ class ParamGroup:
         built = (self.plan.moments or self.plan.weight).dtype
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         broadcast_from_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
+        self._take_from_first_replica(full)
         self.weight = FlatBuffer.allocate_weight(
             self.layout, self.plan.weight, self.comm_ctx, f"the weights of {names[0]}"
         )
@@ -139,6 +140,13 @@ class ParamGroup:
                 reshard(member.param, member.placeholder)
             else:
                 unshard(member.param, member.param_class, self.weight.view(member.slot))
+
+    def _take_from_first_replica(self, full: FlatBuffer) -> None:
+        """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
+        replicas = self.comm_ctx.replicas
+        if replicas is not None and self.layout.padded_numel:
+            values = full.shard(self.comm_ctx.comm.rank) if self.is_sharded else full.storage
+            scatter(replicas.comm, [values] * replicas.comm.size, values, f"replicas of {self.members[0].name}")
 
     def relayout(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""

@@ -34,7 +34,7 @@ class Runtime:
     def __init__(self, model: nn.Module, units: list[Unit], comm_ctx: CommContext, plan: Plan) -> None:
         self.model, self.units, self.settings = model, units, plan.settings
         self._planned = plan
-        self.comm, self.comm_ctx = comm_ctx.comm, comm_ctx
+        self.comm, self.comm_ctx = comm_ctx.world, comm_ctx
         self.phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.loss_factor = LossFactor(self)
@@ -170,6 +170,8 @@ class Runtime:
                 self.executor.refuse_unused()
             if self._reduces_now:
                 self.executor.reduce_rest()
+                if self.is_boundary:
+                    self.executor.sum_over_replicas()
                 self.comm_ctx.copy_engine.synchronize()
             self.executor.end()
             self.executor.reshard_all()
@@ -200,6 +202,7 @@ class Runtime:
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
             self.join_skipped_passes()
+        self.executor.sum_over_replicas()
         for group in self.trained_groups:
             group.gradient.take_assigned()
 

@@ -149,6 +149,10 @@ class Unit:
         """Start adding up the ranks' gradients.  Collective within the reduce lane."""
         self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
 
+    def sum_over_replicas(self) -> None:
+        """Start adding up the sums of the replicas.  Collective among them."""
+        self._reduces += [group.gradient.sum_over_replicas(self.name) for group in self.trained if not group.is_idle]
+
     def wait_for_reduce(self) -> None:
         for pending in self._reduces:
             pending.wait()

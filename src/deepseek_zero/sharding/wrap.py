@@ -19,7 +19,6 @@ from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..planner.spec import predivide_of
 from ..tiers.budget import DeviceBudget
-from ..tiers.copy_engine import copy_engine_for
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Memory, Tier, Tiers
@@ -47,7 +46,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:
     """Shard a model in place, as planned, and hook it.  Collective: every rank passes the same model and settings.
 
-    tiers: the memories that the plan names beside the training device.
+    comm: the world's, laid out on its mesh.  tiers: the memories that the plan names beside the training device.
     """
     device = plan.mesh.device
     compare_ranks(model, plan, comm)
@@ -55,7 +54,7 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     pool = Pool(device, comm, tiers.budget)
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
-    comm_ctx = CommContext(comm, pool, settings.bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
+    comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
     params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     for number in _as_they_get_values(model, plan, params, comm):

@@ -56,13 +56,15 @@ def initialize(
     config: Configuration = None,
     mesh_param: Any = None,
     config_params: Configuration = None,
+    mesh: Any = None,
 ) -> tuple[DeepSpeedEngine, Any, Any, Any]:
     """Wrap a model; returns (engine, optimizer, training_dataloader, lr_scheduler).  Collective.
 
     config: a dict, the path of a JSON file, or base64; also as `config_params` or `args.deepspeed_config`.
     optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
     schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
-    or groups to train.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
+    or groups to train.  mesh: axes over the ranks ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a DeviceMesh
+    with names); also the configuration's.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
     """
     if model is None:
         raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
@@ -94,6 +96,7 @@ def initialize(
         lr_scheduler,
         training_data,
         collate_fn,
+        mesh=mesh,
         leaf_modules=leaf_module_names(module_of(model)),
         drops_idle_schedule=unchanged,
     )
