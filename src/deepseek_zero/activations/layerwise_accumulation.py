@@ -85,7 +85,7 @@ class LayerwiseAccumulation:
         return [replaced(call, partial(part, number)) for number in range(self.micro_batches)]
 
     def _is_batch(self, leaf: Any) -> bool:
-        """Whether a leaf is cut.  A parameter may be as long by chance, and is nobody's batch."""
+        """Return whether a leaf is cut.  A parameter may be as long by chance, and is nobody's batch."""
         is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 

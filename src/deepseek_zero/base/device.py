@@ -51,13 +51,13 @@ def ends_recomputation(error: BaseException) -> bool:
 
 
 def storage_users(tensor: torch.Tensor) -> int:
-    """How many tensors share this tensor's storage, itself included."""
+    """Return how many tensors share this tensor's storage, itself included."""
     storage = tensor.untyped_storage()
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1  # the Python storage object counts itself
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How many in-place operations autograd has seen on this tensor's storage."""
+    """Return how many in-place operations autograd has seen on this tensor's storage."""
     return tensor._version
 
 
@@ -67,7 +67,7 @@ def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
 
 
 def is_persistent_buffer(module: nn.Module, name: str) -> bool:
-    """Whether a state dict holds the module's own buffer of this name."""
+    """Return whether a state dict holds the module's own buffer of this name."""
     return name not in module._non_persistent_buffers_set
 
 
@@ -143,7 +143,7 @@ def _named_device(variable: str, kind: str) -> torch.device:
 
 
 def has_fast_bf16(device: torch.device) -> bool:
-    """Whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with AVX512-BF16 or AMX."""
+    """Return whether bf16 arithmetic is native: CUDA from compute capability 8.0; a CPU with AVX512-BF16 or AMX."""
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:

@@ -153,7 +153,7 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Whether the page cache has bytes [start, stop) of a file, `start` at a page; False where nobody can tell.
+    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False where nobody can tell.
 
     Nothing is read for it.  A read that must not wait (RWF_NOWAIT) would have the kernel begin to read all of it.
     """
@@ -273,7 +273,7 @@ class SegmentView:
         self._clean = b""  # the entries as they were when nothing had been written here
 
     def was_written(self) -> bool:
-        """Whether a page was copied for this process because something wrote into it."""
+        """Return whether a page was copied for this process because something wrote into it."""
         try:
             os.preadv(_page_map(os.getpid()), [self._entries], self.tensor.data_ptr() // PAGE * _ENTRY)
         except OSError:  # a kernel that does not tell

@@ -108,7 +108,7 @@ class Mesh:
 
     @property
     def is_distributed(self) -> bool:
-        """Whether there is more than one rank."""
+        """Return whether there is more than one rank."""
         return self.world_size > 1
 
     # -- where this rank stands

@@ -305,13 +305,13 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes its world has."""
+    """Return how many processes its world has."""
     group = _group()
     return int(group.get_world_size()) if group is not None else _said().size
 
 
 def local_size() -> int | None:
-    """How many ranks this host has, where a launcher says it; links.py counts them once there are links."""
+    """Return how many ranks this host has, where a launcher says it; links.py counts them once there are links."""
     said = _said()
     return said.local_size if (said.rank, said.size) == (rank(), size()) else None
 

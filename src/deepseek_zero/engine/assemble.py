@@ -169,7 +169,7 @@ def assemble(
 
 
 def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
-    """Whether the device computes in the run's 16 bits, or converts."""
+    """Return whether the device computes in the run's 16 bits, or converts."""
     if policy.compute is not torch.bfloat16:
         return []
     if has_fast_bf16(device):

@@ -125,7 +125,7 @@ class Engine(StandsForModule):
         return loss / self._batch.accumulation if scale_wrt_gas and self._batch.accumulation > 1 else loss
 
     def _has_graph(self, loss: Tensor) -> bool:
-        """Whether a loss can be differentiated.  UsageError where it cannot and no other rank's may."""
+        """Return whether a loss can be differentiated.  UsageError where it cannot and no other rank's may."""
         if not isinstance(loss, Tensor):
             raise UsageError(
                 f"engine.backward got a {type(loss).__name__} where a tensor is needed.",
@@ -196,13 +196,13 @@ class Engine(StandsForModule):
             self.optimizer.zero_grad()
 
     def was_step_applied(self) -> bool:
-        """Whether the last step() changed the weights (not inside an accumulation, not skipped)."""
+        """Return whether the last step() changed the weights (not inside an accumulation, not skipped)."""
         return self._stepped
 
     # -- accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch under way is the last of its step."""
+        """Return whether the micro-batch under way is the last of its step."""
         if self._boundary is not None:
             return self._boundary
         return (self.micro_steps + 1) % self._batch.accumulation == 0

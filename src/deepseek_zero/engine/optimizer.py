@@ -83,7 +83,7 @@ def build_optimizer(
 
 
 def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-    """How finely each group's state may be cut."""
+    """Return how finely each group's state may be cut."""
     return tuple(granularity_of(optimizer, group) for group in groups)
 
 

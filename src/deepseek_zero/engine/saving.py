@@ -257,7 +257,7 @@ def _choose_checkpoint(comm: Comm, folder: Path, tag: Any) -> tuple[Path, str, b
 
 
 def _asks_for_newest(folder: Path, tag: Any) -> bool:
-    """Whether the tag asks for the newest checkpoint; not where one was saved under that name."""
+    """Return whether the tag asks for the newest checkpoint; not where one was saved under that name."""
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 

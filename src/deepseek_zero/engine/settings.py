@@ -81,7 +81,7 @@ def policy_of(config: Config) -> Policy:
 
 
 def is_open(config: Config, key: str) -> bool:
-    """Whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
+    """Return whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
     decided = {decision.key for decision in config.decisions}
     return key not in config.zero_optimization.model_fields_set or f"zero_optimization.{key}" in decided
 
@@ -139,7 +139,7 @@ def placement_settings_of(config: Config) -> PlacementSettings:
 
 
 def updates_ahead(config: Config) -> bool:
-    """Whether some units are updated in backward, ahead of their step."""
+    """Return whether some units are updated in backward, ahead of their step."""
     offload = config.zero_optimization.offload_optimizer
     return offload.super_offload or offload.delayed_update_after is not None
 

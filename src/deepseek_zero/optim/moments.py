@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the optimizer sees nothing of it between steps."""
+        """Return whether the optimizer sees nothing of it between steps."""
         return self.kept is not None or self.extent.is_offloaded
 
 

@@ -177,7 +177,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
 
 
 def granularity_of(optimizer: Optimizer | type[Optimizer], group: Mapping[str, Any] | None = None) -> Granularity:
-    """How finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere inside a tensor.
+    """Return how finely an optimizer's state may be cut: "element" anywhere, "tensor" nowhere inside a tensor.
 
     A class attribute `granularity` is believed; a class nobody knows gets whole tensors, the safe answer.
     group: asks for one group, where the class distinguishes (Muon's AdamW groups may be cut).

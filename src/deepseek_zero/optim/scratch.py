@@ -53,7 +53,7 @@ class Scratch:
         return self.kept[key].expand(shape)
 
     def is_placeholder(self, value: object) -> bool:
-        """Whether this is what stands for values that are elsewhere."""
+        """Return whether this is what stands for values that are elsewhere."""
         if not isinstance(value, Tensor):
             return False
         nothing = self.kept.get(("nothing", value.device))

@@ -546,7 +546,7 @@ def unknown_parameter() -> UsageError:
 
 
 def updates_in_backward(settings: StepSettings) -> bool:
-    """Whether some units are updated in backward, so that tiles end where units do."""
+    """Return whether some units are updated in backward, so that tiles end where units do."""
     return settings.speculates or settings.delay_after is not None
 
 

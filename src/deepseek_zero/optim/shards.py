@@ -139,7 +139,7 @@ class ParamOverlap:
 
     @property
     def is_absent(self) -> bool:
-        """Whether the parameter has no gradient in the step that is over."""
+        """Return whether the parameter has no gradient in the step that is over."""
         return self.number in (self.piece.group.gradient.state.absent or ())
 
     def of(self, state: Tensor) -> Tensor:

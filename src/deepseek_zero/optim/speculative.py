@@ -186,7 +186,7 @@ class SpeculativeStep:
 
 
 def works_by_piece(cls: type[Optimizer]) -> bool:
-    """Whether an update of one piece can be undone without the others: classes that are known to keep to it."""
+    """Return whether an update of one piece can be undone without the others: classes that are known to keep to it."""
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_PIECE
 

@@ -56,7 +56,7 @@ class Decision:
     is_waiting: bool = False
 
     def agrees(self, other: Decision) -> bool:
-        """Whether both lead to the same bits."""
+        """Return whether both lead to the same bits."""
         return (self.factor, self.number) == (other.factor, other.number) and _same(self.hypers, other.hypers)
 
 
@@ -146,7 +146,7 @@ class Updater:
             self.clock.enter(before)
 
     def has_deferred(self, group: ParamGroup) -> bool:
-        """Whether a step that is over has not come to all of this group."""
+        """Return whether a step that is over has not come to all of this group."""
         return bool(self._tiles_left[group])
 
     def flush(self) -> None:
@@ -286,7 +286,7 @@ class DelayedUpdate:
         self.deferred: Decision | None = None
 
     def is_on(self, updates: int) -> bool:
-        """Whether a step after so many updates leaves its own to the next."""
+        """Return whether a step after so many updates leaves its own to the next."""
         return self.deferred is not None or updates >= self.after
 
     def swap(self, made: Decision | None) -> Decision | None:

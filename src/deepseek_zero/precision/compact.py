@@ -32,13 +32,13 @@ _LEAST, _MOST = -120, 126  # powers of two that a block may have: up to 1.6e38; 
 
 @dataclass(frozen=True)
 class StochasticRounding:
-    """16 bits of chance per element.  step: of the optimizer."""
+    """A source of 16 random bits per element; `step` is the optimizer's."""
 
     step: int
     seed: int = 0
 
     def of(self, name: str, start: int, numel: int) -> Tensor:
-        """Those of elements [start, start + numel) of what has this name: int16, on the CPU."""
+        """Return the bits of elements [start, start + numel) of the tensor of this name: int16, on the CPU."""
         first, skipped = divmod(start, _PER_COUNT)
         counter = [first, self.step, 0, 0]
         words = np.random.Philox(counter=counter, key=[self.seed, crc32(name.encode())])
@@ -47,7 +47,7 @@ class StochasticRounding:
 
 
 class StorageFormat(Protocol):
-    """How fp32 values are kept.  dtype: of what is kept.  has_powers: beside it, a power of two per block."""
+    """A way to store fp32 values. dtype: of the stored codes. has_scales: a power of two per block is stored too."""
 
     @property
     def dtype(self) -> torch.dtype: ...
@@ -56,15 +56,17 @@ class StorageFormat(Protocol):
     def has_scales(self) -> bool: ...
 
     def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
-        """Write fp32 values into `codes` and `powers`; without chance to the nearest.  All flat."""
+        """Write fp32 values into `codes` and their block scales; round to the nearest without random bits. All are
+        flat.
+        """
 
     def decode(self, codes: Tensor, powers: Tensor | None, out: Tensor | None = None) -> Tensor:
-        """The values again, in `out` where that is given."""
+        """Return the fp32 values of `codes`, in `out` if that is given."""
 
 
 @dataclass(frozen=True)
 class BFloat16Format:
-    """As bf16."""
+    """Values stored as bf16."""
 
     dtype: torch.dtype = torch.bfloat16
     has_scales: bool = False
@@ -80,7 +82,7 @@ class BFloat16Format:
 
 
 def round_to_bf16(values: Tensor, into: Tensor, chance: Tensor) -> None:
-    """Write fp32 values into bf16, up or down by chance.  All flat and of one length."""
+    """Write fp32 values into bf16, rounded up or down at random. All are flat and of one length."""
     tile = CAST_TILE.on(values.device)
     parts = (values, into.view(torch.int16), chance.to(values.device, non_blocking=True))
     for exact, upper, random in zip(*(part.split(tile) for part in parts), strict=True):
@@ -102,14 +104,14 @@ class Float8Block:
 
     @cached_property
     def values(self) -> list[float]:
-        """What each code of a magnitude stands for."""
+        """Return the value of each code of a magnitude."""
         codes = range(128 if self.is_signed else 256)
         normal = [(1 + code % 8 / 8) * 2.0 ** (self.least + code // 8 - 1) for code in codes]
         return [code / 8 * 2.0**self.least if code < 8 else normal[code] for code in codes]
 
     @cached_property
     def table(self) -> Tensor:
-        """What all 256 codes stand for."""
+        """Return the values of all 256 codes."""
         return torch.tensor(self.values + [-value for value in self.values] if self.is_signed else self.values)
 
     def encode(self, values: Tensor, codes: Tensor, powers: Tensor | None, chance: Tensor | None) -> None:
@@ -174,12 +176,12 @@ _TINY = {
 
 
 def storage_dtype(bits: str, own: torch.dtype) -> torch.dtype:
-    """Of a moment's elements as they are kept."""
+    """Return the dtype in which a moment's elements are stored."""
     return {"fp32": own, "bf16": torch.bfloat16, "8bit": torch.uint8}[bits]
 
 
 def storage_format(bits: str, name: str) -> StorageFormat | None:
-    """How a moment is kept: bits "fp32" (None: as it is), "bf16" or "8bit"."""
+    """Return how a moment is stored: bits "fp32" (None: as it is), "bf16" or "8bit"."""
     if bits == "fp32":
         return None
     if bits == "bf16":
@@ -194,6 +196,6 @@ def storage_format(bits: str, name: str) -> StorageFormat | None:
 
 
 def _power_of_two(powers: Tensor) -> Tensor:
-    """Exactly, from its bits; NaN where the power stands for "not finite"."""
+    """Return the power of two exactly, from its bits; NaN if the power stands for "not finite"."""
     bits = (powers + 127).clamp_(max=254).bitwise_left_shift_(23)
     return torch.where(powers == 127, float("nan"), bits.view(torch.float32))

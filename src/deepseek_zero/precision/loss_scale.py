@@ -64,10 +64,10 @@ class LossScaleSettings:
 
 @dataclass
 class LossScaler:
-    """The scale of now; `update` once per optimizer step, skipped steps included.
+    """The current scale; `update` is called once per optimizer step, skipped steps included.
 
-    cur_iter: steps seen.  last_overflow_iter: the step of the last overflow, -1 before any, so that the first window is
-    as long as the others.  cur_hysteresis: overflows still forgiven, plus one.
+    cur_iter: steps seen. last_overflow_iter: the step of the last overflow, -1 before any, so that the first window is
+    as long as the others. cur_hysteresis: overflows still forgiven, plus one.
     """
 
     settings: LossScaleSettings = dataclasses.field(default_factory=LossScaleSettings)
@@ -107,7 +107,7 @@ class LossScaler:
         self.cur_iter += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """All that moves, as plain numbers."""
+        """Return all that moves, as plain numbers."""
         return {
             "dynamic": self.dynamic,
             "scale": self.scale,
@@ -117,10 +117,10 @@ class LossScaler:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where a saved scaler stood.
+        """Restore a saved scaler's numbers.
 
         The config decides between static and dynamic: a state of the other kind, or any state for a static scale,
-        leaves the scale of the config.  A minimum raised since then is respected.
+        leaves the scale of the config. A minimum raised since then is respected.
         """
         names = ("dynamic", "scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
         missing = [name for name in names if name not in state_dict]

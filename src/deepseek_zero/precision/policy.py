@@ -1,4 +1,4 @@
-"""Which number format each state has, and the one cast from master to weight.
+"""The number format of each state, and the one cast from master to weight.
 
 Owns dtypes and casts; knows nothing of ranks.
 """
@@ -51,13 +51,13 @@ class Policy:
         return {"split": torch.int16, "fp32": whole, "none": weight}[self.master] if weight == torch.bfloat16 else whole
 
     def grad_dtype(self, weight: torch.dtype, accumulation: int) -> torch.dtype:
-        """Dtype of a gradient at rest: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate`
+        """Dtype of a reduced gradient: the weight's at accumulation 1 (summed in fp32, rounded once), `accumulate`
         above.
         """
         return weight if accumulation == 1 or weight not in LOW_PRECISION else self.accumulate
 
     def lifted(self) -> Policy:
-        """The same policy with full-precision compute (what precision "auto" lifts an overflowing unit to)."""
+        """Return the same policy with full-precision compute, for a unit that precision "auto" promotes to fp32."""
         return replace(self, compute=torch.float32)
 
 
@@ -68,10 +68,10 @@ HALF, SIXTEEN = torch.tensor(0x8000, dtype=torch.int32), torch.tensor(16, dtype=
 
 
 def cast_master(master: Tensor, weight: Tensor) -> None:
-    """Write the master (fp32) into the weight, elementwise, same length.
+    """Write an fp32 master into the weight (any floating dtype), elementwise; both flat and of one length.
 
-    bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut.  It differs from round-to-
-    nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (split.py).
+    bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut. It differs from
+    round-to-nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (split.py).
     """
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
@@ -90,7 +90,9 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
 
 
 def has_nan(values: Tensor) -> bool:
-    """Whether there may be a NaN: one pass and no mask.  On an accelerator always, since asking would wait for it."""
+    """Return whether there may be a NaN, in one pass without a mask. On an accelerator always True: asking would wait
+    for it.
+    """
     if values.device.type != "cpu":
         return True
     total = float(values.sum())
@@ -104,7 +106,7 @@ def settle_nan(bits: Tensor) -> None:
 
 
 def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """`value` with every floating tensor in it cast to dtype; containers of the usual kinds are walked, others kept."""
+    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep others."""
     if dtype is None:
         return value
 
@@ -115,7 +117,7 @@ def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
 
 
 def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with change(tensor) for every tensor in it.  Containers are new ones: the caller's stay as they are."""
+    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's stay as they are."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, Mapping):

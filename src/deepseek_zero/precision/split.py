@@ -18,17 +18,17 @@ from .policy import CAST_TILE, HALF, SIXTEEN, has_nan, settle_nan
 
 
 def scratch_numel(device: torch.device, numel: int) -> int:
-    """Elements of scratch (4 bytes each) that `join` of so many elements uses."""
+    """Return the elements of scratch (4 bytes each) that `join` of so many elements uses."""
     return min(CAST_TILE.on(device), numel)
 
 
 def join(
     weight: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None, *, is_exposed: bool = True
 ) -> None:
-    """Write the fp32 master into `out`.  All flat and of one length.  scratch: see `scratch_numel`.
+    """Write the fp32 master of a bf16 weight and its int16 remainder into `out`. All are flat and of one length.
 
-    is_exposed: somebody may have changed the weight behind the remainder's back (a mask that zeroed it).  That can make
-    a NaN of the sum where there is none in the weight; then the master is the weight.
+    scratch: see `scratch_numel`. is_exposed: a program may have changed the weight without the remainder (a mask that
+    zeroed it). That can make the sum NaN where the weight is not; then the master is the weight.
     """
     tile = scratch_numel(out.device, out.numel())
     if scratch is None:
@@ -43,7 +43,9 @@ def join(
 
 
 def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
-    """Write weight and remainder of an fp32 master, whose own contents are lost: it is the scratch.  All flat."""
+    """Write the bf16 weight and int16 remainder of an fp32 master, whose own contents are lost: it is the scratch. All
+    are flat.
+    """
     tile = max(CAST_TILE.on(master.device), 1)
     parts = (master, master.view(torch.int32), weight.view(torch.int16), remainder)
     for values, bits, upper, lower in zip(*(part.split(tile) for part in parts), strict=True):

@@ -28,7 +28,7 @@ WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again c
 
 
 def has_pages_to_return(tensor: Tensor) -> bool:
-    """Whether `return_pages` is worth its while: a large buffer on the CPU."""
+    """Return whether `return_pages` is worth its while: a large buffer on the CPU."""
     return tensor.device.type == "cpu" and tensor.nbytes >= WORTH_RETURNING
 
 

@@ -62,7 +62,7 @@ class Gradient:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every rank holds the whole reduced gradient (stage 0)."""
+        """Return whether every rank holds the whole reduced gradient (stage 0)."""
         master = self.group.plan.master
         return master is not None and master.placement is R
 
@@ -223,12 +223,12 @@ class Gradient:
         return state.reduction
 
     def has(self, number: int) -> bool:
-        """Whether a member has a reduced gradient."""
+        """Return whether a member has a reduced gradient."""
         return self.is_reduced and not (self.state.absent and number in self.state.absent)
 
     @property
     def is_reduced(self) -> bool:
-        """Whether there is a reduced gradient."""
+        """Return whether there is a reduced gradient."""
         return self.buffer is not None and self.state.reduced and not self.is_deferred
 
     def reduced(self) -> Tensor | None:

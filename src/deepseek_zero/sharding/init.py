@@ -69,7 +69,7 @@ class InitShard:
         self.is_pinned, self.mark = True, _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
-        """Whether it is no longer what `hold` gave."""
+        """Return whether it is no longer what `hold` gave."""
         return _mark_of(param) != self.mark
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:

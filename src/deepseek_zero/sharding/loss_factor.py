@@ -106,7 +106,7 @@ class LossFactor:
 
     @property
     def has_border(self) -> bool:
-        """Whether gradients may have to be multiplied where they enter this engine, or leave it."""
+        """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
         return self.accumulation != 1 or bool(_SCALERS)
 
     def at_output(self) -> float:

@@ -56,17 +56,17 @@ class MasterWeight:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether the weight is all there is, in fewer bits than the values have."""
+        """Return whether the weight is all there is, in fewer bits than the values have."""
         return not self.is_split and self.buffer.spec.dtype != self.dtype
 
     @property
     def is_copied_for_update(self) -> bool:
-        """Whether the values do not lie together at home between steps."""
+        """Return whether the values do not lie together at home between steps."""
         return not self.is_updated_in_place or self.buffer.is_offloaded
 
     @property
     def is_updated_in_place(self) -> bool:
-        """Whether an optimizer works on the values themselves, not on a copy."""
+        """Return whether an optimizer works on the values themselves, not on a copy."""
         return not self.is_split and not self.is_rounded and self.buffer.memory.device == self.update_device
 
     @property

@@ -89,7 +89,7 @@ class ParamGroup:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the weight must be gathered before use."""
+        """Return whether the weight must be gathered before use."""
         return self.plan.weight.placement is S
 
     @property
@@ -98,7 +98,7 @@ class ParamGroup:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether a member is frozen now (`requires_grad_(False)`)."""
+        """Return whether a member is frozen now (`requires_grad_(False)`)."""
         with without_torch_function():
             return not all(member.param.requires_grad for member in self.members)
 
@@ -386,7 +386,7 @@ def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx
 
 
 def gathers_a_copy(group: ParamGroup) -> bool:
-    """Whether a gather brings the weight into a buffer that is lent; else it is used where it rests."""
+    """Return whether a gather brings the weight into a buffer that is lent; else it is used where it rests."""
     return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
 
 

@@ -109,7 +109,7 @@ def _ours_in_force() -> WeightHooks | None:
 
 
 def others_see() -> bool:
-    """Whether what autograd saves now goes to hooks of others (checkpoint, save_on_cpu)."""
+    """Return whether what autograd saves now goes to hooks of others (checkpoint, save_on_cpu)."""
     return outer_saved_tensor_hooks() is not None and _ours_in_force() is None
 
 

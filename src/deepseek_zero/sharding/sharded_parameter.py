@@ -47,7 +47,7 @@ SAFE = frozenset(
 
 
 def is_safe(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call reads no elements.  `type` tells a dtype, and with an argument converts."""
+    """Return whether a call reads no elements.  `type` tells a dtype, and with an argument converts."""
     return name in SAFE and (name != "type" or len(args) + len(kwargs) == 1)
 
 

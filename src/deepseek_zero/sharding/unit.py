@@ -63,7 +63,7 @@ class Unit:
 
     @property
     def has_pending_update(self) -> bool:
-        """Whether an update of a sharded weight is still to come."""
+        """Return whether an update of a sharded weight is still to come."""
         return any(group.guard.pending is not None for group in self.sharded)
 
     @property
@@ -142,7 +142,7 @@ class Unit:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every gradient that is expected in this backward has arrived."""
+        """Return whether every gradient that is expected in this backward has arrived."""
         return bool(self.trained) and len(self.expected) <= len(self.arrived) and self.expected <= self.arrived
 
     def reduce_grads(self) -> None:

@@ -1,5 +1,6 @@
-"""What an engine may take of the training device's memory, and what it has taken.  On a CPU the
-device's memory and the host's are the same chips, so this is also what tells them apart.
+"""The part of the training device's memory that an engine may take, and what it has taken.
+
+On a CPU the device's memory and the host's are the same chips, so this budget is also what tells them apart.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ NO_LIMIT = 2**63 - 1
 
 
 class DeviceBudget:
-    """So many bytes, and how many are taken."""
+    """A number of bytes, and how many of them are taken."""
 
     def __init__(self, limit_bytes: int = NO_LIMIT) -> None:
         self.limit_bytes, self.taken_bytes, self.most_bytes = limit_bytes, 0, 0
 
     def reserve(self, nbytes: int, what: str) -> None:
-        """Count bytes that are about to be allocated; `OutOfMemoryError` where that is more than allowed."""
+        """Count bytes that are about to be allocated; raise `OutOfMemoryError` if that is more than allowed."""
         if self.taken_bytes + nbytes > self.limit_bytes:
             raise OutOfMemoryError(
                 f"{what} needs {format_bytes(nbytes)} of the training device; {format_bytes(self.taken_bytes)} of the "
@@ -34,11 +35,11 @@ class DeviceBudget:
         self.most_bytes = max(self.most_bytes, self.taken_bytes)
 
     def release(self, nbytes: int) -> None:
-        """They are free again."""
+        """Count these bytes as free again."""
         self.taken_bytes -= nbytes
 
     def reserve_for(self, owner: T, nbytes: int, what: str) -> T:
-        """`take` for as long as an object lives."""
+        """Count bytes as taken for as long as an object lives."""
         self.reserve(nbytes, what)
         weakref.finalize(owner, self.release, nbytes).atexit = False
         return owner

@@ -1,9 +1,9 @@
-"""Copies between the memories that states rest in and the device that trains.
+"""Copies between the memories that hold states and the device that trains.
 
-On a CPU there is nothing to cross: what is asked for has been done on return.  Beside an accelerator each direction has
-a stream of its own, as it has wires of its own, so that a copy passes while the device computes.  What that leaves to
-get wrong is kept in two rules: a `CopyEvent` is ordered before the device goes on with its result, and an extent is not
-touched on the host before its copy is over (`Extent.wait_for_copy`).
+On a CPU there is nothing to copy across: every call has done its work on return. Beside an accelerator each direction
+has a stream of its own, so that a copy runs while the device computes. Two rules keep that safe: the device waits for a
+`CopyEvent` before it uses the result, and the host leaves an extent alone until its copy is over
+(`Extent.wait_for_copy`).
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ MAX_IN_FLIGHT = 2  # that may still be copied from when a new one is made
 
 
 class CopyEngine:
-    """The one of a device without memory of its own: a copy is over when the call that asked for it returns.
+    """The copy engine of a device without memory of its own: a copy is over when its call returns.
 
-    overlaps: whether it is worth asking for a copy before its result is needed.
+    overlaps: whether it pays to ask for a copy before its result is needed.
     """
 
     overlaps = False
 
     @contextmanager
     def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
-        """What is copied in this block (non_blocking) out of an extent and sent on to other ranks."""
+        """Open a block whose non_blocking copies read an extent, to send it to other ranks; yield their `CopyEvent`."""
         yield COMPLETED
 
     @contextmanager
     def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
-        """What is copied in this block (non_blocking) into an extent.  finish: called when its source is free again."""
+        """Open a block whose non_blocking copies write an extent; call `finish` when their source is free again."""
         yield
         finish()
 
     def synchronize(self) -> None:
-        """Nothing more goes out for a while: the sources of what went are free."""
+        """Free the sources of all copies to the host: no more go out for a while."""
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
-        """What lets the host work on a tensor of the device; None where nothing need.  is_read: not only written."""
+        """Return a `StagedTile` through which the host works on a tensor of the device; None if it can do so directly.
+
+        is_read: the host also reads the tensor.
+        """
         return None
 
 
 @dataclass(frozen=True)
 class RecordedEvent:
-    """What had been asked of a stream when `event` was recorded."""
+    """The work that a stream had been given when `event` was recorded."""
 
     event: torch.Event
     device: torch.device
@@ -66,7 +69,7 @@ class RecordedEvent:
 
 
 class StreamCopyEngine(CopyEngine):
-    """The one of an accelerator."""
+    """The copy engine of an accelerator: one stream for each direction."""
 
     overlaps = True
 
@@ -84,8 +87,8 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
-        """The source stays taken until the next one is on its way: to wait for it at once would be to copy instead of
-        computing.
+        """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since waiting at once would
+        stop the device.
         """
         with self.on_side_stream(is_inward=False) as crossing:
             yield
@@ -105,7 +108,7 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def on_side_stream(self, *, is_inward: bool) -> Iterator[CopyEvent]:
-        """A block whose copies wait for all that the device was asked for before, and for nothing after."""
+        """Open a block whose copies wait for all that the device was asked for before, and for nothing after."""
         stream = self._h2d if is_inward else self._d2h
         stream.wait_stream(torch.accelerator.current_stream(self.device))
         crossing = RecordedEvent(torch.Event(device=self.device), self.device)
@@ -114,7 +117,7 @@ class StreamCopyEngine(CopyEngine):
             stream.record_event(crossing.event)
 
     def pinned_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Host memory for so many elements and some more, page-locked where that makes copies faster."""
+        """Return host memory for at least so many elements, page-locked where that makes copies faster."""
         size = 1 << max(0, numel - 1).bit_length()  # so that there are few sizes; torch locks no other in any case
         given = self._pinned[dtype, size]
         if not given or (len(given) <= MAX_IN_FLIGHT and not given[0][0].is_done()):
@@ -124,19 +127,21 @@ class StreamCopyEngine(CopyEngine):
         return room
 
     def give(self, room: Tensor, crossing: CopyEvent) -> None:
-        """It is free for others when a crossing is over."""
+        """Return a pinned buffer for others to use when a copy is over."""
         self._pinned[room.dtype, room.numel()].append((crossing, room))
 
 
 class StagedTile:
-    """A tensor of the device that the host works on: each tile comes ahead of its turn and goes back behind it."""
+    """A tensor of the device that the host works on through pinned buffers: tiles are copied in early and copied back
+    late.
+    """
 
     def __init__(self, there: Tensor, ferry: StreamCopyEngine, is_read: bool) -> None:
         self.on_device, self.copy_engine, self.is_read = there, ferry, is_read
         self._staged: dict[tuple[int, int], tuple[CopyEvent, Tensor]] = {}
 
     def fetch(self, low: int, high: int) -> Work:
-        """Let these elements come to the host."""
+        """Start to copy these elements to the host."""
         if (low, high) not in self._staged:
             room = self.copy_engine.pinned_buffer(high - low, self.on_device.dtype)
             self._staged[low, high] = COMPLETED, room
@@ -147,7 +152,7 @@ class StagedTile:
         return self._staged[low, high][0]
 
     def view(self, low: int, high: int) -> Tensor | None:
-        """What came, to be written until `store`: a view; None where nothing was fetched."""
+        """Return the fetched elements, to be written until `store`; None if nothing was fetched."""
         if (low, high) not in self._staged:
             return None
         crossing, room = self._staged[low, high]
@@ -155,7 +160,7 @@ class StagedTile:
         return room[: high - low]
 
     def store(self, low: int, high: int) -> Work:
-        """Let them go back; what the device is asked for next sees them."""
+        """Copy the elements back; the device's next work sees them."""
         held = self.view(low, high)
         assert held is not None, "stored before it was fetched"
         with self.copy_engine.on_side_stream(is_inward=True) as crossing:
@@ -165,12 +170,12 @@ class StagedTile:
         return crossing
 
     def discard(self, low: int, high: int) -> None:
-        """They have not changed."""
+        """Release the elements without copying them back: they have not changed."""
         if self.view(low, high) is not None:
             self._release(low, high, COMPLETED)
 
     def clear(self) -> None:
-        """Nothing that came counts: an update ended with an error."""
+        """Drop all that was fetched: an update ended with an error."""
         for low, high in list(self._staged):
             self.discard(low, high)
 
@@ -179,5 +184,5 @@ class StagedTile:
 
 
 def copy_engine_for(device: torch.device) -> CopyEngine:
-    """The one between a device and the host."""
+    """Return the copy engine between a device and the host."""
     return CopyEngine() if device.type == "cpu" else StreamCopyEngine(device)

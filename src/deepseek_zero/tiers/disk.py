@@ -1,8 +1,8 @@
-"""A disk as a tier: one unnamed file per rank, moved in chunks by a few threads, past the page cache where it can be.
+"""A disk as a tier: one unnamed file per rank, moved in chunks by a few threads, past the page cache where possible.
 
-The file never has a name (or loses it at once), so nobody else can open it and nothing is left of it, whatever kills
-the job.  Every chunk that comes back is compared with the sum of what was written.  An extent's memory is address
-space; a chunk has pages only while it is used.  Made by engine/assemble.py.
+The file has no name (or loses it at once): no other process can open it, and a killed job leaves nothing behind. Every
+chunk that comes back is compared with the sum of the bytes that were written. An extent's memory is address space; a
+chunk has pages only while it is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECTOR = 512  # the least that a disk reads or writes
 
 
 class State(Enum):
-    """Where a chunk's bytes are."""
+    """The place of a chunk's bytes: memory, the file, or on the way."""
 
     HERE = "here"  # at their address; the file may have older ones
     LEAVING = "leaving"  # a thread writes them, and gives their pages back unless somebody wants them meanwhile
@@ -60,7 +60,7 @@ MOVES = {
 
 @dataclass(frozen=True)
 class DiskSettings:
-    """threads: transfers at once.  block_bytes: the largest single request."""
+    """threads: transfers at once. block_bytes: the largest single request."""
 
     threads: int = 4
     block_bytes: int = 8 << 20
@@ -102,7 +102,9 @@ class Disk:
 
     @staticmethod
     def free_bytes(directory: Path) -> int:
-        """What this user can still have of the disk under a directory, which may be made yet; 0 where there is none."""
+        """Return the bytes this user can have of the disk under a directory, which need not exist yet; 0 without a
+        disk.
+        """
         try:
             found = os.statvfs(next(path for path in (directory, *directory.absolute().parents) if path.exists()))
         except OSError:
@@ -110,7 +112,7 @@ class Disk:
         return found.f_bavail * found.f_frsize
 
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
-        """So many zeros, with their place on the disk.  StorageError where it is full."""
+        """Return a zeroed extent with its place in the file; raise `StorageError` if the disk is full."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
         padded = -(-numel * dtype.itemsize // PAGE) * PAGE
@@ -121,7 +123,7 @@ class Disk:
         return DiskExtent(self, numel, dtype, range(start, start + padded, chunk), what)
 
     def close(self) -> None:
-        """Wait for what is under way and give the file up."""
+        """Wait for transfers under way and close the file."""
         self._pool.shutdown(wait=True)
         self._end()
 
@@ -170,7 +172,7 @@ class Chunk:
         return self._job is None or self._job[0].done()
 
     def fetch(self) -> bool:
-        """Bring it here; True if that takes time."""
+        """Bring the chunk to memory; return True if that takes time."""
         if self.state is State.LEAVING and not self._hold():
             self.wait()
         if self.state is State.AWAY:
@@ -178,17 +180,17 @@ class Chunk:
         return self.state is State.ARRIVING
 
     def mark_dirty(self) -> None:
-        """It is about to be written."""
+        """Note that the chunk is about to be written."""
         if self.state is State.LEAVING:
             self.wait()  # what is on its way must not change
         self.is_changed = True
 
     def pin(self) -> None:
-        """What is stored stays, until it is dropped."""
+        """Keep the pages after `store`, until `evict`."""
         self._is_kept = True
 
     def store(self) -> bool:
-        """Send it to the file; True if that takes time."""
+        """Send the chunk to the file; return True if that takes time."""
         if self.state is State.ARRIVING:
             self.wait()
         if self.state is State.HERE:
@@ -199,7 +201,7 @@ class Chunk:
         return self.state is State.LEAVING
 
     def evict(self) -> None:
-        """It is not needed for a while."""
+        """Free the pages, after storing what changed."""
         self._is_kept = False
         if self.state is State.ARRIVING:
             self.wait()
@@ -211,7 +213,7 @@ class Chunk:
             self._return_pages()
 
     def discard(self) -> None:
-        """Its values are over."""
+        """Drop the values and the pages."""
         self._is_kept = False
         if self.state in (State.ARRIVING, State.LEAVING):
             self.wait()
@@ -221,7 +223,7 @@ class Chunk:
         return_pages(self.piece)
 
     def wait(self) -> None:
-        """Wait for a transfer under way; StorageError where it failed."""
+        """Wait for a transfer under way; raise `StorageError` if it failed."""
         if self._job is None:
             return
         (job, event), self._job = self._job, None
@@ -238,14 +240,14 @@ class Chunk:
         self._enter(State.HERE if is_here else State.AWAY)
 
     def _start(self, state: State) -> None:
-        """A thread moves it."""
+        """Give the transfer to a thread."""
         self._enter(state)
         is_read = state is State.ARRIVING
         event = self.disk.traffic.request(self.what, self.piece.nbytes, is_read=is_read)
         self._job = self.disk.submit(partial(self._read if is_read else self._write, event)), event
 
     def _hold(self) -> bool:
-        """Let it stay though it is leaving; False if it is too late for that."""
+        """Keep a chunk that is leaving; return False if it is too late for that."""
         with self.disk.lock:
             self._is_wanted |= not self._is_let_go
             return self._is_wanted
@@ -362,8 +364,10 @@ class Transfer:
 
 
 def sum_of(piece: Tensor) -> int:
-    """The sums of the 8-byte words of each sector, each times an odd number of its place, modulo 2^64: other after any
-    change of one word, and other where sectors or pages have changed places.  A disk moves nothing smaller.
+    """Return the checksum of a chunk: each sector's sum of 8-byte words times an odd number of its place, modulo 2^64.
+
+    It differs after any change of one word, and where sectors or pages have changed places. A disk moves nothing
+    smaller.
     """
     sectors = piece.numpy().view(np.uint64).reshape(-1, SECTOR // 8)
     return int(np.einsum("ij->i", sectors) @ _odd_numbers(len(sectors)))
@@ -383,7 +387,9 @@ def _view(piece: Tensor) -> memoryview:
 
 
 def _open_unnamed(directory: Path) -> tuple[int, bool]:
-    """(descriptor of a file without a name, whether it goes past the page cache).  Makes the directory if need be."""
+    """Open a file without a name in a directory, which is made if need be; return (descriptor, is it past the page
+    cache).
+    """
     try:
         _make_private(directory)
         for flag in (os.O_DIRECT, 0):
@@ -404,7 +410,7 @@ def _open_unnamed(directory: Path) -> tuple[int, bool]:
 
 
 def _make_private(directory: Path) -> None:
-    """Make a directory, and those above it that are missing, for this user alone; one that is there stays as it is."""
+    """Make a directory and its missing parents for this user alone; leave an existing one as it is."""
     for path in [path for path in (*reversed(directory.absolute().parents), directory) if not path.exists()]:
         with suppress(FileExistsError):  # another rank was faster
             path.mkdir(0o700)
@@ -423,7 +429,7 @@ def _unnamed(directory: Path, flag: int) -> int:
 
 
 def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
-    """Make the file longer; False where the file system cannot set the room aside."""
+    """Make the file longer; return False where the file system cannot set the room aside."""
     try:
         os.posix_fallocate(descriptor, offset, nbytes)
     except OSError as error:
@@ -435,7 +441,7 @@ def _allocate(descriptor: int, offset: int, nbytes: int) -> bool:
 
 
 class _named:
-    """Turns an OSError of the disk into a StorageError that says what was going on."""
+    """Turn an OSError of the disk into a `StorageError` that says what was being done."""
 
     def __init__(self, disk: Disk, what: str) -> None:
         self.disk, self.what = disk, what

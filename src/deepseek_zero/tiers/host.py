@@ -1,6 +1,6 @@
 """Host memory as a tier: exactly as many bytes as a state has, page-locked where the training device is a GPU.
 
-torch's own page-locked tensors take the next power of two; these take whole pages.  Made by engine/assemble.py.
+torch's own page-locked tensors take the next power of two; these take whole pages.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class HostMemory:
             )
 
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
-        """So many zeros."""
+        """Return a zeroed extent; raise `OutOfMemoryError` if the system refuses the pages."""
         if not numel:
             return Extent(torch.empty(0, dtype=dtype))
         memory = private_pages(-(-numel * dtype.itemsize // PAGE) * PAGE // dtype.itemsize, dtype)
@@ -56,11 +56,11 @@ class HostMemory:
         return Extent(memory[:numel])
 
     def close(self) -> None:
-        """Nothing to let go of: memory goes with its tensors."""
+        """Return at once: memory goes with its tensors."""
 
 
 def free_host_bytes() -> int:
-    """Bytes this process can still have: what the machine has free, or what its control group allows."""
+    """Return the bytes this process can have: what the machine has free, or what its control group allows."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = (_CGROUP / "memory.max").read_text().strip()

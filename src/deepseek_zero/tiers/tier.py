@@ -1,8 +1,8 @@
-"""What holds states that are not in the training device's own memory: `Memory` hands out `Extent`s.
+"""Memories that hold states outside the training device's own: `Memory` reserves `Extent`s, `Tiers` opens memories.
 
-An extent is a flat tensor at one address for as long as it lives.  What differs from tier to tier is where its bytes
-are while nobody uses them, and who needs that never learns more than: `fetch` before use, `store` after a change,
-`drop` after a look.  Whoever forgets to fetch waits for it.
+An extent is a flat tensor at one address for as long as it lives. Tiers differ in where its bytes are between uses. A
+user calls `fetch` before a use, `store` after a change and `evict` after a read; a view that was not fetched is waited
+for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .traffic import Traffic, TransferEvent
 
 
 class Tier(Enum):
-    """Which memory holds a state between uses."""
+    """The memory that holds a state between uses."""
 
     DEVICE = "device"  # where forward and backward compute
     HOST = "host"
@@ -32,37 +32,41 @@ class Work(Protocol):
     """A transfer under way."""
 
     def wait(self) -> None:
-        """Return when it is over; StorageError where it failed."""
+        """Wait until the transfer is over; raise `StorageError` if it failed."""
 
     def is_done(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Return whether `wait` would return at once."""
 
 
 class CopyEvent(Work, Protocol):
     """A copy to or from the training device."""
 
     def wait_stream(self) -> None:
-        """Let what the device is asked for from now on come after it; the host does not wait."""
+        """Order what the device is asked for from now on behind this copy; the host does not wait."""
 
 
 class CompletedWork:
-    """A transfer that was none."""
+    """A transfer that had nothing to move."""
 
     def wait(self) -> None:
-        """Nothing to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     def is_done(self) -> bool:
         return True
 
     def wait_stream(self) -> None:
-        """Nothing that could come too early."""
+        """Return at once: there is nothing to order."""
 
 
 COMPLETED = CompletedWork()
 
 
 class Extent:
-    """A flat state in a tier's memory.  This one stays where it is.  Places are elements: [low, high)."""
+    """A flat state in a tier's memory; one of this class never leaves it. Ranges are elements: [low, high).
+
+    All verbs act on this rank alone and change no values. `fetch`, `read` and `write` raise `StorageError` where bytes
+    do not come back as they were written.
+    """
 
     copy_event: CopyEvent = COMPLETED  # under way between its elements and the training device
 
@@ -70,44 +74,46 @@ class Extent:
         self.memory = memory
 
     def wait_for_copy(self) -> None:
-        """Let what is copied to or from the training device be over."""
+        """Wait until every copy to or from the training device is over."""
         crossing, self.copy_event = self.copy_event, COMPLETED
         crossing.wait()
 
     def fetch(self, low: int, high: int) -> Work:
-        """Start bringing these elements to their address; nothing where they are there."""
+        """Start to bring elements [low, high) to their address; return a completed `Work` if they are there."""
         return COMPLETED
 
     def pin(self) -> None:
-        """Let what is stored stay at its address too, until it is dropped: somebody will fetch all of it soon."""
+        """Keep elements at their address after `store`, until `evict`: a fetch of the whole extent follows soon."""
 
     def read(self, low: int, high: int) -> Tensor:
-        """These elements, to be read until `store` or `drop`: a view."""
+        """Return a read-only view of elements [low, high), valid until `store` or `evict`; it waits for their fetch."""
         self.wait_for_copy()
         return self.memory[low:high]
 
     def write(self, low: int, high: int) -> Tensor:
-        """As `look`, and they may be written."""
+        """Return a view as `read` does, and mark the elements as changed."""
         return self.read(low, high)
 
     def store(self, low: int, high: int) -> Work:
-        """They were changed and are not needed for a while."""
+        """Send changed elements to the tier; they are not needed for a while."""
         return COMPLETED
 
     def evict(self, low: int, high: int) -> None:
-        """They are not needed for a while; stored first where somebody asked for them to write."""
+        """Free the pages of elements that are not needed for a while; changed ones are stored first."""
 
     def discard(self, low: int, high: int) -> None:
-        """Their values are over; the next ones are written before they are read."""
+        """Drop the values: the next ones are written before they are read."""
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether a view shows nothing between `store` and `fetch`."""
+        """Return whether a view shows nothing between `store` and `fetch`."""
         return False
 
 
 def read_now(extent: Extent, low: int, high: int) -> Tensor:
-    """These elements as they are, whatever is due, to be read only; from another thread where they rest in place."""
+    """Return a read-only view of elements as they lie, past every guard; safe from another thread where they never
+    move.
+    """
     extent.copy_event.wait()
     if not extent.is_offloaded:
         return extent.memory[low:high]
@@ -122,23 +128,23 @@ class Memory(Protocol):
     reserved_bytes: int
 
     def capabilities(self) -> list[Capability]:
-        """How bytes come and go here, and what a faster way would need."""
+        """Describe how bytes come and go here, and what a faster way would need."""
 
     def check_room(self, nbytes: int, sharers: int) -> None:
-        """Raise if so many bytes cannot be had by each of `sharers` ranks of this host; reserves nothing."""
+        """Raise if each of `sharers` ranks of this host cannot have so many bytes; reserve nothing."""
 
     def reserve(self, numel: int, dtype: torch.dtype, chunk_numel: int, what: str) -> Extent:
-        """A zeroed state, moved in chunks of so many elements."""
+        """Return a zeroed extent, moved in chunks of so many elements."""
 
     def close(self) -> None:
-        """Let go of everything; extents must not be used any more."""
+        """Release everything; extents must not be used any more."""
 
 
 @dataclass(frozen=True)
 class Tiers:
-    """The memories one rank's states may rest in beside the training device's.
+    """The memories beside the training device's that one rank's states may be kept in.
 
-    chunk_numel: elements that are moved, and updated, together.  allowance: what may be taken of the training device.
+    chunk_numel: elements that are moved, and updated, together. budget: counts what is taken of the training device.
     """
 
     memories: Mapping[Tier, Memory] = field(default_factory=dict)
@@ -146,19 +152,19 @@ class Tiers:
     budget: DeviceBudget = field(default_factory=DeviceBudget)
 
     def start_counting(self) -> None:
-        """What was moved until now is not asked for."""
+        """Count from zero: bytes moved so far are left out."""
         for memory in self.memories.values():
             memory.traffic.reset()
 
     def capabilities(self) -> list[Capability]:
-        """How bytes come and go in each memory."""
+        """Describe how bytes come and go in each memory."""
         return [each for memory in self.memories.values() for each in memory.capabilities()]
 
     def record(self, events: list[TransferEvent] | None) -> None:
-        """From now on every transfer that is asked for gets an entry there; None: no longer."""
+        """Add an entry to this list for every transfer from now on; None stops that."""
         for memory in self.memories.values():
             memory.traffic.events = events
 
     def reserve(self, tier: Tier, numel: int, dtype: torch.dtype, what: str) -> Extent:
-        """A zeroed state on a tier."""
+        """Return a zeroed extent on a tier."""
         return self.memories[tier].reserve(numel, dtype, self.chunk_numel, what)

@@ -1,6 +1,6 @@
-"""What one rank moves to and from one memory: bytes and seconds, and, while somebody records, each transfer's story.
+"""Counts of what one rank moves to and from one memory: bytes and seconds, and on demand each transfer.
 
-Counted where the bytes move (disk.py); read by report/links.py and, as a log, by `engine.timeline`.
+Bytes are counted where they move (disk.py). `engine.timeline` returns the recorded transfers.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class TransferEvent:
 
     @property
     def under_way(self) -> tuple[float, float]:
-        """When its bytes moved."""
+        """Return the seconds during which the bytes moved."""
         return self.began, self.ended
 
 
 class Traffic:
-    """Counts since `reset`, and a list of transfers while there is one.
+    """Counts since `reset`, and a list of transfers while one is recorded.
 
-    seconds: in which some transfer was under way.  waited_seconds: in which somebody stood and waited for one.
-    best_rate: bytes a second over the fastest stretch; 0 before there was one.  clock: told of waits.
+    seconds: time with a transfer under way. waited_seconds: time in which the rank stood and waited for one. best_rate:
+    bytes a second over the fastest stretch; 0 before there was one. clock: is told of waits.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class Traffic:
             self._since = time.perf_counter()
 
     def request(self, what: str, nbytes: int, *, is_read: bool) -> TransferEvent:
-        """A transfer is asked for."""
+        """Note that a transfer is asked for."""
         event = TransferEvent(what, nbytes, is_read, time.perf_counter())
         if self.events is not None:
             self.events.append(event)
@@ -69,7 +69,7 @@ class Traffic:
 
     @contextmanager
     def transfer(self, event: TransferEvent) -> Iterator[None]:
-        """Its bytes move in this block, in any thread."""
+        """Count a transfer whose bytes move in this block, in any thread."""
         with self._lock:
             event.began = self._pass()
             self._active += 1
@@ -85,7 +85,7 @@ class Traffic:
 
     @contextmanager
     def waiting(self, event: TransferEvent) -> Iterator[None]:
-        """This rank does nothing in this block but wait for it."""
+        """Count a block in which this rank does nothing but wait for the transfer."""
         before, began = self.clock.enter(AWAY), time.perf_counter()
         try:
             yield
@@ -95,7 +95,7 @@ class Traffic:
             self.clock.enter(before)
 
     def _pass(self) -> float:
-        """It is now; what passed since last time counts if something was under way."""
+        """Advance to now: the time since the last call counts if a transfer was under way."""
         now = time.perf_counter()
         if self._active:
             self.seconds += now - self._since
