@@ -6,12 +6,18 @@ of compat/deepspeed/comm.py, which is loaded for it.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any
 
 
+@cache
+def _files() -> frozenset[str]:
+    return frozenset(module.name for module in iter_modules(__path__))
+
+
 def __getattr__(name: str) -> Any:
-    if name.startswith("_") or find_spec(f"{__name__}.{name}") is not None:  # `from .comm import links` asks, too
+    if name.startswith("_") or name in _files():  # `from .comm import context` asks, too, before it imports the file
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module("..compat.deepspeed.comm", __name__), name)

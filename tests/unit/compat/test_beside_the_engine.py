@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -217,3 +220,8 @@ def test_what_can_be_imported_and_not_used_says_so_at_its_use() -> None:
         missing.UlyssesSPAttentionHF.register_with_transformers(sequence_parallel_size=2)
     with pytest.raises(NotBuiltError, match=r"TiledMLP is DeepSpeed's and is not built"):
         missing.TiledMLP()
+
+
+def test_a_file_of_the_transports_is_imported_without_deepspeeds_words() -> None:
+    program = "import sys; from deepseek_zero.comm import context; assert 'deepseek_zero.compat' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, env=os.environ | {"PYTHONPATH": ":".join(sys.path)})
