@@ -1,10 +1,10 @@
-"""Vertical order: every micro-batch of a unit before the next unit, so that one load of its weights serves them all.
+"""Layerwise accumulation: all micro-batches of a unit before the next unit, so that one load of its weights serves all.
 
-The engine is called once, with all micro-batches of a step in one batch.  What stands around the units (embedding,
-head, loss) runs over the whole batch.  Each unit runs over one micro-batch after the other, each a checkpoint of its
-own: forward keeps nothing inside the unit, and backward holds the activations of one micro-batch.  Autograd goes from
-the last micro-batch to the first, and hands a parameter's gradient over when it has added all of them: to sharding/
-this is one forward and one backward of the unit.
+The engine is called once, with all micro-batches of a step in one batch. Modules around the units (embedding, head,
+loss) run over the whole batch. Each unit runs over one micro-batch after the other, each in a checkpoint of its own:
+forward keeps nothing inside the unit, and backward holds the activations of one micro-batch. Autograd goes from the
+last micro-batch to the first, and hands a parameter's gradient over when it has added all of them: to sharding/ this is
+one forward and one backward of the unit.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Lets the units of one model run over so many micro-batches in turn, wherever gradients are recorded.
+    """Runs the units of one model over so many micro-batches one after the other, wherever gradients are recorded.
 
-    samples: of the forward under way, or the last one, on this rank.
+    samples: of the current or last forward, on this rank.
     """
 
     def __init__(self, runtime: Runtime, micro_batches: int) -> None:
@@ -42,14 +42,14 @@ class LayerwiseAccumulation:
         self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def remove(self) -> None:
-        """Let every module run as it did before; calling it twice is harmless."""
+        """Restore the forward of every module; calling it twice is harmless."""
         self._handle.remove()
         for forward in self._forwards:
             forward.remove()
         self._forwards = []
 
     def _before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before the model's forward: what a batch is in it."""
+        """Note the batch size of the model's forward."""
         self.samples = next((len(tensor) for tensor in _tensors((args, kwargs)) if tensor.dim()), 0)
         if torch.is_grad_enabled() and (not self.samples or self.samples % self.micro_batches):
             raise UsageError(
@@ -62,7 +62,7 @@ class LayerwiseAccumulation:
             )
 
     def cut(self, unit: str, call: Call) -> list[Call]:
-        """A unit's arguments, micro-batch by micro-batch: tensors as long as the batch are cut, the rest is whole."""
+        """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest stays whole."""
         parts: dict[int, Sequence[Tensor]] = {}
 
         def look(leaf: Any) -> Any:
@@ -85,12 +85,12 @@ class LayerwiseAccumulation:
         return [replaced(call, partial(part, number)) for number in range(self.micro_batches)]
 
     def _is_batch(self, leaf: Any) -> bool:
-        """Return whether a leaf is cut.  A parameter may be as long by chance, and is nobody's batch."""
+        """Return whether a leaf is cut. A parameter as long as the batch by chance is not."""
         is_data = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
         return is_data and leaf.dim() > 0 and len(leaf) == self.samples
 
     def join(self, unit: str, outputs: Sequence[Any]) -> Any:
-        """What a unit returned for each micro-batch, as it would have returned it for all of them."""
+        """Join the outputs of a unit's micro-batches into the output it would have returned for the whole batch."""
         rows = list(map(_tensors, outputs))
         if len({len(row) for row in rows}) > 1:
             raise UsageError(
@@ -116,7 +116,7 @@ class LayerwiseAccumulation:
 
 
 class LayerwiseForward:
-    """Stands for the forward of a unit's module: as it was where nothing will be differentiated, else cut."""
+    """Replaces the forward of a unit's module: the module's own without gradients, else one call per micro-batch."""
 
     def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
         self.order, self.unit = order, unit.name
@@ -132,7 +132,7 @@ class LayerwiseForward:
         return self.order.join(self.unit, [checkpoint(self.whole, *call) for call in calls])
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The module's own forward."""
+        """Call the module's own forward."""
         module = self._module()
         assert module is not None  # it is what called
         if self._own is not None:
@@ -149,7 +149,7 @@ class LayerwiseForward:
 
 
 def _units_to_cut(units: Sequence[Unit]) -> list[Unit]:
-    """All but the root, and tiles, which need no cutting; UsageError where one stands inside another."""
+    """Return all units but the root, and tiles, which need no cutting; raise `UsageError` if one is inside another."""
     inside = enclosing([unit.name for unit in units])
     for inner, outer in inside.items():
         raise UsageError(
@@ -168,7 +168,7 @@ def _units_to_cut(units: Sequence[Unit]) -> list[Unit]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    """Every tensor in arguments or outputs, in order."""
+    """Yield every tensor in arguments or outputs, in order."""
     found: list[Tensor] = []
 
     def look(tensor: Tensor) -> Tensor:

@@ -1,13 +1,13 @@
-"""Where the inputs of checkpoints wait for backward: one arena of a memory, instead of storages all over the heap.
+"""Offloads the inputs of checkpoints until backward: into one arena of a memory, instead of storages all over the heap.
 
-Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit makes any other
-order right too.  Its size is given, or learned: what the first forward needs is reserved piece by piece, and as one
-arena as soon as nothing is offloaded.  On a disk the newest checkpoint stays (backward begins with it), the ones before
-it are written while later ones compute, and the next ones that backward wants are read while it recomputes one.  An
-`OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
+Forward offloads in one order and backward restores in the other, so the arena is a stack; first fit serves any other
+order too. The arena's size is given, or learned: the first forward reserves its blocks one by one, and they are joined
+into one arena as soon as nothing is offloaded. On a disk the newest checkpoint stays in memory (backward begins with
+it), the ones before it are written while later ones compute, and the next ones that backward wants are read while it
+recomputes one. An `OffloadHandle` restores as often as it is asked to; its block is free when it is dropped.
 
-`ActivationCopy` copies inputs in and out; where the arena is another memory than the device's the copies overlap
-computing.  `TensorMeta` is what a tensor's bytes do not say.
+`ActivationCopy` copies inputs in and out; where the arena is in another memory than the device's the copies overlap
+computing. `TensorMeta` holds what a tensor's bytes do not tell: dtype, shape, strides, device.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's ho
 
 
 class ActivationOffload:
-    """The parked inputs of one process.  checkpoints: how many to reserve at first; None: learned.
+    """The offloaded inputs of one process. checkpoints: how many to reserve at first; None: learned.
 
-    open_memory: makes the memory, again whenever the slab gets another size, so that nothing of the old one is kept.
+    open_memory: makes the memory, again whenever the arena gets another size, so that nothing of the old one is kept.
     """
 
     def __init__(self, open_memory: Callable[[], Memory], checkpoints: int | None = None) -> None:
@@ -60,11 +60,11 @@ class ActivationOffload:
 
     @property
     def unused_bytes(self) -> int:
-        """What is reserved and was never needed at the same time."""
+        """Return the reserved bytes that were never needed at the same time."""
         return self.reserved_bytes - self.peak_bytes
 
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
-        """Copy the inputs of one checkpoint; `take` gives them back."""
+        """Copy the inputs of one checkpoint into the arena; the returned handle restores them."""
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
@@ -78,7 +78,7 @@ class ActivationOffload:
         return OffloadHandle(self, self._arrived)
 
     def restore(self, number: int) -> list[Tensor]:
-        """Copies of the tensors that were parked; the slab keeps its own, for another backward through this graph."""
+        """Return copies of the offloaded tensors; the arena keeps its own, for another backward through this graph."""
         self.sweep()
         self._passage.synchronize()
         stay = self._stays[number]
@@ -95,11 +95,11 @@ class ActivationOffload:
         return found
 
     def _before(self, number: int, count: int) -> list[int]:
-        """The checkpoints that came before this one, latest first: what backward wants next."""
+        """Return the checkpoints that came before this one, latest first: the order in which backward wants them."""
         return list(islice((other for other in reversed(self._stays) if other < number), count))
 
     def _store_newest(self) -> None:
-        """The newest checkpoint is about to be the last but one.  Waits where the disk is too slow to keep up."""
+        """Store the newest checkpoint, which is about to be the last but one. Waits if the disk cannot keep up."""
         newest = next(reversed(self._stays.values()), None)
         if newest is not None and not newest.is_stored:
             self._leaving.append(newest.place.store())
@@ -108,7 +108,7 @@ class ActivationOffload:
             self._leaving.popleft().wait()
 
     def _count_holes(self, stay: OffloadedInputs) -> None:
-        """Each storage that dies here, and each copy that is taken, is a hole in the heap before long."""
+        """Count the storages that die here and the copies that are restored: each is a hole in the heap before long."""
         self._holes_bytes += stay.nbytes
         if self._holes_bytes >= HOLES_BYTES:
             self._holes_bytes = 0
@@ -131,7 +131,7 @@ class ActivationOffload:
         return place
 
     def _join(self) -> None:
-        """One slab instead of several, while nothing is parked."""
+        """Replace several arenas by one, while nothing is offloaded."""
         self._chunk_bytes = self._best_chunk()
         nbytes = sum(rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
         self._release_memory()
@@ -154,7 +154,7 @@ class ActivationOffload:
     # -- ends
 
     def sweep(self) -> None:
-        """Free the places of whatever was dropped."""
+        """Free the blocks of handles that were dropped."""
         while self._dropped:
             self._passage.discard(number := self._dropped.popleft())
             stay = self._stays.pop(number)
@@ -162,13 +162,13 @@ class ActivationOffload:
             stay.place.free()
 
     def _sweep_after_backward(self) -> None:
-        """Its last checkpoints are dropped after the last `take`."""
+        """Free the blocks at the end of backward: the last handles are dropped after the last `restore`."""
         if self._backward != (now := backward_id()) and now != -1:
             self._backward = now
             queue_backward_callback(self.sweep)
 
     def close(self) -> None:
-        """Give the memory up, unless a graph still needs it: then it goes with the graph."""
+        """Free the memory, unless a graph still needs it: then it goes with the graph."""
         if len(self._dropped) == len(self._stays):
             self._dropped.clear()
             self._stays.clear()
@@ -177,7 +177,7 @@ class ActivationOffload:
             self._release_memory()
 
     def explain(self) -> str:
-        """One line: what is reserved, and what of it was never needed."""
+        """Return one line: the reserved bytes, and how many of them were never needed."""
         slabs = "one slab" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
             f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
@@ -186,13 +186,13 @@ class ActivationOffload:
 
 
 class OffloadHandle:
-    """The inputs of one checkpoint, elsewhere.  Dropping it frees their place."""
+    """The offloaded inputs of one checkpoint; dropping it frees their block."""
 
     def __init__(self, parking: ActivationOffload, number: int) -> None:
         self.parking, self.number = parking, number
 
     def restore(self) -> list[Tensor]:
-        """The tensors that were parked, as new ones with the same bytes."""
+        """Return new tensors with the offloaded bytes."""
         return self.parking.restore(self.number)
 
     def __del__(self) -> None:
@@ -204,7 +204,7 @@ ALIGNMENT = 64  # bytes at which a tensor begins
 
 @dataclass
 class OffloadedInputs:
-    """The inputs of one checkpoint in the slab.  is_stored: sent to where the memory keeps them."""
+    """The inputs of one checkpoint in the arena. is_stored: sent to the tier's own place."""
 
     place: ArenaBlock
     forms: list[TensorMeta]
@@ -212,7 +212,7 @@ class OffloadedInputs:
 
     @property
     def extent(self) -> Extent:
-        """What its place is a stretch of."""
+        """Return the extent that the block is a range of."""
         return self.place.slab.extent
 
     @property
@@ -220,7 +220,7 @@ class OffloadedInputs:
         return sum(form.nbytes for form in self.forms)
 
     def parts(self, bytes_: Tensor) -> list[tuple[TensorMeta, Tensor]]:
-        """Each form with its bytes."""
+        """Yield each `TensorMeta` with its bytes."""
         found: list[tuple[TensorMeta, Tensor]] = []
         start = 0
         for form in self.forms:
@@ -230,36 +230,36 @@ class OffloadedInputs:
 
 
 class ActivationCopy:
-    """Between one slab and whatever device its tensors are of."""
+    """Copies between one arena and the device of the tensors."""
 
     def __init__(self) -> None:
         self._ferries: dict[torch.device, CopyEngine] = {}
         self._coming: dict[int, tuple[CopyEvent, list[Tensor]]] = {}
 
     def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
-        """Copy them into their place; they are kept until that is over."""
+        """Copy tensors into their block; they are kept until the copy is over."""
         bytes_, sources = stay.place.part(), list(tensors)
         with self._copy_engine(stay).d2h(stay.extent, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
     def copy_in(self, number: int, stay: OffloadedInputs) -> list[Tensor]:
-        """New tensors with their bytes, for the device to use."""
+        """Return new tensors with the block's bytes, for the device to use."""
         crossing, found = self._coming.pop(number) if number in self._coming else self._start(stay)
         crossing.wait_stream()
         return found
 
     def prefetch(self, number: int, stay: OffloadedInputs) -> None:
-        """Let them come while others are used, where that takes time."""
+        """Start to copy a block in while others are used, if that takes time."""
         if number not in self._coming and self._copy_engine(stay).overlaps:
             self._coming[number] = self._start(stay)
 
     def discard(self, number: int) -> None:
-        """Nobody will ask for them again."""
+        """Drop a copy that was prefetched."""
         self._coming.pop(number, None)
 
     def synchronize(self) -> None:
-        """Nothing more is sent for a while: what was is not kept any longer."""
+        """Release the sources of all copies out: no more are sent for a while."""
         for ferry in self._ferries.values():
             ferry.synchronize()
 
@@ -271,7 +271,7 @@ class ActivationCopy:
         return crossing, found
 
     def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
-        """To the device of the tensors; where they wait in its own memory nothing crosses."""
+        """Return the copy engine to the tensors' device; within one memory nothing is copied across."""
         home = stay.extent.memory.device
         device = next((form.device for form in stay.forms if form.device != home), home)
         if device not in self._ferries:
@@ -280,12 +280,12 @@ class ActivationCopy:
 
 
 def rounded(nbytes: int, unit: int) -> int:
-    """Up to a multiple of a unit."""
+    """Round up to a multiple of a unit."""
     return -(-nbytes // unit) * unit
 
 
 class Arena:
-    """So many bytes of a memory, moved in chunks.  Both sizes are multiples of what the memory moves at once."""
+    """A number of bytes of a memory, moved in chunks. Both sizes are multiples of what the memory moves at once."""
 
     def __init__(self, memory: Memory, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
@@ -293,7 +293,7 @@ class Arena:
         self._taken: list[tuple[int, int]] = []  # [low, high) in bytes, in order
 
     def take(self, nbytes: int) -> ArenaBlock | None:
-        """The first gap of so many bytes (whole chunks), None where there is none."""
+        """Return the first gap of so many bytes (whole chunks); None if there is none."""
         start = 0
         for number, (low, high) in enumerate([*self._taken, (self.nbytes, self.nbytes)]):
             if low - start >= nbytes:
@@ -303,25 +303,25 @@ class Arena:
         return None
 
     def free(self, place: ArenaBlock) -> None:
-        """Nobody will read what is there."""
+        """Return a block to the arena: nothing reads it any more."""
         self._taken.remove((place.low, place.high))
         self.extent.discard(place.low, place.high)
 
 
 @dataclass(frozen=True)
 class ArenaBlock:
-    """The bytes [low, high) of a slab: an extent's verbs for them alone."""
+    """The bytes [low, high) of an arena, with an extent's verbs."""
 
     slab: Arena
     low: int
     high: int
 
     def part(self) -> Tensor:
-        """The bytes, to be written."""
+        """Return the bytes, to be written."""
         return self.slab.extent.write(self.low, self.high)
 
     def look(self) -> Tensor:
-        """The bytes, to be read; waits for them."""
+        """Return the bytes, to be read; wait for their fetch."""
         return self.slab.extent.read(self.low, self.high)
 
     def fetch(self) -> Work:
@@ -357,33 +357,33 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to keep."""
+        """Return the bytes to store."""
         return min(self._span, prod(self.size)) * self.dtype.itemsize
 
     @property
     def _span(self) -> int:
-        """Elements from the first to the last."""
+        """Return the elements from the first to the last."""
         if 0 in self.size:
             return 0
         return 1 + sum((length - 1) * step for length, step in zip(self.size, self.stride, strict=True))
 
     def _gapless(self, tensor: Tensor, flat: Tensor) -> tuple[Tensor, Tensor]:
-        """The two as views that have the same elements in the same order."""
+        """Return both tensors as views with the same elements in the same order and no gaps."""
         if self._span <= prod(self.size):
             return tensor.as_strided((self._span,), (1,)), flat
         return tensor, flat.view(self.size)
 
     def write(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Copy a tensor of this form into `nbytes` bytes; on a device in the stream of the moment."""
+        """Copy a tensor of this dtype, shape and strides into `nbytes` bytes; on a device in the current stream."""
         source, target = self._gapless(tensor.detach(), bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
     def empty(self) -> Tensor:
-        """A new tensor of this form, with arbitrary contents."""
+        """Return a new tensor of this dtype, shape and strides, with arbitrary contents."""
         return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
 
     def read(self, tensor: Tensor, bytes_: Tensor) -> None:
-        """Undo `write`, into a tensor of this form."""
+        """Copy `nbytes` bytes into a tensor of this dtype, shape and strides: the inverse of `write`."""
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
 
@@ -393,13 +393,13 @@ SMALLEST_BYTES = 4096  # of a tensor that is worth a place
 
 @dataclass(frozen=True)
 class Slot:
-    """Stands where a tensor was."""
+    """Marks the place of a tensor that was taken out."""
 
     number: int
 
 
 def is_activation(value: Any) -> bool:
-    """Whether parking a value frees memory: a plain tensor that something computed, and that backward goes through.
+    """Return whether offloading a value frees memory: a plain tensor with a gradient that some operation computed.
 
     Parameters, leaves and what needs no gradient (batches, masks) are held by others in any case; several checkpoints
     often share them.
@@ -416,7 +416,7 @@ def is_activation(value: Any) -> bool:
 
 
 def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
-    """`value` with a slot in place of each activation, and the activations."""
+    """Return `value` with a slot in place of each activation, and the activations."""
     found: list[Tensor] = []
 
     def change(leaf: Any) -> Any:
@@ -429,12 +429,12 @@ def extract_tensors(value: Any) -> tuple[Any, list[Tensor]]:
 
 
 def insert_tensors(value: Any, tensors: Sequence[Tensor]) -> Any:
-    """The inverse of `extract_tensors`."""
+    """Fill the slots again: the inverse of `extract_tensors`."""
     return replaced(value, lambda leaf: tensors[leaf.number] if isinstance(leaf, Slot) else leaf)
 
 
 def replaced(value: Any, change: Callable[[Any], Any]) -> Any:
-    """`value` with change(leaf) for each leaf of its tuples, lists and dicts.
+    """Return `value` with change(leaf) for each leaf of its tuples, lists and dicts.
 
     A container in which nothing changed stays the same object: a function may fill a list that it is given.
     """

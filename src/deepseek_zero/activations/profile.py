@@ -21,7 +21,7 @@ from ..sharding.outputs import tensors_in
 
 @dataclass
 class Row:
-    """One checkpoint's times."""
+    """The times of one checkpoint."""
 
     forward_seconds: float
     began: float = 0.0
@@ -40,7 +40,7 @@ class Profile:
         self.is_over = self._has_begun = False
 
     def timed(self, call: Callable[[], Any], inputs: Any) -> Any:
-        """call(), with the times of its forward now and of its backward when that comes."""
+        """Run call(), and note the times of its forward now and of its backward when that comes."""
         if self.is_over:
             return call()
         began = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Recomputation: torch's non-reentrant checkpoint, with its inputs parked elsewhere until backward asks for them.
+"""Recomputation: torch's non-reentrant checkpoint, with its inputs offloaded until backward asks for them.
 
-torch keeps what it is passed.  It is passed slots in place of activations, and a function that fills them: in forward
-with the tensors themselves, in a recomputation with what the parking gives back.  No hook, no name of torch's own.
+torch keeps what it is passed. It is passed slots in place of activations, and a function that fills them: in forward
+with the tensors themselves, in a recomputation with restored copies. It needs no hook and no private name of torch's.
 
-[Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` says nothing of where its inputs go, so
-that stands beside it: in `_Process`, here and nowhere else.
+[Note: one configuration per process] DeepSpeed's `checkpoint(function, *args)` has no argument for where inputs are
+offloaded to, so `_Process` holds that, for the whole process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class RecomputeSettings:
-    """tier: where the inputs of checkpoints wait for backward, in one slab; None: where they are.
+    """tier: the memory of the arena that the inputs of checkpoints are offloaded to; None: they stay in place.
 
-    directory, disk: of the disk.  checkpoints: how many the slab must hold; None: learned.  profile: time each, once.
+    directory, disk: of the disk. checkpoints: how many the arena must hold; None: learned. profile: time each, once.
     """
 
     tier: Tier | None = None
@@ -45,7 +45,7 @@ class RecomputeSettings:
 
 
 class Recompute:
-    """How a process recomputes."""
+    """The recomputation of one process: its settings, and the arena of offloaded inputs."""
 
     def __init__(self, settings: RecomputeSettings) -> None:
         self.settings = settings
@@ -53,13 +53,14 @@ class Recompute:
         self.profile = Profile() if settings.profile else None
 
     def capabilities(self) -> list[Capability]:
-        """How inputs come and go where they wait for backward."""
+        """Describe how inputs come and go in the memory that they are offloaded to."""
         return self.parking.memory.capabilities() if self.parking is not None else []
 
     def checkpoint(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """function(*args, **kwargs), to be computed again in backward.
+        """Run function(*args, **kwargs), to be computed again in backward.
 
-        Inside the hooks of others (a checkpoint around this one, save_on_cpu) the inputs are theirs to keep.
+        Inside the hooks of others (a checkpoint around this one, save_on_cpu) inputs are not offloaded: they are theirs
+        to keep.
         """
         inputs = (args, kwargs)
         if self.parking is not None and torch.is_grad_enabled() and not others_see():
@@ -72,7 +73,7 @@ class Recompute:
         return self.profile.timed(call, inputs)
 
     def reset(self) -> None:
-        """Forget the size that was learned, and give the memory up; graphs that are still alive keep theirs."""
+        """Forget the learned size and free the memory; graphs that are still alive keep theirs."""
         self.close()
         self.parking = _parking_for(self.settings)
 
@@ -81,18 +82,19 @@ class Recompute:
             self.parking.close()
 
     def explain(self) -> list[str]:
-        """A line where something was parked."""
+        """Return one line, if anything was offloaded."""
         return [self.parking.explain()] if self.parking is not None and self.parking.slabs else []
 
     def extents(self) -> list[Extent]:
-        """What holds parked inputs now."""
+        """Return the extents that hold offloaded inputs now."""
         return [slab.extent for slab in self.parking.slabs] if self.parking is not None else []
 
 
 class _Filled:
-    """A function whose slots are filled when it is called: at first with the tensors themselves, then as parked.
+    """A function whose slots are filled when it is called: at first with the tensors themselves, then with restored
+    copies.
 
-    It lives as long as the graph can be recomputed, and the parked inputs as long as it.
+    It lives as long as the graph can be recomputed, and the offloaded inputs as long as it.
     """
 
     def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: OffloadHandle) -> None:
@@ -114,7 +116,9 @@ def _parking_for(settings: RecomputeSettings) -> ActivationOffload | None:
 
 
 def _memory_for(settings: RecomputeSettings) -> Memory:
-    """On a CPU the device's memory is the host's, so both tiers are the same slab; beside a GPU it is page-locked."""
+    """Open the memory of a tier. On a CPU device and host share one memory, so both tiers are the same; beside a GPU
+    the host's is page-locked.
+    """
     if settings.tier is Tier.NVME:
         return Disk(settings.directory or Path(), settings.disk)
     return HostMemory(pinned=default_device().type == "cuda" and settings.tier is Tier.HOST)
@@ -127,7 +131,7 @@ class _Process:
 
 
 def configure(settings: RecomputeSettings) -> Recompute:
-    """What `checkpoint` does in this process from now on; StorageError where the directory cannot be used."""
+    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory cannot be used."""
     new, old = Recompute(settings), _Process.recompute
     _Process.recompute = new
     if old is not None:
@@ -136,7 +140,7 @@ def configure(settings: RecomputeSettings) -> Recompute:
 
 
 def current() -> Recompute | None:
-    """What was configured last; None: nothing."""
+    """Return the last configuration; None if there is none."""
     return _Process.recompute
 
 
@@ -149,7 +153,7 @@ def release(recompute: Recompute | None) -> None:
 
 
 def release_with(owner: object, recompute: Recompute) -> None:
-    """Undo a `configure` when `owner` goes, should nobody `release` before."""
+    """Undo a `configure` when `owner` is collected, if nothing released it before."""
     weakref.finalize(owner, _forget, recompute).atexit = False
 
 

@@ -1,7 +1,7 @@
-"""Reading and changing optimizer state and master weights by parameter, whole or this rank's part.
+"""Reads and writes optimizer state and master weights by parameter, whole or this rank's part.
 
-Owns the map from a parameter to the stretches of the optimizer's pieces that cover it.  Gradients and gathered
-weights are sharding/access.py's.
+Owns the map from a parameter to the ranges of the optimizer's shards that cover it. Gradients and gathered weights are
+sharding/access.py's.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .shards import ParamOverlap
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
-    """The optimizer that updates a parameter, None for unwrapped and frozen ones."""
+    """Return the optimizer that updates a parameter; None for unwrapped and frozen ones."""
     owner = owner_of(param)
     found = owner.optimizer() if isinstance(owner, ParamGroup) else None
     return found if isinstance(found, ShardedOptimizer) else None
@@ -32,7 +32,7 @@ def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:
 
 
 def full_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """A whole element-wise optimizer state of a parameter ("exp_avg"), in its shape;  None where there is none.
+    """Return a whole element-wise optimizer state of a parameter ("exp_avg"), in its shape; None if there is none.
     Collective.
     """
     owner = owner_of(param)
@@ -68,7 +68,7 @@ def set_full_state(param: nn.Parameter, value: Tensor, key: str) -> None:
 
 
 def local_state(param: nn.Parameter, key: str) -> Tensor | None:
-    """This rank's part of an optimizer state, flat (a copy); None where it has none."""
+    """Return this rank's part of an optimizer state, flat (a copy); None if it has none."""
     views = [view for _, view in _state_views(param, key)]
     return torch.cat(views) if views else None
 
@@ -132,7 +132,7 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
 
 
 def local_master(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's master, flat: a copy; None where it has no master."""
+    """Return this rank's part of a parameter's master, flat (a copy); None if it has no master."""
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or owner.master is None:
         return None
@@ -161,7 +161,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
 
 
 def local_grad(param: nn.Parameter) -> Tensor | None:
-    """This rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
+    """Return this rank's part of a parameter's reduced gradient, flat, in fp32; None before a backward."""
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
@@ -193,7 +193,7 @@ def set_grad(param: nn.Parameter, value: Tensor, *, local: bool) -> None:
 
 
 def _owner(param: nn.Parameter) -> ParamGroup:
-    """The group whose states are about to be changed."""
+    """Return the group whose states are about to be changed."""
     owner = owner_of(param)
     if not isinstance(owner, ParamGroup):
         raise UsageError(

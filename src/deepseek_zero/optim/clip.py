@@ -1,8 +1,8 @@
-"""The one number every rank must agree on before a step: the global gradient norm, and whether it is finite.
+"""The numbers every rank must agree on before a step: the global gradient norm, and whether it is finite.
 
 Norms are sums of squares per (group, slice) in float64, exchanged as one small table and added in one order, so that
-every stage and every rank computes the same bits.  A rank that has something to say to all (engine/preemption.py) says
-it in the same table.
+every stage and every rank computes the same bits. The same table carries one number of each rank's
+(engine/preemption.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from ..sharding.runtime import Runtime
 
 @dataclass(frozen=True)
 class Verdict:
-    """What all ranks agree on.  norm: of the gradient as it is held (still multiplied by the loss scale).
+    """The facts about a step that all ranks agree on. norm: of the gradient as it is held (still multiplied by the loss
+    scale).
 
-    any_late: whether a rank holds gradients that came after their sum.  any_edited: whether the program has changed
-    some on a rank.  is_idle: whether no rank has a gradient at all.  any_graphless: whether a rank was given a loss
-    without a graph.  absences: of each rank, a number that tells which parameters have none.  words: each rank's own,
-    empty where ranks have none.
+    any_late: a rank holds gradients that came after their sum. any_edited: the program has changed some on a rank.
+    is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph. absences: of each
+    rank, a number that tells which parameters have none. words: each rank's own number, empty where ranks have none.
     """
 
     norm: float
@@ -43,9 +43,9 @@ class Verdict:
 
 
 def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
-    """The global norm of the reduced gradients, and what each rank has to say of them.  Collective.
+    """Return the verdict: the global norm of the reduced gradients, and what each rank has to say of them. Collective.
 
-    word: travels along; on every rank, or on none.
+    The norm is the same float64 on every rank. word: a number that travels along; on every rank, or on none.
     """
     groups, comm = runtime.trained_groups, runtime.comm
     edited = any(group.gradient.state.is_edited for group in groups)
@@ -89,14 +89,12 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
 
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
-    """Names of parameters whose gradient was dropped, or that are frozen: they are not updated."""
+    """Return the names of parameters without a gradient (dropped or frozen): they are not updated."""
     return [group.members[number].name for group in groups for number in sorted(group.gradient.state.absent or ())]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What gradients are multiplied by so that their norm is at most max_norm; 1.0 where that is off (0) or not
-    needed.
-    """
+    """Return the factor of gradients that bounds their norm by max_norm; 1.0 if clipping is off (0) or not needed."""
     if max_norm <= 0.0:
         return 1.0
     return min(1.0, max_norm / (norm + 1e-6))

@@ -1,7 +1,7 @@
-"""Where an optimizer's moments are kept when not by itself: in another memory, or in fewer bits, or both.
+"""Stores an optimizer's moments in another memory, in fewer bits, or both.
 
-One extent per group and kind of moment.  Any torch optimizer will do: what it made in its first step and follows a
-piece's elements is taken over; counters and states of another shape stay where they are.
+One extent per group and kind of moment. Any torch optimizer will do: every state it makes in its first step with as
+many elements as a shard is taken over; counters and states of another shape stay where they are.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .shards import MasterShard
 
 @dataclass(eq=False)
 class Moment:
-    """One kind of moment of one group.  kept: how, where that is not as the optimizer has it.
+    """One kind of moment of one group. kept: its storage format; None: as the optimizer has it.
 
-    powers: of 8-bit blocks, by id of the piece; they stay on the device.
+    powers: the scales of 8-bit blocks, by id of the shard; they stay on the device.
     """
 
     extent: Extent
@@ -37,7 +37,7 @@ class Moment:
 
     @property
     def is_stored(self) -> bool:
-        """Return whether the optimizer sees nothing of it between steps."""
+        """Return whether the optimizer sees no values between steps."""
         return self.kept is not None or self.extent.is_offloaded
 
 
@@ -51,23 +51,23 @@ class Moments:
         self._counted: set[int] = set()  # id of pieces whose moments the optimizer keeps itself
 
     def extents(self) -> Iterable[Extent]:
-        """What is kept in other memories."""
+        """Return the extents of offloaded moments."""
         return (moment.extent for moment in self._found.values() if moment.tier is not Tier.DEVICE)
 
     def on_device(self) -> Iterator[Tensor]:
-        """What is kept on the training device."""
+        """Return the moments on the training device."""
         for moment in self._found.values():
             yield from moment.powers.values()
             if moment.tier is Tier.DEVICE:
                 yield moment.extent.memory
 
     def extent_ranges(self, piece: MasterShard) -> Iterator[ExtentRange]:
-        """What of the moments a piece's update reads and writes."""
+        """Yield the extent ranges of moments that a shard's update reads and writes."""
         for name in self._names.get(id(piece.group), ()):
             yield ExtentRange(self._found[id(piece.group), name].extent, piece.start, piece.stop)
 
     def storages(self, piece: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
-        """Each moment that the optimizer has of a piece: its place, and the powers of its blocks."""
+        """Yield the storage of each moment of a shard, and the scales of its blocks."""
         state = self._inner.state.get(piece.param, {})
         for name in self._names.get(id(piece.group), ()):
             if name in state:
@@ -75,8 +75,8 @@ class Moments:
                 yield ExtentRange(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
 
     def load(self, piece: MasterShard, *, working: bool = True) -> None:
-        """Let the optimizer, or whoever may change them, see a piece's moments.  working: for one tile's update, in
-        what tiles share.
+        """Load a shard's moments into the optimizer's state. working: for one tile's update, into buffers that tiles
+        share.
         """
         piece.group.guard.before_write()
         if piece.param not in self._inner.state:
@@ -94,7 +94,7 @@ class Moments:
             state[name] = values.view(piece.param.shape)
 
     def read(self, piece: MasterShard, name: str) -> Tensor:
-        """One moment as the optimizer has it, whatever waits for an update; a view or a copy."""
+        """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a copy."""
         value: Tensor = self._inner.state[piece.param][name]
         if not self._scratch.is_placeholder(value):
             return value
@@ -105,9 +105,9 @@ class Moments:
         return moment.kept.decode(values, moment.powers.get(id(piece)), None)
 
     def store(self, piece: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
-        """Keep what the optimizer has made of them; what is not kept as it is shown is NaN until it is shown again.
+        """Store the optimizer's state of a shard; values that are stored in another form are NaN until the next `load`.
 
-        chance: how values are rounded that are kept in fewer bits.  keep: False after an update that failed.
+        chance: random bits for values that are stored in fewer bits. keep: False after an update that failed.
         """
         piece.group.guard.before_write()
         state = self._inner.state.get(piece.param, {})
@@ -133,7 +133,7 @@ class Moments:
             state[name] = hidden
 
     def refuse_cut(self, piece: MasterShard) -> None:
-        """Raise if a piece's moments cannot be told apart: in 8 bits, blocks of neighbours share an exponent."""
+        """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an exponent."""
         if any(id(piece) in moment.powers for moment in self._found.values()):
             raise UsageError(
                 f"the optimizer's state of {', '.join(piece.names[:3])} is kept in 8 bits, and not all of it is to be "
@@ -144,7 +144,7 @@ class Moments:
             )
 
     def cut(self, piece: MasterShard, into: Sequence[MasterShard]) -> None:
-        """Let the optimizer's state of a piece be that of the stretches it was cut into."""
+        """Give the optimizer's state of a shard to the ranges it was cut into."""
         piece.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this piece
         state = self._inner.state.pop(piece.param, None)
         self._counted.discard(id(piece))
@@ -162,11 +162,11 @@ class Moments:
                     own[name] = value.view(-1)[low:high].view(part.param.shape)
 
     def _shared(self, piece: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
-        """Where a piece's moment is worked on, in what the pieces of all tiles share."""
+        """Return the buffer, shared by the shards of all tiles, in which a shard's moment is updated."""
         return self._scratch.take(name, dtype, piece.master.update_device)[piece.at : piece.at + piece.numel]
 
     def offload(self, piece: MasterShard, chance: StochasticRounding) -> None:
-        """`hide` what somebody else made of them (a checkpoint), and let it go where it rests."""
+        """Store moments that a checkpoint has loaded, and evict them to their tier."""
         self.store(piece, chance, keep=True)
         for left in [stretch.release() for stretch in self.extent_ranges(piece)]:
             if left is not None:
@@ -198,7 +198,7 @@ class Moments:
         return self._found[key]
 
     def _count(self, piece: MasterShard, state: dict[str, Any]) -> None:
-        """What the optimizer allocates itself is taken of the training device all the same."""
+        """Count what the optimizer allocates itself against the training device's budget."""
         if state and id(piece) not in self._counted:
             self._counted.add(id(piece))
             rest = piece.group.plan.moments_external

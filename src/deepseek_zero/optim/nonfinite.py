@@ -28,7 +28,9 @@ LATER = "If the next step is like it, the unit where it begins is named."
 
 
 class NonFiniteReport:
-    """Steps in a row whose gradient was not finite.  watches: also where a moving loss scale makes them usual."""
+    """Reports steps in a row whose gradient was not finite. watches: also where a moving loss scale makes them
+    usual.
+    """
 
     def __init__(self, runtime: Runtime, scaler: LossScaler | None, *, watches: bool) -> None:
         self.runtime = runtime
@@ -37,8 +39,8 @@ class NonFiniteReport:
         self.in_a_row = 0
 
     def after_step(self, verdict: Verdict, *, skipped: bool, step: int) -> Unit | None:
-        """Take the verdict of a step; the unit it begins in, where that is known.  Collective from the second in a row
-        on.
+        """Take the verdict of a step and return the unit that non-finite numbers begin in, if known. Collective from
+        the second such step in a row on.
         """
         if verdict.is_finite and self.in_a_row == 0:
             return None
@@ -82,7 +84,7 @@ class NonFiniteReport:
         return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
 
     def _nonfinite_units(self, verdict: Verdict) -> set[int]:
-        """Numbers of the units whose gradients are not finite."""
+        """Return the numbers of the units whose gradients are not finite."""
         return {
             self.runtime.unit_of(group).number
             for group, square in zip(self.runtime.trained_groups, verdict.by_group, strict=True)
@@ -90,7 +92,7 @@ class NonFiniteReport:
         }
 
     def _unit_named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
-        """The unit the trouble starts in, on whichever rank saw it first.  Collective."""
+        """Return the unit where non-finite numbers begin, on the rank that saw it first. Collective."""
         runtime = self.runtime
         forward, backward = runtime.executor.schedule.forward.order, runtime.executor.schedule.backward.order
         seen = [
@@ -110,13 +112,13 @@ PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale tha
 
 
 def promote_unit(runtime: Runtime, unit: Unit) -> None:
-    """Have a unit compute in fp32 from now on.  Collective; the unit must be at rest."""
+    """Compute a unit in fp32 from now on. Collective; raise if the unit is not sharded."""
     unit.promote_to_fp32()
     runtime.forward.any_promoted = True
 
 
 class PrecisionFallback:
-    """Counts what skipped steps point at; lifts units at step boundaries."""
+    """Counts the units that skipped steps name; promotes units to fp32 at step boundaries."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
@@ -125,7 +127,7 @@ class PrecisionFallback:
         self._count = 0
 
     def after_step(self, unit: Unit | None, skipped: bool, scaler: LossScaler | None) -> Unit | None:
-        """Take what a step points at; returns the unit lifted, if any.  Collective when one is."""
+        """Take the unit that a step named; return the unit that was promoted, if any. Collective when one is."""
         self.changed = False
         if not skipped:
             self._suspect, self._count = None, 0
@@ -153,7 +155,7 @@ class PrecisionFallback:
         return [unit.name for unit in self.runtime.units if unit.is_promoted]
 
     def restore(self, names: Sequence[str]) -> None:
-        """Lift what was lifted when a checkpoint was saved.  Collective; every unit must be at rest."""
+        """Promote the units that were promoted when a checkpoint was saved. Collective; every unit must be sharded."""
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:
                 promote_unit(self.runtime, unit)

@@ -53,7 +53,7 @@ StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and 
 
 @dataclass(frozen=True)
 class PrefetchSettings:
-    """ahead: tiles that are fetched before their turn.  behind: tiles that may still be leaving when the next is
+    """ahead: tiles that are fetched before their turn. behind: tiles that may still be stored when the next is
     updated.
     """
 
@@ -62,9 +62,9 @@ class PrefetchSettings:
 
 
 class TilePrefetcher(Generic[T]):
-    """Tiles in turn, each with its states in place: `take` one, change it, `give` it back.
+    """Yields tiles in order, each with its states in place: `next` returns one to update, `release` stores it.
 
-    What the last ones changed may still be leaving after the end.
+    Stores of the last tiles may still be under way after the end.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TilePrefetcher(Generic[T]):
         self._going: deque[list[Work | None]] = deque()
 
     def next(self) -> T | None:
-        """The next tile; None after the last."""
+        """Return the next tile with its states fetched; None after the last."""
         for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
             self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
         if not self._coming:
@@ -87,7 +87,7 @@ class TilePrefetcher(Generic[T]):
         return tile
 
     def release(self, tile: T) -> None:
-        """It is done with."""
+        """Store what the update of a tile has changed."""
         self._going.append([stretch.release() for stretch in self._touched(tile)])
         while len(self._going) > self._settings.behind:
             for left in self._going.popleft():

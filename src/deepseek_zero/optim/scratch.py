@@ -1,7 +1,7 @@
-"""What an optimizer's step works in, kept from step to step: as long as the fullest tile, whatever the model's size.
+"""Buffers that an optimizer's step works in, as long as the fullest tile whatever the model's size, kept between steps.
 
-There is a set of buffers for each device that pieces are updated on: the training device's, and the host's for those
-whose moments rest elsewhere.
+There is one set for each device that shards are updated on: the training device's, and the host's for those whose
+moments are offloaded.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ..tiers.budget import DeviceBudget
 
 @dataclass
 class Scratch:
-    """grads: gradients cast, unscaled and clipped.  masters: masters joined from their halves (precision/split.py).
+    """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves (precision/split.py).
 
-    device: that trains, whose memory is asked for in `allowance`.
+    device: the training device, whose memory is counted in `budget`.
     """
 
     device: torch.device
@@ -27,7 +27,7 @@ class Scratch:
     kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
 
     def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
-        """The buffer of that name where it is worked in, with arbitrary contents; allocated on first use."""
+        """Return the buffer of that name on the update's device, with arbitrary contents; allocated on first use."""
         found = self.kept.get((what, home))
         if found is None or found.dtype != dtype:
             numel = self.numel if numel is None else numel
@@ -37,7 +37,7 @@ class Scratch:
         return found
 
     def grow(self, numel: int) -> None:
-        """Let tiles have so many elements; what was too small is taken anew when it is asked for."""
+        """Make room for tiles of so many elements; a buffer that is too small is allocated anew on its next use."""
         if numel <= self.numel:
             return
         self.numel = numel
@@ -45,7 +45,7 @@ class Scratch:
             self._count(key[1], -self.kept.pop(key).nbytes, "")
 
     def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """A tensor of that shape that holds no values: NaN, of 4 bytes in all."""
+        """Return a tensor of that shape without values: NaN, of 4 bytes in all."""
         key = "nothing", home
         if key not in self.kept:
             self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
@@ -53,7 +53,7 @@ class Scratch:
         return self.kept[key].expand(shape)
 
     def is_placeholder(self, value: object) -> bool:
-        """Return whether this is what stands for values that are elsewhere."""
+        """Return whether this is a placeholder for values that are stored elsewhere."""
         if not isinstance(value, Tensor):
             return False
         nothing = self.kept.get(("nothing", value.device))

@@ -1,4 +1,4 @@
-"""What an optimizer works on: stretches of masters, planned by planner/update.py, and the tiles they are stepped in."""
+"""The shards of the master weights that an optimizer updates, planned by planner/update.py, and their tiles."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .scratch import Scratch
 
 @dataclass(eq=False)
 class MasterShard:
-    """A stretch of one group's master that the inner optimizer treats as one parameter.
+    """A range of one group's master that the inner optimizer treats as one parameter.
 
-    start, stop: elements of the master (and of the reduced gradient) on this rank.  names: the parameters it covers.
-    Where the master is split, `param` holds values during a step only, and NaN between steps.
+    start, stop: elements of the master (and of the reduced gradient) on this rank. names: the parameters it covers. If
+    the master is split, `param` holds values during a step only, and NaN between steps.
     """
 
     group: ParamGroup
@@ -43,7 +43,7 @@ class MasterShard:
 
     @property
     def planned(self) -> ShardRange:
-        """It, as data."""
+        """Return the shard as data."""
         return ShardRange(self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape))
 
     @property
@@ -56,7 +56,7 @@ class MasterShard:
         return self.group.comm_ctx.comm.rank
 
     def grad(self, *, waiting: bool = False) -> Tensor | None:
-        """Of the step that is over, or the one that is `waiting` for a later update; None where it is absent."""
+        """Return the last step's gradient, or with `waiting` the delayed one, in `param`'s shape; None without one."""
         gradient = self.group.gradient
         if self.is_absent(waiting=waiting):
             return None
@@ -64,7 +64,7 @@ class MasterShard:
         return None if part is None else part.view(self.param.shape)
 
     def extent_ranges(self, *, waiting: bool = False) -> Iterator[ExtentRange]:
-        """What of master, weight and gradient rests in other memories and its update needs."""
+        """Yield the extent ranges of master, weight and gradient that the update of this shard reads or writes."""
         for extent in self.master.extents():
             yield ExtentRange(extent, self.start, self.stop)
         gradient = self.group.gradient
@@ -73,12 +73,12 @@ class MasterShard:
             yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
 
     def staged_ranges(self) -> Iterator[StagedRange]:
-        """What of them the training device has, where the update is the host's."""
+        """Yield the weight ranges that the training device holds and the host updates."""
         if self.master.staged is not None:
             yield StagedRange(self.master.staged, self.start, self.stop)
 
     def overlaps(self) -> Iterator[ParamOverlap]:
-        """What it covers, parameter by parameter."""
+        """Return the range of each parameter that the shard covers."""
         low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
         first, last = low + self.start, low + self.stop
         for number, member in enumerate(self.group.members):
@@ -88,13 +88,13 @@ class MasterShard:
                 yield ParamOverlap(slot, start - slot.start, stop - slot.start, self, start - first, number)
 
     def is_absent(self, *, waiting: bool = False) -> bool:
-        """Whether none of its parameters has a gradient (frozen ones, dropped gradients): its update leaves it be."""
+        """Return whether no parameter of the shard has a gradient (all frozen or dropped): its update is skipped."""
         gradient = self.group.gradient
         absent = (gradient.delayed.absent if waiting else gradient.state.absent) or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
     def chance(self, chance: StochasticRounding, state: str) -> Tensor:
-        """For each of its elements: int16, flat."""
+        """Return random bits for each element: int16, flat."""
         parts = [
             chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
             for cover in self.overlaps()
@@ -102,7 +102,7 @@ class MasterShard:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def load_values(self, scratch: Scratch) -> None:
-        """Let `param` hold the values, which the optimizer changes, as it does the moments."""
+        """Load the master values into `param`, where the optimizer changes them."""
         self.group.guard.before_write()
         values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
         if values is None:
@@ -114,7 +114,7 @@ class MasterShard:
         self.param.data = values.view(self.param.shape)
 
     def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
-        """Undo `show`.  keep: the values that `param` holds now become the master's."""
+        """Undo `load_values`. keep: first write the values of `param` into the master."""
         if keep and self.master.in_place_view(self.start, self.stop) is None:
             random = self.chance(chance, "weight") if self.master.is_rounded else None
             self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
@@ -126,8 +126,9 @@ class MasterShard:
 
 @dataclass(frozen=True)
 class ParamOverlap:
-    """Elements [start, stop) of one parameter that a piece holds, from `offset` of the piece on.  number: of the
-    parameter in its group.
+    """Elements [start, stop) of one parameter that a shard covers, from `offset` of the shard on.
+
+    number: of the parameter in its group.
     """
 
     slot: Slot
@@ -139,11 +140,11 @@ class ParamOverlap:
 
     @property
     def is_absent(self) -> bool:
-        """Return whether the parameter has no gradient in the step that is over."""
+        """Return whether the parameter has no gradient in the last step."""
         return self.number in (self.piece.group.gradient.state.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
-        """The covered elements of a state that is as long as the piece: a view, flat."""
+        """Return the covered elements of a state as long as the shard: a flat view."""
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
@@ -152,9 +153,9 @@ Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, p
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of an optimizer, as `UpdatePlan.order` has them.
+    """The tiles of an optimizer, in the order of `UpdatePlan.order`.
 
-    now: what a step updates before it is over.  later: what may be updated at other times, by number of the unit.
+    now: updated at the step, before it returns. later: may be updated at other times, by number of the unit.
     """
 
     now: list[Tile]
@@ -162,7 +163,7 @@ class Tiles:
 
     @classmethod
     def of(cls, plan: UpdatePlan, pieces_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
-        """Return the tiles of pieces that were made of the plan's shards, in the same order."""
+        """Return the tiles of shards that were made of the plan's, in the same order."""
         piece_of = {
             id(shard): piece
             for shards, pieces in zip(plan.shards, pieces_by_group, strict=True)
@@ -183,7 +184,7 @@ class Tiles:
 
 
 def cuts_of(piece: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
-    """Return the stretches of a piece whose parameters agree in `apart`: one where all do, or it is a whole tensor."""
+    """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a whole tensor."""
     covers = list(piece.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:

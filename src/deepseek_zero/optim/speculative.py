@@ -59,7 +59,7 @@ class SpeculationPolicy:
     speculates: bool
 
     def decide(self) -> Decision | None:
-        """None if nothing is to be done in this backward."""
+        """Return the decision to assume in this backward; None if nothing is to be updated in it."""
         updater, delay = self.updater, self.delay
         if not updater.has_run:  # the states that the log must have room for are not there yet
             return None
@@ -72,9 +72,9 @@ class SpeculationPolicy:
 
 
 class SpeculativeStep:
-    """What one optimizer has updated ahead of its step.
+    """The updates of one optimizer that came before their step's decision.
 
-    units: the tiles of each unit that may be, by number, the first units first.  budget: bytes of the log.
+    units: the tiles of each unit that may be updated so, by number, the first units first. budget: bytes of the log.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SpeculativeStep:
         self._is_off = False  # somebody looked: not again before the next step
 
     def after_reduce(self, unit: Unit) -> None:
-        """Every rank has given its gradients of this unit, and the sum is here."""
+        """Update a unit whose gradient has been reduced over the ranks. Local."""
         if unit.number not in self.units or self._is_off or unit.number in self._done:
             return
         if self.runtime.phase is not Phase.BACKWARD or not self.runtime.is_boundary:
@@ -120,11 +120,11 @@ class SpeculativeStep:
             group.set_pending(self)
 
     def chosen(self) -> frozenset[int]:
-        """The units whose bytes before the update fit the budget together, the first ones first.
+        """Return the units whose bytes before the update fit the budget together, the first ones first.
 
-        Theirs are the gradients that backward makes last, when most activations are gone and their room is free for the
-        log; and the next forward needs them first, when nothing is there yet to hide their update behind.  The others
-        are updated when that forward comes to them.
+        Backward makes their gradients last, when most activations are gone and their room is free for the log; and the
+        next forward needs them first, when there is nothing yet to hide their update behind. The others are updated
+        when that forward comes to them.
         """
         if self._chosen is None:
             found, total = set(), 0
@@ -138,8 +138,8 @@ class SpeculativeStep:
         return self._chosen
 
     def conclude(self, decided: Decision | None) -> frozenset[int]:
-        """At the step: the units whose update is what it has decided; the others' is undone.  None: nothing is
-        updated.
+        """Return the units whose update agrees with the step's decision and undo the others; None: the step updates
+        nothing.
         """
         if self._decision is None or decided is None or not self._decision.agrees(decided):
             self.undo()
@@ -149,15 +149,15 @@ class SpeculativeStep:
         return stands
 
     def flush(self) -> None:
-        """Somebody reads what was updated before its step was over: it is as if it had not been."""
+        """Undo all updates, since a program reads a state before the step is over."""
         self.undo()
 
     def flush_group(self, group: ParamGroup) -> None:
-        """As `flush`."""
+        """Undo all updates, as `flush`."""
         self.undo()
 
     def undo(self) -> None:
-        """Bring everything back that was updated ahead of its step."""
+        """Restore every byte that was updated before its step."""
         if not self._done:
             return
         self._is_off = True
@@ -168,7 +168,7 @@ class SpeculativeStep:
         self._close()
 
     def explain(self) -> list[str]:
-        """What `engine.explain` says of it."""
+        """Return the lines of `engine.explain` about it."""
         if not self.units:
             return ["updates in backward: none, since no unit but the root has all its states in another memory"]
         fit = len(self._chosen) if self._chosen is not None else "some"
@@ -186,7 +186,7 @@ class SpeculativeStep:
 
 
 def works_by_piece(cls: type[Optimizer]) -> bool:
-    """Return whether an update of one piece can be undone without the others: classes that are known to keep to it."""
+    """Return whether an update of one shard can be undone without the others: true of the classes that are listed."""
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
     return is_known and cls.__name__ in BY_PIECE
 
@@ -201,8 +201,9 @@ def unsupported_optimizer(optimizer: Optimizer) -> UsageError:
 
 @dataclass
 class Before:
-    """One piece as it was.  places, powers: what was copied, and the copy.  state: the optimizer's entry, counters as
-    numbers; None where there was none.
+    """A copy of one shard's states before its update. places, powers: ranges or scales, and their copy.
+
+    state: the optimizer's entry, counters as numbers; None if there was none.
     """
 
     piece: MasterShard
@@ -213,7 +214,7 @@ class Before:
 
 
 class UndoLog:
-    """Pieces as they were, latest last."""
+    """Copies of shards before their updates, latest last."""
 
     def __init__(self, inner: Optimizer, moments: Moments, scratch: Scratch) -> None:
         self._inner, self._moments, self._scratch = inner, moments, scratch
@@ -222,16 +223,16 @@ class UndoLog:
         self._used = 0
 
     def bytes_of(self, piece: MasterShard) -> int:
-        """What `note` will take."""
+        """Return the bytes that `note` will take."""
         places = sum(stretch.extent.memory.itemsize for stretch in self._written(piece)) * piece.numel
         return places + sum(powers.nbytes for _, powers in self._moments.storages(piece) if powers is not None)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the buffer.  `OutOfMemoryError` where memory_budget.device does not allow it."""
+        """Allocate the buffer; raise `OutOfMemoryError` if memory_budget.device does not allow it."""
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
     def note(self, piece: MasterShard) -> None:
-        """This piece is about to be updated."""
+        """Copy the states of a shard that is about to be updated."""
         before = Before(piece)
         self._entries.append(before)
         for stretch in self._written(piece):
@@ -245,7 +246,7 @@ class UndoLog:
             before.counters = {key: value.item() for key, value in counters.items()}
 
     def undo(self) -> None:
-        """Bring back every piece that was noted."""
+        """Restore every shard that was noted."""
         for before in reversed(self._entries):
             before.piece.group.guard.before_write()
             for stretch, copy in before.places:
@@ -257,7 +258,7 @@ class UndoLog:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing will be undone any more; on the CPU the buffer's pages are the system's until it is used again."""
+        """Drop the copies; on the CPU the buffer's pages are returned to the system until it is used again."""
         self._entries, self._used = [], 0
         if self._memory is not None and has_pages_to_return(self._memory):
             return_pages(self._memory)
@@ -272,7 +273,7 @@ class UndoLog:
             before.state[key].fill_(number)
 
     def _written(self, piece: MasterShard) -> Iterator[ExtentRange]:
-        """Every place outside the optimizer's own counters that an update of this piece writes."""
+        """Yield every range outside the optimizer's own counters that an update of this shard writes."""
         yield from (stretch for stretch in piece.extent_ranges() if stretch.changes)
         yield from (stretch for stretch, _ in self._moments.storages(piece))
 

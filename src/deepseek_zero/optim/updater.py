@@ -46,8 +46,10 @@ Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
 
 @dataclass(frozen=True)
 class Decision:
-    """What a step made of its gradients.  factor: they are multiplied by it.  number: of the update; what chance is a
-    function of.  hypers: that hold for it; None: those in force.  is_waiting: the gradients are those that wait.
+    """The decision of a step about its gradients. factor: they are multiplied by it. number: of the update, which seeds
+    random rounding.
+
+    hypers: hyper-parameters that hold for it; None: those in force. is_waiting: the gradients are the delayed ones.
     """
 
     factor: float
@@ -56,12 +58,12 @@ class Decision:
     is_waiting: bool = False
 
     def agrees(self, other: Decision) -> bool:
-        """Return whether both lead to the same bits."""
+        """Return whether both decisions lead to the same bits."""
         return (self.factor, self.number) == (other.factor, other.number) and _same(self.hypers, other.hypers)
 
 
 def hypers_of(optimizer: Optimizer) -> Hypers:
-    """The hyper-parameters in force, as nobody can change them any more."""
+    """Return a copy of the hyper-parameters in force."""
     return [{key: _own(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
@@ -95,7 +97,7 @@ class Updater:
         self.has_run = False  # so the optimizer has made its states
 
     def step_now(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Update these now."""
+        """Update these tiles now."""
         flow, done = TilePrefetcher(tiles, self._staged_states, self.settings), 0
         try:
             while (tile := flow.next()) is not None:
@@ -111,7 +113,7 @@ class Updater:
             raise
 
     def step_deferred(self, tiles: Sequence[Tile], decision: Decision) -> None:
-        """Update these when they are asked for."""
+        """Defer the update of these tiles until their states are read."""
         if not tiles:
             return
         self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
@@ -124,7 +126,7 @@ class Updater:
             group.set_pending(self)
 
     def step_speculative(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]) -> None:
-        """Update these before their step is over; `note` is shown each piece first."""
+        """Update these tiles before their step is decided; pass each shard to `note` first."""
         flow = TilePrefetcher(tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings)
         with self.guard_mixture():
             while (tile := flow.next()) is not None:
@@ -135,7 +137,9 @@ class Updater:
 
     @contextmanager
     def guard_mixture(self) -> Iterator[None]:
-        """A block after which, if it raises, some states have taken a step and some have not."""
+        """Open a block after which, if it raises, some states have taken a step and some have not: training cannot
+        go on.
+        """
         before, already = self.clock.enter("optimizer"), self._ended_halfway
         self._ended_halfway = True
         try:
@@ -146,11 +150,11 @@ class Updater:
             self.clock.enter(before)
 
     def has_deferred(self, group: ParamGroup) -> bool:
-        """Return whether a step that is over has not come to all of this group."""
+        """Return whether an update of this group is still deferred."""
         return bool(self._tiles_left[group])
 
     def flush(self) -> None:
-        """Update everything that waits.  UsageError after an update that failed."""
+        """Run every deferred update. Local. Raise `UsageError` after an update that failed."""
         if self._is_busy:
             return
         if self._ended_halfway:
@@ -163,7 +167,7 @@ class Updater:
             pass
 
     def flush_group(self, group: ParamGroup) -> None:
-        """The weight of this group is about to be gathered."""
+        """Run the deferred updates of the tiles up to this group's: its states are about to be read. Local."""
         if self._ended_halfway:
             self.flush()
         while self._tiles_left[group]:
@@ -223,8 +227,8 @@ class Updater:
         return torch.mul(grad, factor, out=into) if is_alike else into.copy_(grad).mul_(factor)
 
     def _alike(self, tile: Tile, shown: Sequence[MasterShard]) -> list[Tile]:
-        """A tile, or in two where some pieces have states and others (unfrozen since) have not: torch's fused SGD takes
-        no such mixture.
+        """Split a tile in two if some shards have states and others (unfrozen since) have not: torch's fused SGD
+        refuses a mixture.
         """
         new = {id(piece) for piece in shown if not self.inner.state.get(piece.param)}
         if not new or len(new) == len(shown):
@@ -232,7 +236,7 @@ class Updater:
         return [[item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)]
 
     def _step_inner(self, tile: Tile, hypers: Hypers | None) -> None:
-        """One call of the inner optimizer, over the pieces of a tile."""
+        """Call the inner optimizer once, over the shards of a tile."""
         everything = self.inner.param_groups
         held = [dict(group) for group in everything]
         try:
@@ -253,9 +257,9 @@ _ONE_AT_A_TIME = threading.RLock()  # a second thread would take the bare method
 
 @contextmanager
 def undecorated() -> Iterator[None]:
-    """While torch's optimizers are built, or load a state.
+    """Remove the decorators of torch's optimizers while one is built, or loads a state.
 
-    Other threads' optimizers do without the marks for as long, which changes nothing that they do.
+    Optimizers of other threads do without them for as long, which changes nothing that they do.
     """
     with _ONE_AT_A_TIME:
         marked = {name: getattr(Optimizer, name) for name in ("add_param_group", "load_state_dict")}
@@ -269,9 +273,10 @@ def undecorated() -> Iterator[None]:
 
 
 def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
-    """The bare update of one of torch's own optimizers or ours; any other's `step`.  Runs inside `torch.no_grad()`.
+    """Return the bare update of one of torch's own optimizers or ours, else its `step`. It runs inside
+    `torch.no_grad()`.
 
-    Hooks are the outer step's: they run once a step and not once a tile.
+    Hooks belong to the outer step: they run once a step and not once a tile.
     """
     cls = type(optimizer)
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero") and "step" not in vars(optimizer)
@@ -279,37 +284,39 @@ def raw_step(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 class DelayedUpdate:
-    """What one optimizer owes.  after: updates that come in time, at the start of a run."""
+    """The deferred decision of one optimizer whose updates are a step late. after: updates in time at the start of a
+    run.
+    """
 
     def __init__(self, groups: Sequence[ParamGroup], after: int) -> None:
         self.groups, self.after = groups, after
         self.deferred: Decision | None = None
 
     def is_on(self, updates: int) -> bool:
-        """Return whether a step after so many updates leaves its own to the next."""
+        """Return whether a step after so many updates delays its own."""
         return self.deferred is not None or updates >= self.after
 
     def swap(self, made: Decision | None) -> Decision | None:
-        """Let a step owe its own update (None: it has none), and return what was owed."""
+        """Store a step's decision (None: it has none) and return the one stored before."""
         for group in self.groups:
             group.gradient.delayed.swap(keep=made is not None)
         due, self.deferred = self.deferred, made
         return due
 
     def discard(self) -> None:
-        """Owe nothing."""
+        """Drop the stored decision."""
         self.deferred = None
         for group in self.groups:
             group.gradient.delayed.discard()
 
     def state_dict(self) -> dict[str, Any] | None:
-        """What is owed, as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
+        """Return the stored decision as plain values; its gradient is saved by parameter (checkpoint/state.py)."""
         if self.deferred is None:
             return None
         return {"factor": self.deferred.factor, "number": self.deferred.number, "hypers": self.deferred.hypers}
 
     def load_state_dict(self, state: dict[str, Any] | None) -> None:
-        """What `state_dict` returned; the gradient has been filled in."""
+        """Restore a saved decision; the gradient has been loaded already."""
         self.deferred = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
         for group in self.groups:
             group.gradient.delayed.is_full = self.deferred is not None
