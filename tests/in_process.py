@@ -29,6 +29,8 @@ from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.sharding.buffer import CommContext, Pool
+from deepseek_zero.sharding.param_group import ParamGroup, build_group
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
 
@@ -100,24 +102,35 @@ class Baton:
 
 @dataclass
 class Message:
-    """One collective under way.  By member: what it sends to each, where it receives from each, who has read it all."""
+    """One collective under way.  By member: what it sends to each, where it receives from each, who has received.
 
+    It lets go of buffers as soon as it may: a pool lends none again that somebody still holds.
+    """
+
+    size: int
     outgoing: dict[int, Sequence[Tensor]] = field(default_factory=dict)
     incoming: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    has_travelled: bool = False
+    is_complete: bool = False  # every member has come
     done: set[int] = field(default_factory=set)
+
+    def bring(self, member: int, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None]) -> None:
+        self.outgoing[member], self.incoming[member] = pieces, inbox
+        self.is_complete = len(self.outgoing) == self.size
 
     def travel(self) -> None:
         """Fill every member's buffers, at once."""
-        if not self.has_travelled:
-            self.has_travelled = True
-            for member in self.incoming:
-                self.fill(member)
+        for member in self.incoming:
+            self.fill(member)
+        self.let_go()
 
     def fill(self, member: int) -> None:
+        """Fill one member's buffers."""
         for peer, box in enumerate(self.incoming[member]):
             if peer != member and box is not None:
                 box.copy_(self.outgoing[peer][member])
+
+    def let_go(self) -> None:
+        self.outgoing, self.incoming = {}, {}
 
 
 class InProcess:
@@ -143,26 +156,30 @@ class InProcess:
     def _issue(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
         name = self.context.position(cid.lane, cid.sequence, self.ranks).name()
         self.world.issued[self.context.rank].append((cid.lane, name))
-        message = self.world.messages.setdefault((self.ranks, cid.lane, cid.sequence, cid.check), Message())
-        message.outgoing[self.rank], message.incoming[self.rank] = pieces, inbox
+        key = (self.ranks, cid.lane, cid.sequence, cid.check)
         for peer, box in enumerate(inbox):
-            if peer != self.rank and box is not None:
+            if peer != self.rank and box is not None and not self.is_read(box):
                 poisoned(box)
+        message = self.world.messages.setdefault(key, Message(len(self.ranks)))
+        message.bring(self.rank, pieces, inbox)
 
         def wait() -> None:
-            is_here: Ready = lambda: len(message.outgoing) == len(self.ranks)  # noqa: E731
-            self._wait(is_here, f"'{name}', number {cid.sequence} of {cid.lane}")
+            self._wait(lambda: message.is_complete, f"'{name}', number {cid.sequence} of {cid.lane}")
             with torch.no_grad():
                 if self.reads_in_place:
                     message.fill(self.rank)
+                    found = [
+                        message.outgoing[peer][self.rank] if box is None else box for peer, box in enumerate(inbox)
+                    ]
                 else:
                     message.travel()
-                found = [message.outgoing[peer][self.rank] if box is None else box for peer, box in enumerate(inbox)]
+                    found = list(inbox)
                 found[self.rank] = pieces[self.rank]
                 use(found)
             message.done.add(self.rank)
-            if len(message.done) == len(self.ranks):
-                self.world.messages.pop((self.ranks, cid.lane, cid.sequence, cid.check), None)
+            if len(message.done) == message.size:
+                message.let_go()
+                del self.world.messages[key]
 
         return wait
 
@@ -275,6 +292,15 @@ def poisoned(tensor: Tensor) -> Tensor:
     """The same tensor, with values that nobody may use."""
     with torch.no_grad():
         return tensor.fill_(float("nan") if tensor.dtype.is_floating_point else torch.iinfo(tensor.dtype).max)
+
+
+def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
+    """Build the one group of a model that is a single unit of one dtype, without hooks.  settings: as for `sharded`."""
+    chosen = PlanSettings(**{"persistence_numel": 0, **settings})
+    plan = plan_model(model, chosen, Mesh().on_world(rank.size, rank.index))
+    (planned,) = plan.units[0].groups
+    comm_ctx = CommContext(rank.comm, Pool(CPU, rank.comm), chosen.bucket_numel)
+    return build_group(planned, dict(model.named_parameters()), comm_ctx)
 
 
 def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:

@@ -59,6 +59,16 @@ class Gpt(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+class Odd(nn.Module):
+    """Parameters of sizes that divide by nothing, one of a single element and one of none; computes nothing."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        for name, shape in {"a": (701, 3), "b": (1999,), "c": (), "d": (0, 4), "e": (13, 7)}.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, generator=generator)))
+
+
 @dataclass(frozen=True)
 class Batch:
     """The arguments of one forward."""

@@ -1,0 +1,228 @@
+"""A parameter group between ranks: built from rank 0's values, gathered, put to rest, changed and laid out anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.planner.spec import R, S
+from deepseek_zero.precision.policy import Policy
+from deepseek_zero.sharding.buffer import FlatBuffer, move
+from deepseek_zero.sharding.param_group import ParamGroup
+from deepseek_zero.sharding.sharded_parameter import ShardedParameter
+from tests.in_process import CPU, Rank, build_one, run_ranks
+from tests.models import Odd
+
+SIZES = (1, 2, 3, 4)
+BF16 = Policy(torch.bfloat16)
+on_ranks = pytest.mark.parametrize("size", SIZES)
+
+
+def built(rank: Rank, stage: int, policy: Policy | None = None) -> ParamGroup:
+    """The one group of a model whose values differ between ranks."""
+    return build_one(rank, Odd(seed=rank.index), stage=stage, policy=policy or Policy())
+
+
+def shown(group: ParamGroup) -> dict[str, Tensor]:
+    """What the parameters show now."""
+    return {member.name: member.param.detach().clone() for member in group.members}
+
+
+def gathered(group: ParamGroup) -> dict[str, Tensor]:
+    """All values; the group is as before."""
+    group.gather("it").wait()
+    group.point_to_unsharded()
+    found = shown(group)
+    group.reshard()
+    return found
+
+
+def masters(group: ParamGroup) -> Tensor:
+    """The masters of all ranks, whole and fp32."""
+    source = group.master.values()
+    full = FlatBuffer.empty(group.layout, type(source.spec)(R, source.spec.dtype), CPU)
+    move(source, full, group.comm_ctx, "masters").wait()
+    return torch.cat([full.view(slot).reshape(-1) for slot in group.layout.slots])
+
+
+def flat(values: dict[str, Tensor]) -> Tensor:
+    return torch.cat([each.reshape(-1) for each in values.values()])
+
+
+def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def everywhere(size: int, body: Callable[[Rank], Any]) -> None:
+    """Run on ranks that take turns in order, in other orders, and reading each other's memory."""
+    run_ranks(size, body)
+    run_ranks(size, body, seed=1)
+    run_ranks(size, body, seed=2, reads_in_place=True)
+
+
+FIRST = {name: value.detach() for name, value in Odd(seed=0).named_parameters()}
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", range(4))
+def test_every_rank_gets_the_values_of_the_first(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage)
+        held = group.layout.padded_numel // (size if stage == 3 else 1)
+        assert group.weight.storage.numel() == held
+        assert same(gathered(group) if stage == 3 else shown(group), FIRST)
+        assert sum(each.nbytes for each in group.comm_ctx.pool.idle()) == group.comm_ctx.pool.allocated_bytes
+
+    everywhere(size, body)
+
+
+@on_ranks
+def test_a_gather_shows_the_weights_and_a_release_takes_them_away(size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage=3)
+        pool, params = group.comm_ctx.pool, [member.param for member in group.members]
+        before = None
+        for _ in range(3):
+            assert all(type(param) is ShardedParameter for param in params)
+            assert group.unsharded is None
+            pending = group.gather("it")
+            group.gather("it").wait()  # what is gathered is not gathered again
+            pending.wait()
+            group.point_to_unsharded()
+            assert all(type(param) is nn.Parameter for param in params)
+            assert same(shown(group), FIRST)
+            group.reshard()
+            group.reshard()
+            assert before in (None, pool.allocated_bytes), "the steady state allocates nothing"
+            before = pool.allocated_bytes
+        assert rank.issued("engine 0/gather").count("gather it") == (3 if size > 1 else 0)
+        assert tuple(params[0].shape) == (701, 3)
+
+    everywhere(size, body)
+
+
+def test_a_released_buffer_is_lent_again_but_never_one_that_somebody_views() -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage=3)
+        pool, numel = group.comm_ctx.pool, group.layout.padded_numel
+        gathered(group)
+        assert [each.numel() for each in pool.idle()].count(numel) == 1
+        group.gather("it").wait()
+        kept = group.unsharded.storage[:5]
+        assert [each.numel() for each in pool.idle()].count(numel) == 0
+        group.reshard()
+        assert [each.numel() for each in pool.idle()].count(numel) == 0
+        values = kept.clone()
+        gathered(group)
+        assert torch.equal(kept, values)
+
+    run_ranks(2, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("policy", [Policy(), BF16], ids=["fp32", "bf16"])
+def test_new_whole_values_reach_weight_and_master(policy: Policy, stage: int, size: int) -> None:
+    """An unchanged element keeps the bits of its master, a changed one takes the new value."""
+
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, policy)
+        exact = masters(group)
+        assert torch.equal(exact, flat(FIRST))
+        group.gather("it").wait()
+        whole = (group.unsharded or group.weight).storage.clone()
+        group.reshard()
+        slot = group.layout.slots[1]
+        whole[slot.start : slot.stop] = 77.0
+        group.set_full_values(whole)
+        expected = torch.cat([torch.full((1999,), 77.0) if name == "b" else FIRST[name].reshape(-1) for name in FIRST])
+        assert torch.equal(masters(group), expected)
+        now = gathered(group) if stage == 3 else shown(group)
+        assert now["b"].eq(77.0).all()
+        assert torch.equal(flat(now), whole[: group.layout.numel])
+
+    everywhere(size, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", range(4))
+def test_one_parameter_is_written_on_all_ranks(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, BF16)
+        value = torch.linspace(-1, 1, 1999)
+        group.write_param(group.members[1].param, value)
+        assert torch.equal(masters(group)[2103:4102], value)
+        now = gathered(group) if stage == 3 else shown(group)
+        assert torch.allclose(now["b"].float(), value, atol=0.01)
+
+    everywhere(size, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", (1, 2))
+def test_a_refresh_brings_every_rank_the_slices_that_were_updated(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage)
+        group.weight.shard(rank.index).add_(rank.index + 1.0)
+        group.refresh("it").wait()
+        owner = torch.arange(group.layout.padded_numel) // group.layout.slice_numel + 1.0
+        found, whole = flat(shown(group)), flat(FIRST)
+        assert torch.equal(found, whole + owner[: whole.numel()])
+
+    everywhere(size, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", (1, 2, 3))
+@pytest.mark.parametrize("policy", [Policy(), BF16], ids=["fp32", "bf16"])
+def test_a_new_layout_keeps_the_bits(policy: Policy, stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, policy)
+        before = gathered(group) if stage == 3 else shown(group)
+        group.relayout("tensor")
+        for slot in group.layout.slots:
+            assert sum(start < stop for start, stop in (group.layout.owned(slot, r) for r in range(size))) <= 1
+        assert torch.equal(masters(group), flat(FIRST))
+        assert same(gathered(group) if stage == 3 else shown(group), before)
+        group.relayout("element")
+        assert torch.equal(masters(group), flat(FIRST))
+        assert same(gathered(group) if stage == 3 else shown(group), before)
+
+    everywhere(size, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", range(4))
+def test_a_group_that_was_let_go_leaves_plain_parameters_with_the_masters_values(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, BF16)
+        group.restore_params()
+        assert all(type(member.param) is nn.Parameter for member in group.members)
+        assert same(shown(group), FIRST)
+
+    everywhere(size, body)
+
+
+@on_ranks
+@pytest.mark.parametrize("stage", range(4))
+def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, BF16)
+        assert all(each.dtype is torch.bfloat16 for each in (gathered(group) if stage == 3 else shown(group)).values())
+        group.promote_to_fp32("it")
+        assert same(gathered(group) if stage == 3 else shown(group), FIRST)
+        assert torch.equal(masters(group), flat(FIRST))
+
+    everywhere(size, body)
+
+
+@on_ranks
+def test_weights_are_a_column_of_the_table(size: int) -> None:
+    def body(rank: Rank) -> list[Any]:
+        return [built(rank, stage).plan.weight.placement for stage in range(4)]
+
+    assert run_ranks(size, body) == [[R, R, R, S]] * size
