@@ -220,7 +220,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
         )
 
 
-# -- filling
+# -- reading into the engine
 
 
 def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
@@ -274,7 +274,7 @@ def _restore_all(
 
 # What a group says about how to compute, not about what was learnt: the running program decides.
 IMPLEMENTATION_OPTIONS = frozenset({"params", "param_names", "fused", "foreach", "capturable", "differentiable"})
-GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the piece
+GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the shard
 
 
 def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[StateRange]:

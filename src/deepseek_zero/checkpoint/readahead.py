@@ -75,7 +75,7 @@ class ReadRequest:
         if self._job.exception() is not None:
             if len(self.parts) == 1:
                 self._job.result()
-            first = part.start  # perhaps another piece of the read is the one that is lost
+            first = part.start  # perhaps another part of the request is the one that cannot be read
             self._path.fill(self._block, part.range, part.start, part.stop)
         low = first % PAGE + part.start - first
         return self._block[low : low + part.stop - part.start]

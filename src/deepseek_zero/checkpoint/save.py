@@ -358,7 +358,7 @@ class BackgroundWrite:
     @property
     def is_resident(self) -> bool:
         """Whether no state rests on a disk, so that a thread may read all of them."""
-        return not any(stretch.extent.is_offloaded for write_group in self._groups for stretch in write_group.extents)
+        return not any(part.extent.is_offloaded for write_group in self._groups for part in write_group.extents)
 
     @property
     def is_over(self) -> bool:

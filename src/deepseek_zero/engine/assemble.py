@@ -138,7 +138,7 @@ def assemble(
         placement_settings_of(config),
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
         preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
-        saver=Saver(saving.keep),
+        saver=Saver(saving.retention),
     )
     agree(
         comm,

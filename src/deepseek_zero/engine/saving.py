@@ -52,15 +52,16 @@ class Restore:
 
 
 class Saver:
-    """The checkpoint that an engine is writing, if there is one, and the removal of older ones.  keep: which of them
-    stay.
+    """The checkpoint that an engine is writing, if there is one, and the removal of older ones.
+
+    retention: which older ones stay.
 
     Removing gigabytes takes a disk a while, so a thread of rank 0 does it.  It ends before the next save begins, and
     the interpreter waits for it; a crash leaves hidden names, which the next removal removes too.
     """
 
-    def __init__(self, keep: Retention | None = None) -> None:
-        self.retention = keep or Retention()
+    def __init__(self, retention: Retention | None = None) -> None:
+        self.retention = retention or Retention()
         self.current: PendingSave | None = None
         self.commit_seconds = 0.0  # of the last one
         self._removal: threading.Thread | None = None
@@ -179,7 +180,7 @@ def _foreign_layout(
     if chosen.layout != "auto":
         named = layout_named(chosen.layout)
         return named if isinstance(named, EngineLayout) else None
-    wants_slices = not settings.wait or chosen.keep.last is not None or chosen.on_signal is not None
+    wants_slices = not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
     if preferred is None or wants_slices or engine.runtime.settings.stage == 0:
         return None
     reasons = run_and_gather(engine.runtime.comm, "saving: the layout", lambda: preferred.unsupported_reason(contents))

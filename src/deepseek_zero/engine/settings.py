@@ -51,16 +51,16 @@ class DataSettings:
 
 @dataclass(frozen=True)
 class SavingSettings:
-    """What saving is told.
+    """How an engine saves.
 
-    gather_16bit: save_16bit_model may gather a sharded model.  keep: which older ones stay.  layout: of the files;
-    "auto" asks which name the library goes by.
+    gather_16bit: save_16bit_model may gather a sharded model.  retention: which older ones stay.  layout: of the files;
+    "auto" leaves it to the door.
     """
 
     tag_validation: str = "Warn"
     snapshot_bytes: int = 1 << 30
     gather_16bit: bool = False
-    keep: Retention = field(default_factory=Retention)
+    retention: Retention = field(default_factory=Retention)
     on_signal: PreemptionSettings | None = None
     layout: str = "auto"
 
@@ -224,7 +224,7 @@ def saving_settings_of(config: Config) -> SavingSettings:
         tag_validation=section.tag_validation,
         snapshot_bytes=section.snapshot_bytes,
         gather_16bit=config.zero_optimization.stage3_gather_16bit_weights_on_model_save,
-        keep=Retention(section.keep_last, section.keep_every),
+        retention=Retention(section.keep_last, section.keep_every),
         layout=section.layout,
         on_signal=PreemptionSettings(asked.path, asked.signals) if asked.path is not None else None,
     )

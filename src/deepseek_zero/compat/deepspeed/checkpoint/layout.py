@@ -214,12 +214,12 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
         if comm.rank == 0:
             if output is not None:
                 output.discard()
-            _abandon(written, slices_folder)
+            _remove_written(written, slices_folder)
         raise
     return final
 
 
-def _abandon(written: list[Path], slices_folder: Path) -> None:
+def _remove_written(written: list[Path], slices_folder: Path) -> None:
     """Remove what was written."""
     for folder in written:
         with suppress(OSError):

@@ -338,7 +338,7 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
         shapes = [tuple(found.manifest.parameters[name]["shape"]) for name in names]
         is_used = [bool(state) or not any(states) for state in states]
         if flats is not None and sum(flat.numel() for flat in flats) == sum(map(prod, shapes)):
-            found.manifest.extra["groups"] = _add_stretches(found, optimizer, flats, names)
+            found.manifest.extra["groups"] = _add_flat_masters(found, optimizer, flats, names)
             return
         fit = [value is None or tuple(value.shape) == shape for value, shape in zip(like, shapes, strict=False)]
         if flats is None and len(numbers) == len(names) and all(fit):
@@ -358,7 +358,7 @@ def _add_replicated(found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], tr
     )
 
 
-def _add_stretches(
+def _add_flat_masters(
     found: DeepSpeedCheckpoint, optimizer: Mapping[str, Any], flats: Sequence[Tensor], names: Sequence[str]
 ) -> list[list[str]]:
     """Add fp16 masters of stage 0: each group's end to end, without padding.  Returns names by group."""
