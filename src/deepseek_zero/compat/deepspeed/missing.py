@@ -156,7 +156,7 @@ MISSING: dict[str, Rows] = {
         (L, PIPELINE, "partition_uniform partition_balanced PartitionedTensor"),
     ),
     "deepspeed.runtime.zero": (
-        (L, "MiCS is a later part", "mics MiCS_Init"),
+        (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
         (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload linear utils"),
         (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
         (N, "Muon is an optimizer by name (`optimizer.type`)", "muon"),
@@ -205,7 +205,6 @@ MISSING: dict[str, Rows] = {
         (L, SEQUENCE, "get_sequence_parallel_group"),
         (L, "it gathers tensor-parallel weights; see module_state_dict", "_consolidated_16bit_state_dict"),
         (L, "secondary shards (hpZ) are a later part", "zero_hpz_partition_size"),
-        (L, "MiCS is a later part", "mics_shard_size"),
         (N, "super_offload in the configuration serves", "superoffload"),
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
     ),
