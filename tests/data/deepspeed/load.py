@@ -4,7 +4,7 @@
 
 FOLDER/CASE is what an engine of two ranks saved with `checkpoint.layout: "deepspeed"` after two steps of make.py's
 training, and FOLDER/CASE.pt what it held: whole masters, both moments, losses of the next two steps on rank 0's data.
-By hand, where DeepSpeed is installed; CI compares files instead (tests/unit/checkpoint/test_deepspeed_layout.py).
+By hand, where DeepSpeed is installed; CI compares files instead (tests/unit/compat/test_checkpoint_writer.py).
 """
 
 from __future__ import annotations
