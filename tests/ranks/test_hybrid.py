@@ -169,6 +169,25 @@ def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups
 
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_a_plan_without_a_group_says_what_four_ranks_hold_and_send(stage: int, dtype: str) -> None:
+    run = Run(stage, dtype, 2, optimizer="adamw")
+    engine = start(run, {"dp_replicate": 2, "dp_shard": 2})
+    for step in range(2):
+        train_step(engine, run, step)
+    engine.runtime.comm.meter.reset()
+    train_step(engine, run, 2)
+    sent = engine.runtime.comm.meter.total_bytes()
+    config = run.config() | {"optimizer": {"type": "AdamW", "params": {"fused": False, "foreach": False}}}
+    plan = deepseek_zero.plan(seeded(Gpt), config, ranks=WORLD, rank=dist.get_rank(), mesh={"dp_replicate": 2})
+    assert plan.mesh == engine.mesh
+    assert plan.volume().state_bytes + plan.volume().rows == sent
+    measured = {state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes}
+    assert {state: nbytes for state, nbytes in plan.bytes_by_state().items() if nbytes} == measured
+
+
+@pytest.mark.ranks(WORLD)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_an_overflow_in_one_group_skips_the_step_in_all_and_changes_nothing(stage: int) -> None:
     from tests.ranks.test_precision import build, loss_of
 

@@ -212,6 +212,7 @@ def plan(
     ranks: int = 1,
     rank: int = 0,
     hosts: int = 1,
+    mesh: Any = None,
     device: torch.device | str = CPU,
     optimizer: Client = None,
     model_parameters: Any = None,
@@ -222,11 +223,12 @@ def plan(
     It is what `initialize` with the same model and configuration builds; here nothing is built, and no process group is
     asked: every rank of every world may be planned anywhere.
 
-    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters over one memory are
-    tied, as a run ties them.  config, optimizer, model_parameters: as `initialize` takes them.  ranks, rank: of the
-    world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each other's memory.  device: that
-    each rank trains on; it need not be here.  leaf_modules: full names of modules that travel as one piece, beside
-    those of the configuration.  `print` of the result shows a table.
+    model: its shapes and dtypes are all that is read, so it may be on the meta device; parameters over one memory
+    are tied, as a run ties them.  config, optimizer, model_parameters: as `initialize` takes them.  ranks, rank: of
+    the world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each other's memory.
+    mesh: as `initialize` takes it.  device: that each rank trains on; it need not be here.  leaf_modules: full
+    names of modules that travel as one piece, beside those of the configuration.  `print` of the result shows a
+    table.
 
     Local.  Raises UsageError where memories are "auto" and the configuration gives no `memory_budget` for them,
     OutOfMemoryError where it is too small.
@@ -234,15 +236,16 @@ def plan(
     whole_number("plan", "ranks", ranks, 1)
     whole_number("plan", "rank", rank, 0, ranks - 1)
     whole_number("plan", "hosts", hosts, 1, ranks)
-    mesh = Mesh().on_world(ranks, rank, torch.device(device))
+    world = Mesh().on_world(ranks, rank, torch.device(device))
     source, origin = choose_source({} if config is None else config, None, None)
     given = None if model_parameters is None else parameters_of("plan", "model_parameters", model_parameters)
     request = Request(module_of(model), optimizer, given)
-    chosen = resolve(load(source, origin=origin), facts_of(request, mesh, has_bf16=True))
+    chosen = resolve(load(source, origin=origin), facts_of(request, world, has_bf16=True))
+    axes = chosen_mesh(chosen, mesh, world)
     look_at(model)
     parts = optimizer_parts(chosen, model, optimizer, given)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
-    in_place = ranks > 1 and hosts == 1 and mesh.device.type == "cpu" and settings.transport == "fastest"
-    machine = Machine(in_place, stated_budgets(settings, placement, mesh.device))
-    update = update_of(chosen, parts, model, step_settings_of(chosen, parts.granularity, mesh.device))
-    return plan_model(model, settings, mesh, machine, update, placement)
+    in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
+    machine = Machine(in_place, stated_budgets(settings, placement, axes.device))
+    update = update_of(chosen, parts, model, step_settings_of(chosen, parts.granularity, axes.device))
+    return plan_model(model, settings, axes, machine, update, placement)
