@@ -1,7 +1,7 @@
-"""Runs any torch optimizer over this rank's slices of the master weights.
+"""Runs any torch optimizer over this rank's shards of the master weights.
 
 The optimizer the user made, or one the registry made, keeps its class, its groups and its hyper-parameters; only its
-`params` are replaced by slices.  Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the
+`params` are replaced by shards. Owns the step: verdict, unscaling, clipping, tile by tile update, refresh of the
 weights.
 """
 
@@ -48,10 +48,11 @@ FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagr
 
 @dataclass(frozen=True)
 class StepSettings:
-    """How a step treats gradients.  tile_numel: elements per optimizer call (sub_group_size).  pipelined: weights that
-    rest elsewhere are updated when the next forward comes to them.  speculates: some of them in backward, before the
-    verdict.  undo_bytes: for what may have to be undone.  delay_after: updates come a step late after so many; None:
-    never.
+    """The settings of a step. tile_numel: elements per optimizer call (sub_group_size). pipelined: updates of offloaded
+    weights are deferred to the next forward.
+
+    speculates: some of them run in backward, before the verdict. undo_bytes: for the log that undoes those.
+    delay_after: updates come a step late after so many; None: never.
     """
 
     max_norm: float = 0.0
@@ -69,8 +70,8 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one step did.  norm: global gradient norm, unscaled.  skipped: nothing changed, since gradients were not
-    finite or there were none.
+    """The result of one step. norm: global gradient norm, unscaled. skipped: nothing changed, since gradients were
+    not finite or there were none.
     """
 
     norm: float
@@ -79,7 +80,7 @@ class StepResult:
 
 
 class ShardedOptimizer(ScalesItself, Optimizer):
-    """A torch optimizer over slices. `inner` is the optimizer that computes; `param_groups` and `state` are its own."""
+    """A torch optimizer over master shards. `inner` computes; `param_groups` and `state` are its own."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         scaler: LossScaler | None = None,
         planned: UpdatePlan | None = None,
     ) -> None:
-        """planned: what the plan that the model was wrapped by says of this optimizer; None: it comes later."""
+        """planned: the optimizer's part of the plan that the model was wrapped by; None: it is planned here."""
         self.runtime, self.settings, self.scaler = runtime, settings, scaler
         groups = without_twins(groups)
         self.overflow = False
@@ -160,16 +161,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by now."""
+        """Return the factor that losses are multiplied by now."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
     def pieces(self) -> list[MasterShard]:
-        """Every slice this rank updates."""
+        """Return every shard this rank updates."""
         return [piece for pieces in self.pieces_by_group for piece in pieces]
 
     @property
     def plan(self) -> UpdatePlan:
-        """What this rank updates, as data; hyper-parameters are those of now."""
+        """Return the shards and tiles of this rank as data, with the hyper-parameters in force."""
         return self._planned(type(self.inner).__name__, self.param_groups)
 
     def _planned(self, optimizer: str, groups: Sequence[Mapping[str, Any]]) -> UpdatePlan:
@@ -185,7 +186,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return UpdatePlan.of(settings, shards, units, self.runtime.comm_ctx.pool.device)
 
     def _compare_ranks(self) -> None:
-        """Raise on every rank if ranks differ in how they will step.  How many slices a rank has may differ."""
+        """Raise on every rank if ranks differ in how they will step; numbers of shards may differ. Collective."""
         lines = [f"{self.settings}", f"loss scaling {self.scaler.settings if self.scaler is not None else None}"]
         for number, group in enumerate(self.inner.param_groups):
             plain = {key: value for key, value in group.items() if isinstance(value, (bool, int, float, str, tuple))}
@@ -201,12 +202,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     # -- cutting
 
     def _built(self, planned: UpdatePlan) -> list[list[MasterShard]]:
-        """The pieces that a plan has, by parameter group."""
+        """Build the shards of a plan, by parameter group."""
         groups = {id(group.planned): group for group in self.runtime.trained_groups}
         return [[self._piece(groups[id(shard.group)], shard) for shard in shards] for shards in planned.shards]
 
     def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
-        """The slices of one parameter group: neighbours merged, cut into tiles; whole tensors where the optimizer
+        """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if the optimizer
         needs them.
         """
         wanted: dict[int, tuple[ParamGroup, list[int]]] = {}
@@ -228,7 +229,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     # -- when parameters are frozen and unfrozen (sharding/regroup.py, Updates)
 
     def refuse_regrouping(self) -> None:
-        """Raise where updates are under way that an unfrozen parameter could not join."""
+        """Raise if updates are under way that an unfrozen parameter could not join."""
         if self.speculative is not None or self.delayed is not None:
             raise UsageError(
                 "a parameter that was frozen when the model was wrapped was unfrozen, under super_offload or "
@@ -238,12 +239,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def after_reduce(self, unit: Unit) -> None:
-        """Update a unit whose gradient has been reduced, where this step may be ahead of its end."""
+        """Update a unit whose gradient has been reduced, if this step may run before its end. Local."""
         if self.speculative is not None:
             self.speculative.after_reduce(unit)
 
     def regroup(self, groups: Sequence[ParamGroup]) -> None:
-        """Update the parameters of these groups too, each by the parameter group it was given in."""
+        """Update the parameters of these groups too, each in the parameter group it was given in."""
         self.finish()
         new = {id(group) for group in groups if group.trainable}
         for number, params in enumerate(self.params_by_group):
@@ -261,7 +262,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Update more parameters of the wrapped model, by hyper-parameters of their own.  Every rank, between steps."""
+        """Update more parameters of the wrapped model, with hyper-parameters of their own. Every rank, between
+        steps.
+        """
         given = param_group["params"]
         (group,) = without_twins([{**param_group, "params": [given] if isinstance(given, Tensor) else list(given)}])
         names = {id(param) for params in self.params_by_group for param in params}
@@ -283,7 +286,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._plan_work()
 
     def _take(self, number: int, params: Sequence[nn.Parameter]) -> None:
-        """More parameters of one of the user's groups."""
+        """Add parameters to one of the user's groups."""
         if not params:
             return
         group = self.inner.param_groups[number]
@@ -306,8 +309,10 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return MasterShard(group, span.start, span.stop, nn.Parameter(values.view(span.shape)), span.names)
 
     def cut_apart(self, apart: Callable[[ParamOverlap], Any]) -> None:
-        """Cut pieces where parameters that share one differ in `apart`, so that each stretch has its own counters and
-        may be updated alone.  Local; values and moments keep their bits.
+        """Cut shards whose parameters differ in `apart`, so that each part has its own counters and may be updated
+        alone.
+
+        Local; values and moments keep their bits.
         """
         cuts = {piece: spans for piece in self.pieces() if len(spans := cuts_of(piece, apart)) > 1}
         if not cuts:
@@ -327,7 +332,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return parts
 
     def _plan_work(self) -> None:
-        """Pieces have changed: what a step works through follows."""
+        """Plan the tiles anew after shards have changed."""
         for group, pieces in zip(self.inner.param_groups, self.pieces_by_group, strict=True):
             group["params"] = [piece.param for piece in pieces]
         planned = self.plan
@@ -341,11 +346,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def step(  # type: ignore[override]
         self, closure: Callable[[], float] | None = None, *, word: float | None = None, number: int | None = None
     ) -> None:
-        """Update the weights from the reduced gradients.  Collective; where gradients are not finite no state changes
-        on any rank, unless check_grad_overflow is false.
+        """Update the weights from the reduced gradients. Collective.
 
-        word: a number of this rank's that all find in the verdict.  number: of this step in what is said of it; None:
-        counted here.
+        If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
+        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. word: a number of
+        this rank's that all ranks find in the verdict. number: of this step in messages; None: counted here.
         """
         if closure is not None:
             raise UsageError(
@@ -387,7 +392,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.scaler.update(self.overflow)
 
     def _report_idle(self, verdict: Verdict) -> None:
-        """No rank has a gradient: UsageError on all where a loss had no graph, else a warning; nothing is updated."""
+        """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph, else warn; nothing
+        is updated.
+        """
         if verdict.any_graphless:
             self.zero_grad()
             raise UsageError(
@@ -404,7 +411,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def _refuse_differences(self, verdict: Verdict) -> None:
-        """Raise on every rank, before any state has changed, where ranks made of `.grad` what has no common meaning."""
+        """Raise on every rank, before any state has changed, if ranks assigned to `.grad` what has no common
+        meaning.
+        """
         if len(set(verdict.absences)) > 1:
             agree(
                 self.runtime.comm,
@@ -423,7 +432,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
 
     def _conclude(self, made: Decision | None) -> None:
-        """Carry out what this step, or where updates are delayed the step before, has made of its gradients."""
+        """Apply the decision of this step, or of the step before if updates are delayed."""
         delays = self.delayed is not None and self.delayed.is_on(self.updater.updates)
         due = self.delayed.deferred if self.delayed is not None and delays else made
         done = self.speculative.conclude(due) if self.speculative is not None else frozenset[int]()
@@ -442,13 +451,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.updater.step_deferred(later, due)
 
     def finish(self) -> None:
-        """Have every state be what the last step made it: what waits is updated, what came ahead undone."""
+        """Bring every state to where the last step leaves it: deferred updates run, speculative ones are undone.
+        Local.
+        """
         self.updater.flush()
         if self.speculative is not None:
             self.speculative.undo()
 
     def flush(self) -> None:
-        """Carry out now what a delayed update owes, if it does; between two steps.  Collective."""
+        """Run the delayed update now, if there is one; between two steps. Collective."""
         if self.delayed is None or self.delayed.deferred is None:
             return
         if self.runtime.backwards:
@@ -464,13 +475,13 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.runtime.drop_grads()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients; local."""
+        """Drop the gradients. Local."""
         self.runtime.drop_grads()
         self.runtime.backwards = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """This rank's state, as the inner optimizer has it; engine checkpoints name it by parameter, and have what a
-        delayed update owes.
+        """Return this rank's state as the inner optimizer has it; engine checkpoints name it by parameter and hold
+        the delayed update too.
         """
         self.state  # noqa: B018 - brings what rests elsewhere
         scaler = self.scaler.state_dict() if self.scaler else None
@@ -479,7 +490,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return {"inner": self.inner.state_dict(), "scaler": scaler, **counts, "stretches": stretches}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """What `state_dict` of the same rank, world size and stage returned."""
+        """Load a `state_dict` of the same rank, world size and stage."""
         discard_deferred(self)
         self.updater.updates = int(state["updates"])
         self.steps = int(state.get("steps", self.updater.updates))
@@ -490,7 +501,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.scaler.load_state_dict(state["scaler"])
 
     def _cut_as(self, stretches: list[list[tuple[str, int, int]]] | None) -> None:
-        """Have the pieces of a state dict: some were cut, and have counters of their own.  No state may be there."""
+        """Cut shards as a state dict has them: some were cut, and have counters of their own. No state may be there
+        yet.
+        """
         owners = {member.name: group for group in self.runtime.trained_groups for member in group.members}
         for number, saved in enumerate(stretches or ()):
             here = {(piece.names[0], piece.start, piece.stop): piece for piece in self.pieces_by_group[number]}
@@ -506,7 +519,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self._plan_work()
 
     def load_inner(self, state: dict[str, Any]) -> None:
-        """Give the inner optimizer states, which then go where they rest; pieces that have none in it keep theirs."""
+        """Load states into the inner optimizer, and offload them to their tiers; shards without an entry keep
+        theirs.
+        """
         kept = dict(self.inner.state)
         with undecorated():
             self.inner.load_state_dict(state)
@@ -523,8 +538,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 def update_settings_of(
     settings: StepSettings, optimizer: str, groups: Sequence[ParamGroupPlan], *, scales_grads: bool, undoes: bool
 ) -> UpdateSettings:
-    """Return a step's settings as the planner needs them.  optimizer: its class.  undoes: some units are updated in
-    backward, and what undoes that is kept.
+    """Return a step's settings as the planner needs them. optimizer: its class. undoes: some units are updated in
+    backward, with a log to undo that.
     """
     return UpdateSettings(
         optimizer,
@@ -551,7 +566,7 @@ def updates_in_backward(settings: StepSettings) -> bool:
 
 
 def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
-    """What updates in backward; None where nothing does."""
+    """Return the object that updates units in backward; None without one."""
     settings, runtime, work = optimizer.settings, optimizer.runtime, optimizer.tiles
     if not updates_in_backward(settings):
         return None
@@ -571,12 +586,14 @@ def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
 
 
 def early_units(runtime: Runtime, work: Tiles) -> dict[int, list[Tile]]:
-    """What may be updated in backward, by number of the unit: all but the root, whose gradient is the last there is."""
+    """Return the tiles that may be updated in backward, by number of the unit: all but the root, whose gradient is
+    the last.
+    """
     return {number: tiles for number, tiles in work.later.items() if number != runtime.root.number}
 
 
 def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
-    """As before the first step; returns what was there."""
+    """Reset the optimizer to before its first step; return the states that were there."""
     optimizer.finish()
     for piece in optimizer.pieces():
         piece.group.guard.before_write()
@@ -586,7 +603,7 @@ def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
 
 
 def discard_deferred(optimizer: ShardedOptimizer) -> None:
-    """Let nothing wait, have come ahead, or be owed: other states are about to come."""
+    """Drop every deferred, speculative and delayed update: other states are about to be loaded."""
     optimizer.updater.flush()
     if optimizer.speculative is not None:
         optimizer.speculative.conclude(None)
@@ -595,13 +612,13 @@ def discard_deferred(optimizer: ShardedOptimizer) -> None:
 
 
 def trained_names(params: Iterable[nn.Parameter]) -> list[str]:
-    """Names of the parameters that are updated, in the optimizer's order; the same on every rank."""
+    """Return the names of the parameters that are updated, in the optimizer's order; the same on every rank."""
     owners = [(owner_of(param), param) for param in params]
     return [owner.name_of(param) for owner, param in owners if isinstance(owner, ParamGroup) and owner.trainable]
 
 
 def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
-    """Lay out again, so that no tensor is cut, what holds parameters of these optimizer groups.
+    """Lay out again the groups with parameters of these optimizer groups, so that no tensor is cut.
 
     Collective; weights and masters keep their bits.
     """
@@ -614,8 +631,8 @@ def relayout_whole(runtime: Runtime, groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _prefer_fused(optimizer: Optimizer) -> None:
-    """torch's fused kernels where the class has one and the user left the choice open: one pass over memory instead
-    of many.
+    """Choose torch's fused kernels if the class has one and the user left the choice open: one pass over memory
+    instead of many.
     """
     if type(optimizer) in FUSED:
         for group in optimizer.param_groups:

@@ -1,7 +1,7 @@
 """Flat buffers and the one verb that moves them.
 
-`FlatBuffer` = layout + spec + storage. `move` carries a buffer from one placement to another through
-placement.TRANSITIONS. `Pool` lends full-size buffers so that the steady state allocates nothing.
+`FlatBuffer` = layout + spec + storage. `move` carries a buffer from one placement to another through TRANSITIONS
+(planner/spec.py). `Pool` lends full-size buffers so that the steady state allocates nothing.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Pool:
     allocated_bytes: int = 0
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor of that size with arbitrary contents."""
+        """Return a flat tensor of that size with arbitrary contents."""
         idle = self._idle[dtype, numel]
         if idle:
             tensor = idle.pop(0)  # the one that came back first: other ranks have read it by now
@@ -55,24 +55,26 @@ class Pool:
         return tensor
 
     def give(self, tensor: Tensor) -> None:
-        """Take a tensor back.  If somebody still holds a view of it, it is left to them and never written again."""
+        """Take a tensor back. If a view of it is still alive, it is left to the view's holder and never written
+        again.
+        """
         if storage_users(tensor) > 1:
             self._uncount(tensor.nbytes)
         else:
             self._idle[tensor.dtype, tensor.numel()].append(tensor)
 
     def idle(self) -> list[Tensor]:
-        """What waits to be lent."""
+        """Return the tensors that wait to be lent."""
         return [tensor for tensors in self._idle.values() for tensor in tensors]
 
     def return_pages(self) -> None:
-        """After a step: on the CPU, the pages of large idle buffers are the system's until they are lent again."""
+        """Return the pages of large idle buffers to the system until they are lent again, on the CPU, after a step."""
         for tensor in filter(has_pages_to_return, self.idle()):
             self.comm.wait_until_read(tensor)
             return_pages(tensor)
 
     def clear(self) -> None:
-        """Free what is idle."""
+        """Free the idle tensors."""
         self._uncount(sum(tensor.nbytes for tensor in self.idle()))
         self._idle.clear()
 
@@ -93,12 +95,12 @@ class PendingUpdate(Protocol):
 
 @dataclass(eq=False)
 class StateGuard:
-    """What every access to one group's states passes first.
+    """The guard that every access to one group's states passes first.
 
-    pending: an update that a read must not overtake; set and cleared by the optimizer that defers it.  reader: called
-    before a write, and returns when the write may happen; who reads states behind the training (checkpoint/save.py) has
-    by then copied what it has not yet written.  Views that may be written come from `FlatBuffer.write` and
-    `local_part`, `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes.
+    pending: an update that a read must not overtake; set and cleared by the optimizer that defers it. reader: called
+    before a write, and returns when the write may happen; a save behind the training (checkpoint/save.py) has by then
+    copied the states it has not yet written. Views that may be written come from `FlatBuffer.write` and `local_part`,
+    `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes.
     """
 
     pending: PendingUpdate | None = None
@@ -110,18 +112,17 @@ class StateGuard:
             self.pending.flush()
 
     def before_write(self) -> None:
-        """Let whoever still reads the old values copy them."""
+        """Wait until a save behind the training has copied the old values."""
         if self.reader is not None:
             self.reader()
 
 
 @dataclass
 class FlatBuffer:
-    """One state of one group of parameters on this rank: the whole buffer where replicated or partial, a slice where
-    sharded.
+    """One state of one group of parameters on this rank: the whole buffer if replicated or partial, a slice if sharded.
 
-    memory: its elements; where it has an `extent` they may be elsewhere, and `storage` and `elements` fetch them.
-    common: of a sharded weight, the pages that it shares with the other slices.
+    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `storage` and
+    `elements` fetch them. common: of a sharded weight, the pages that it shares with the other slices.
     """
 
     layout: FlatLayout
@@ -133,30 +134,35 @@ class FlatBuffer:
 
     @property
     def storage(self) -> Tensor:
-        """All elements that this rank holds, to be read, or moved to by `move`."""
+        """Return all elements of this rank, flat: to be read, or to be the target of `move`. Fetches offloaded ones."""
         return self.memory if self.extent is None else self.elements(0, self.memory.numel())
 
     def elements(self, low: int, high: int) -> Tensor:
-        """Return a view of elements [low, high), fetched where they are offloaded; pending updates come first."""
+        """Return a flat view of elements [low, high), fetched if they are offloaded; pending updates run first.
+
+        Local. Raises `StorageError` if a disk fails.
+        """
         if self.extent is None:
             return self.memory[low:high]
         self.guard.before_read()
         return self.extent.write(low, high)
 
     def write(self, low: int, high: int) -> Tensor:
-        """As `elements`, to be written: whoever still reads the old values has them when this returns."""
+        """Return a view as `elements` does, to be written: a save behind the training has copied the old values by
+        then.
+        """
         self.guard.before_write()
         return self.elements(low, high)
 
     def read(self, low: int, high: int) -> Tensor:
-        """As `elements`, to be read only: a disk need not store them again."""
+        """Return a view as `elements` does, to be read only: a disk need not store it again."""
         if self.extent is None:
             return self.memory[low:high]
         self.guard.before_read()
         return self.extent.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
-        """As `look`, but as they are now, whatever update waits."""
+        """Return a view as `read` does, of the values as they are now, whatever update is pending."""
         return self.memory[low:high] if self.extent is None else read_now(self.extent, low, high)
 
     @property
@@ -170,7 +176,7 @@ class FlatBuffer:
 
     @classmethod
     def allocate(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Memory for a state where its plan wants it."""
+        """Allocate a state in the memory that its plan names. Local."""
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
         numel = spec.numel(layout.padded_numel, layout.ranks)
@@ -179,7 +185,7 @@ class FlatBuffer:
 
     @classmethod
     def allocate_weight(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Memory for a weight: where ranks can share pages, a sharded one rests in them and is whole for everybody.
+        """Allocate a weight; if ranks can share pages, a sharded one lies in them and every rank sees the whole of it.
 
         Collective.
         """
@@ -194,27 +200,29 @@ class FlatBuffer:
 
     @classmethod
     def allocate_for_comm(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """As `empty`, where other ranks get at it best."""
+        """Allocate a buffer as `empty`, in the memory that other ranks reach best."""
         memory = comm_ctx.pool.comm.empty(spec.numel(layout.padded_numel, layout.ranks), spec.dtype).zero_()
         return cls(layout, spec, memory).counted(comm_ctx, what)
 
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """This buffer, which takes of the training device for as long as it lives."""
+        """Count this buffer against the training device's budget for as long as it lives, and return it."""
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
     def shard(self, rank: int) -> Tensor:
-        """The elements a rank owns: a view."""
+        """Return a flat view of the elements that a rank owns."""
         if self.spec.placement is S:
             return self.storage
         low, high = self.layout.bounds(rank)
         return self.storage[low:high]
 
     def view(self, slot: Slot) -> Tensor:
-        """A parameter's elements in its own shape: a view.  Only of a buffer that holds every element."""
+        """Return a view of a parameter's elements in its own shape. Only of a buffer that holds every element."""
         return self.storage.as_strided(slot.shape, slot.strides, self.storage.storage_offset() + slot.start)
 
     def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
-        """(start, stop, view): the elements of a parameter that this rank's buffer holds, flat, to be written."""
+        """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and its elements,
+        flat, to be written.
+        """
         self.guard.before_write()
         if self.spec.placement is R:
             return 0, slot.numel, self.elements(slot.start, slot.stop)
@@ -223,36 +231,38 @@ class FlatBuffer:
         return start, start + view.numel(), view
 
     def owned_view(self, slot: Slot, rank: int) -> Tensor:
-        """The part of a parameter that a rank owns, flat: a view."""
+        """Return a flat view of the part of a parameter that a rank owns."""
         return self.elements(*self.owned_range(slot, rank))
 
     def owned_range(self, slot: Slot, rank: int) -> tuple[int, int]:
-        """[place, end) of that part in this buffer."""
+        """Return the range [place, end) of that part in this buffer."""
         start, stop = self.layout.owned(slot, rank)
         low = self.layout.bounds(rank)[0] if self.spec.placement is S else 0
         return start - low, max(start, stop) - low
 
 
 class OrderedIssueQueue:
-    """Collectives that wait for a transfer first: issued in the order they were asked for, which all ranks share."""
+    """Collectives that wait for a transfer first, issued in the order they were added, which is the same on all
+    ranks.
+    """
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedCollective] = deque()
 
     def add(self, transfer: Work, start: Callable[[], Pending]) -> Pending:
-        """`start` issues the collective when the transfer is over, at the latest when somebody waits for it."""
+        """Add a collective, which `start` issues when the transfer is over, at the latest when it is waited for."""
         turn = QueuedCollective(transfer, start)
         self._waiting.append(turn)
         self.advance()
         return Pending(lambda: self._finish(turn))
 
     def advance(self) -> None:
-        """Issue what is ready."""
+        """Issue the first collectives whose transfers are over."""
         while self._waiting and self._waiting[0].transfer.is_done():
             self._waiting.popleft().issue()
 
     def issue_all(self) -> None:
-        """Issue everything, however long its transfers take."""
+        """Issue every collective, however long its transfer takes."""
         while self._waiting:
             self._waiting.popleft().issue()
 
@@ -277,9 +287,11 @@ class QueuedCollective:
 
 @dataclass(frozen=True)
 class CommContext:
-    """How a move travels: the ranks among which states are cut, the pool its scratch comes from, message size, and what
-    sums are divided by.  tiers: other memories that states rest in.  issue_queue: gathers out of them.  copy_engine:
-    between them and the device.  replicas: how sums travel between ranks that hold the same slices, where others do.
+    """The means of a move: the ranks among which states are cut, the pool its scratch comes from, message size, divisor
+    of sums.
+
+    tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies between them and the
+    device. replicas: the ranks that hold the same slices, if there are others, among which sums travel too.
     """
 
     comm: Comm
@@ -293,12 +305,12 @@ class CommContext:
 
     @property
     def world(self) -> Comm:
-        """The communicator of all ranks, which buffers that travel are made by."""
+        """Return the communicator of all ranks, which allocates buffers for communication."""
         return self.pool.comm
 
     @classmethod
     def over(cls, world: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers) -> CommContext:
-        """For a world that is laid out on a mesh.  divisor: of the sum over all ranks that reduce."""
+        """Make the context of a world that is laid out on a mesh. divisor: of the sum over all ranks that reduce."""
         engine = copy_engine_for(pool.device)
         if world.replicas is None:
             return cls(world.shard, pool, bucket_numel, divisor, tiers, copy_engine=engine)
@@ -309,10 +321,11 @@ class CommContext:
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
-    """Bring `source` to `target`'s placement and dtype; `add` sums onto what target holds.
+    """Bring `source` to `target`'s placement and dtype; `add` sums onto the values of target.
 
-    Source and target may share storage (a partial gradient reduced in place).  Neither may be touched before `wait()`.
-    Collective unless the movement is local: every rank calls it, in the same order within its lane.
+    Source and target may share storage (a partial gradient reduced in place). Neither may be touched before `wait()`,
+    which raises `PeerError` if another rank failed. Collective unless the movement is local: every rank calls it, in
+    the same order within its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -343,8 +356,10 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
 def _reduce_scatter(
     source: FlatBuffer, own: Tensor, comm_ctx: CommContext, what: str, add: bool, extent: Extent | None = None
 ) -> Pending:
-    """Message by message, so that what is in flight has a constant size whatever the model's (ZeRO-R's constant
-    buffers).  extent: that `own` is of.
+    """Reduce message by message, so that the bytes in flight do not depend on the model's size (ZeRO-R's constant
+    buffers).
+
+    extent: the one that `own` lies in.
     """
     comm, layout = comm_ctx.comm, source.layout
     if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
@@ -421,10 +436,12 @@ def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:
 
 
 class HostGradStaging:
-    """Room on the device for the sum of one message that is kept in another memory: made where its summands are."""
+    """A buffer on the device for the sum of one message that is stored in another memory: sums are made where their
+    summands are.
+    """
 
     def __init__(self, kept: Tensor, numel: int, extent: Extent | None, comm_ctx: CommContext, *, add: bool) -> None:
-        """numel: of the room, the same for all messages.  add: onto what is kept."""
+        """numel: of the buffer, the same for all messages. add: onto the stored values."""
         assert extent is not None
         self.kept, self.extent, self.comm_ctx = kept, extent, comm_ctx
         self._lent = comm_ctx.pool.take(numel, kept.dtype)
@@ -438,11 +455,11 @@ class HostGradStaging:
         return self._lent[: self.kept.numel()]
 
     def sum(self) -> Tensor:
-        """What is to be written, or added to."""
+        """Return the elements to write, or to add to."""
         self._copied.wait_stream()
         return self._sum
 
     def send(self) -> None:
-        """It is written: let it cross, beside what is computed next."""
+        """Start to copy the written sum to its memory, beside what is computed next."""
         with self.comm_ctx.copy_engine.d2h(self.extent, lambda: self.comm_ctx.pool.give(self._lent)):
             self.kept.copy_(self._sum, non_blocking=True)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class ReductionState:
-    """What of the gradient has arrived since the last step."""
+    """The parts of the gradient that have arrived since the last step."""
 
     arrived: set[int] = field(default_factory=set)  # indices of members that are in `partial`
     reduced: bool = False  # `buffer` holds a reduced sum
@@ -46,7 +46,9 @@ class ReductionState:
 
 
 class Gradient:
-    """Collects, reduces and shows the gradient of one trainable group."""
+    """Collects, reduces and exposes the gradient of one trainable group: (numel,) while partial, a slice when
+    reduced.
+    """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
@@ -67,7 +69,7 @@ class Gradient:
         return master is not None and master.placement is R
 
     def collect(self, param: nn.Parameter) -> None:
-        """Move a finished `.grad` into the flat partial gradient."""
+        """Move a finished `.grad` into the flat partial gradient, added to earlier ones. Local."""
         number = self.group.index[id(param)]
         with without_torch_function():
             grad = param.grad
@@ -84,7 +86,7 @@ class Gradient:
             self.state.arrived.add(number)
 
     def _open(self) -> FlatBuffer:
-        """The partial gradient under way, made ready for a first summand where there is none."""
+        """Return the partial gradient under way; make one if there is none."""
         state, group = self.state, self.group
         if state.partial is not None:
             return state.partial
@@ -109,7 +111,11 @@ class Gradient:
         return buffer.storage if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduce(self, what: str) -> Pending:
-        """Start adding the ranks' partial gradients up.  Collective; missing members and the padding count as zeros."""
+        """Start to sum the ranks' partial gradients, in fp32 in rank order; missing members and the padding count as
+        zeros.
+
+        Collective within the reduce lane: a rank that skipped the unit calls it too.
+        """
         state, group = self.state, self.group
         assert group.plan.grad is not None
         self.known_squares = None
@@ -131,13 +137,13 @@ class Gradient:
         return pending.then(lambda: self._finish_shard(partial))
 
     def _carry(self, own: Tensor) -> None:
-        """Keep an earlier sum of the same step aside, to be added to the next one."""
+        """Set an earlier sum of the same step aside, to be added to the next one."""
         state = self.state
         state.carried_sum, state.carried_is_total = own.clone(), state.is_total
         state.reduced = state.is_total = False
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
-        """The sum is here: what it was made of goes back; where it rests elsewhere, its norm is taken on the way."""
+        """Release the summands of a finished sum; if it is offloaded, take its norm on the way."""
         self.group.comm_ctx.pool.give(partial.storage)
         if self.buffer is not None:
             self._store_offloaded(self.buffer)
@@ -148,7 +154,7 @@ class Gradient:
             buffer.extent.store(0, buffer.memory.numel())
 
     def ensure_buffer(self) -> FlatBuffer:
-        """`buffer`, made on its first use."""
+        """Return `buffer`, allocated on its first use."""
         if self.buffer is None:
             spec = self.group.plan.grad
             assert spec is not None
@@ -158,7 +164,7 @@ class Gradient:
         return self.buffer
 
     def new_slice(self, spec: Spec) -> FlatBuffer:
-        """A place for this rank's slice of the sum."""
+        """Return a buffer for this rank's slice of the sum."""
         layout, comm_ctx = self.group.layout, self.group.comm_ctx
         if spec.tier is not Tier.DEVICE or comm_ctx.pool.device.type != "cpu" or not layout.padded_numel:
             found = FlatBuffer.allocate(layout, spec, comm_ctx, self._what)
@@ -172,7 +178,7 @@ class Gradient:
         return f"gradients of {self.group.members[0].name}"
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
-        """Stages 0 and 1: the sum replaces this rank's slice (then every slice, at stage 0) of the partial gradient."""
+        """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice (stage 0)."""
         state, group = self.state, self.group
         pool, travel, lent = group.comm_ctx.pool, partial, None
         if self.reduce_dtype is not None and self.reduce_dtype != partial.spec.dtype:
@@ -199,8 +205,10 @@ class Gradient:
         return state.reduction
 
     def sum_over_replicas(self, what: str) -> Pending:
-        """Start adding the replicas' sums of one step up, once for all its backwards.  Collective among the ranks that
-        hold this slice; nothing where they have met for this sum, or where there is no other.
+        """Start to sum the replicas' sums of one step, once for all its backwards.
+
+        Collective among the ranks that hold this slice; does nothing if they have met for this sum, or if there is one
+        replica.
         """
         state, group, buffer = self.state, self.group, self.buffer
         comm_ctx = group.comm_ctx
@@ -232,11 +240,11 @@ class Gradient:
         return self.buffer is not None and self.state.reduced and not self.is_deferred
 
     def reduced(self) -> Tensor | None:
-        """The reduced gradient of what this rank's master holds, flat: a view; None before a backward."""
+        """Return a flat view of the reduced gradient of this rank's master; None before a backward."""
         return self._own(self.buffer) if self.buffer is not None and self.state.reduced else None
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Elements [low, high) of `reduced`, to be read: what rests elsewhere is not written a second time."""
+        """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written a second time."""
         if self.buffer is None or not self.state.reduced:
             return None
         if self.buffer.spec.placement is S:
@@ -244,7 +252,7 @@ class Gradient:
         return self._own(self.buffer)[low:high]
 
     def discard(self) -> None:
-        """Forget the gradient (zero_grad, a finished or skipped step); its memory stays for the next.
+        """Drop the gradient (zero_grad, a finished or skipped step); its memory stays for the next. Local.
 
         On the CPU the pages of a shard are the system's until then.
         """
@@ -270,7 +278,7 @@ class Gradient:
     # -- what `.grad` shows, and what the program makes of it
 
     def expose(self, *, joined: bool = True) -> None:
-        """Let `.grad` of every member that has a gradient show it.  joined: False where this rank skipped a backward.
+        """Set `.grad` of every member that has a gradient. joined: False if this rank skipped a backward.
 
         A frozen member has none unless one came before it was frozen, as in torch.
         """
@@ -289,7 +297,7 @@ class Gradient:
                 member.param.grad = None if absent and number in absent else grad
 
     def take_assigned(self) -> None:
-        """Take over what the program has assigned to `.grad`.  Local."""
+        """Take over the values that the program has assigned to `.grad`. Local."""
         members, shown = (
             self.group.members,
             self._sharded_grads if self._is_exposed else [None] * len(self.group.members),
@@ -309,7 +317,7 @@ class Gradient:
                 self.state.absent.add(number)
 
     def hide(self) -> None:
-        """Take what `.grad` shows away before a backward, or autograd would add to it."""
+        """Clear the exposed `.grad` before a backward: autograd would add to it."""
         self.take_assigned()
         self._is_exposed = False
         with without_torch_function():
@@ -317,7 +325,7 @@ class Gradient:
                 member.param.grad = None
 
     def assign(self, number: int, value: Tensor) -> None:
-        """Let a member's gradient be this one: a whole tensor, of which each rank takes its part, or a handle's."""
+        """Set a member's gradient: a whole tensor, of which each rank takes its part, or another handle's."""
         part = self._part_of(number)
         name = self.group.members[number].name
         if isinstance(value, ShardedGradient):
@@ -335,7 +343,7 @@ class Gradient:
         self.assign_shard(number, mine)
 
     def assign_shard(self, number: int, mine: Tensor) -> None:
-        """Let this rank's part of a member's gradient be this one, flat."""
+        """Set this rank's part of a member's gradient, flat."""
         part, name = self._part_of(number), self.group.members[number].name
         if mine.numel() != part.values.numel():
             raise UsageError(
@@ -354,7 +362,7 @@ class Gradient:
                 self.group.members[number].param.grad = self._sharded_grads[number]
 
     def exposed_shard(self, number: int) -> Part:
-        """What a handle is about."""
+        """Return the part of the gradient that a handle exposes."""
         if not self._is_exposed:
             raise AtRestError(
                 f"the gradient of '{self.group.members[number].name}' is over.",
@@ -364,9 +372,9 @@ class Gradient:
         return self._part_of(number)
 
     def _part_of(self, number: int) -> Part:
-        """A member's gradient on this rank, to be changed; zeros where none is there yet.
+        """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
 
-        Between the micro-batches of a step it is this rank's own sum where that is still to be reduced.
+        Between the micro-batches of a step it is this rank's own sum if that is still to be reduced.
         """
         slot, state = self.group.members[number].slot, self.state
         if state.partial is not None and state.partial is self.buffer:
@@ -381,7 +389,7 @@ class Gradient:
         return Part(values, low, self.is_whole)
 
     def _seed(self) -> None:
-        """Let there be a reduced gradient, of zeros where no backward has made one."""
+        """Make a reduced gradient, of zeros, if no backward has made one."""
         if self.is_deferred and self.guard.pending is not None:
             self.guard.pending.flush_group(self.group)
         if not self.state.reduced:
@@ -390,20 +398,20 @@ class Gradient:
             self.known_squares = None
 
     def _changed(self, number: int) -> None:
-        """A member's part was written."""
+        """Note that a member's part was written."""
         self.known_squares = None
         if self.buffer is not None and self.buffer.extent is not None and self.buffer.spec.placement is S:
             place, end = self.buffer.owned_range(self.group.members[number].slot, self.group.comm_ctx.comm.rank)
             self.buffer.extent.evict(place, end)
 
     def edited(self, number: int, *, alike: bool) -> None:
-        """A handle's part was changed in place.  alike: by the same on every rank."""
+        """Note that a handle's part was changed in place. alike: by the same on every rank."""
         self._changed(number)
         if not alike:
             self.state.is_edited = True
 
     def spread(self, what: str) -> Pending:
-        """Where every rank holds the whole sum: let each slice be its owner's again.  Collective."""
+        """Make copies of a changed gradient equal: among replicas, and of each slice if ranks hold all. Collective."""
         comm_ctx = self.group.comm_ctx
         if comm_ctx.replicas is not None:
             self._seed()
@@ -416,7 +424,7 @@ class Gradient:
         return comm_ctx.comm.all_gather(self.ensure_buffer().storage, "reduce", what)
 
     def of(self, slot: Slot) -> Tensor:
-        """This rank's part of one member's reduced gradient, flat: a view."""
+        """Return this rank's part of one member's reduced gradient: a flat view."""
         assert self.buffer is not None
         self.known_squares = None  # whoever asks may change it
         if self.is_whole:
@@ -424,7 +432,7 @@ class Gradient:
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def norm_of(self, number: int, part: Part, order: float) -> Tensor:
-        """The norm of a member's gradient.  Collective, every rank must ask, unless the part is whole."""
+        """Return the norm of a member's gradient. Collective, every rank must ask, unless the part is whole."""
         own, comm = part.values.double().abs(), self.group.comm_ctx.comm
         mine, together = _powers(own, order)
         if not part.is_whole:
@@ -434,7 +442,9 @@ class Gradient:
         return (mine.pow(1.0 / order) if is_root else mine).to(own.device, torch.float32)
 
     def squares(self) -> list[float]:
-        """Sum of squares of each rank's slice that this rank holds, in rank order; 0.0 for the others'."""
+        """Return the sum of squares of each rank's slice, in rank order; 0.0 for slices that this rank does not
+        hold.
+        """
         comm = self.group.comm_ctx.comm
         sums = [0.0] * comm.size
         if self.known_squares is not None:
@@ -449,7 +459,7 @@ class Gradient:
 
 
 def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """What one rank adds to a norm, and how ranks' are put together."""
+    """Return one rank's summand of a norm, and the function that combines the ranks'."""
     if order == float("inf"):
         return own.max() if own.numel() else own.new_zeros(()), torch.max
     if order == -float("inf"):
@@ -458,16 +468,16 @@ def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tenso
 
 
 def home_of(gradient: Gradient) -> torch.device:
-    """Where an optimizer works on it."""
+    """Return the device on which an optimizer works on the gradient."""
     master = gradient.group.master
     assert master is not None
     return master.update_device
 
 
 def sum_of_squares(values: Tensor, home: torch.device) -> float:
-    """Sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
+    """Return the sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
 
-    A function of the slice alone, calculated where its update is, so that every stage finds the same bits.
+    A function of the slice alone, calculated on the device of its update, so that every stage finds the same bits.
     """
     if values.device != home:
         values = values.to(home)
@@ -495,7 +505,9 @@ _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers canno
 
 
 class DelayedGradient:
-    """The gradient of one group that waits.  buffer: this rank's slice of it, there from the first use on."""
+    """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it, allocated on first
+    use.
+    """
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
@@ -505,11 +517,11 @@ class DelayedGradient:
 
     @property
     def extents(self) -> list[Extent]:
-        """What of it rests in another memory."""
+        """Return the extent that holds it, if it is offloaded."""
         return [self.buffer.extent] if self.buffer is not None and self.buffer.extent is not None else []
 
     def swap(self, *, keep: bool) -> None:
-        """What waited becomes the reduced gradient; what that was waits now (`keep`) or is over."""
+        """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
         gradient, comes = self.gradient, self.is_full
         if not (keep or comes):
             return
@@ -527,16 +539,16 @@ class DelayedGradient:
             self.discard()
 
     def read(self, low: int, high: int) -> Tensor | None:
-        """Elements [low, high) of it, to be read; None where none waits."""
+        """Return elements [low, high) of it, to be read only; None if there is none."""
         return self.buffer.read(low, high) if self.is_full and self.buffer is not None else None
 
     def owned(self, slot: Slot) -> Tensor:
-        """This rank's part of one member's, flat: a view, which a checkpoint fills."""
+        """Return this rank's part of one member's: a flat view, which a checkpoint fills."""
         self.gradient.group.guard.before_write()
         return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
 
     def discard(self) -> None:
-        """What waits never comes to an update."""
+        """Drop it: no update will use it."""
         self.gradient.group.guard.before_write()
         self.is_full, self.absent = False, None
         for extent in self.extents:

@@ -1,8 +1,8 @@
-"""A group's master: the values its optimizer updates, wherever they lie.
+"""A group's master weight: the values its optimizer updates, wherever they lie.
 
-They are a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a buffer of
-remainders (precision/split.py); nobody else needs to know which.  Places are counted in this rank's part: the whole
-group where the master is replicated, its slice otherwise.
+They are a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a buffer of remainders
+(precision/split.py); callers need not know which. Places are counted in this rank's part: the whole group if the master
+is replicated, else its slice.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ _WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 @dataclass(eq=False)
 class MasterWeight:
-    """buffer: values, or remainders where the master `is_split` and `weight` holds the upper halves.
+    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split` and `weight` holds the
+    upper halves.
 
-    weight: this rank's part of the live weight, None where the master is that weight.  is_exposed: programs see it
-    between steps and may change it.
+    weight: this rank's part of the live weight, None if the master is that weight. is_exposed: programs see it between
+    steps and may change it.
     """
 
     buffer: FlatBuffer
@@ -51,17 +52,17 @@ class MasterWeight:
 
     @property
     def _on_device(self) -> FlatBuffer:
-        """What computing needs: the weight."""
+        """Return the buffer that computing needs: the weight."""
         return self.buffer if self.weight is None else self.weight
 
     @property
     def is_rounded(self) -> bool:
-        """Return whether the weight is all there is, in fewer bits than the values have."""
+        """Return whether the weight is the only copy, in fewer bits than the values have."""
         return not self.is_split and self.buffer.spec.dtype != self.dtype
 
     @property
     def is_copied_for_update(self) -> bool:
-        """Return whether the values do not lie together at home between steps."""
+        """Return whether the values do not lie in one place on the update's device between steps."""
         return not self.is_updated_in_place or self.buffer.is_offloaded
 
     @property
@@ -76,7 +77,9 @@ class MasterWeight:
     # -- where a parameter lies
 
     def local_range(self, slot: Slot) -> tuple[int, int, int]:
-        """(start, stop, place): the elements of a parameter that are held here, and the place of the first one."""
+        """Return (start, stop, place): the range of a parameter that is held here, and the place of its first
+        element.
+        """
         if self.placement is R:
             return 0, slot.numel, slot.start
         place, end = self.owned_range(slot)
@@ -84,7 +87,7 @@ class MasterWeight:
         return start, start + end - place, place
 
     def owned_range(self, slot: Slot) -> tuple[int, int]:
-        """[place, end) of the elements of a parameter that this rank owns; every element has one owner."""
+        """Return the range [place, end) of a parameter's elements that this rank owns; every element has one owner."""
         layout = self.buffer.layout
         start, stop = layout.owned(slot, self.rank)
         low = 0 if self.placement is R else layout.bounds(self.rank)[0]
@@ -93,11 +96,13 @@ class MasterWeight:
     # -- values
 
     def in_place_view(self, place: int, end: int) -> Tensor | None:
-        """The values where they lie, to be written; None where they lie in two halves, or are updated elsewhere."""
+        """Return a flat view of the values, to be written; None if they lie in two halves, or are updated elsewhere."""
         return self.buffer.write(place, end) if self.is_updated_in_place else None
 
     def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
-        """The values: a view where they lie together, a copy (in `out`) where they must be joined."""
+        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a copy (in `out`)
+        if they are joined.
+        """
         lower = self._at_update_device(self.buffer, place, end)
         if not self.is_split or self.weight is None:
             return lower.to(self.dtype) if out is None else out.copy_(lower)
@@ -108,7 +113,7 @@ class MasterWeight:
         return out
 
     def read_now(self, place: int, end: int) -> Tensor:
-        """The values as they are now, whatever update waits, to be read only: a view or a copy."""
+        """Return the values as `read` does, whatever update is pending: a view or a copy, to be read only."""
         lower = self.buffer.read_now(place, end)
         if not self.is_split or self.weight is None:
             return lower.to(self.dtype)
@@ -117,7 +122,7 @@ class MasterWeight:
         return out
 
     def write(self, place: int, end: int, values: Tensor) -> None:
-        """Take new values; this rank's part of the weight has them too."""
+        """Write new values, flat, into master and this rank's part of the weight. Local."""
         if not self.is_split:
             cast_master(values, self.buffer.write(place, end))
             self.copy_to_weight(place, end)
@@ -127,7 +132,9 @@ class MasterWeight:
             self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
 
     def write_consuming(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
-        """`write` for values that are not needed any more, in the master's dtype.  chance: where it `is_rounded`."""
+        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random bits, if it
+        `is_rounded`.
+        """
         self.buffer.guard.before_write()
         lower = self._at_update_device(self.buffer, place, end)
         if chance is not None:
@@ -143,7 +150,7 @@ class MasterWeight:
             upper.copy_(near)
 
     def copy_to_weight(self, place: int, end: int) -> None:
-        """Let this rank's part of the weight have the values; it has them where it is the master, or half of it."""
+        """Cast the values into this rank's part of the weight, unless the weight is the master, or half of it."""
         if self.weight is not None and not self.is_split:
             self.buffer.guard.before_write()
             values, upper = self.buffer.elements(place, end), self._at_update_device(self.weight, place, end)
@@ -153,23 +160,23 @@ class MasterWeight:
                 upper.copy_(near)
 
     def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
-        """These elements: where they came to if an update had them come, else where they rest."""
+        """Return these elements on the update's device: the staged copy of an update under way, else the buffer's."""
         came = self.staged.view(place, end) if self.staged is not None and buffer is self._on_device else None
         return buffer.elements(place, end) if came is None else came
 
     def extents(self) -> list[Extent]:
-        """What of the values rests in other memories."""
+        """Return the extents that hold offloaded values."""
         found = [self.buffer.extent, self.weight.extent if self.weight is not None else None]
         return [extent for extent in found if extent is not None]
 
     def take_changed(self, changed: Tensor, weight: Tensor) -> None:
-        """Where a mask says so, take the values of a new weight; the weight itself is the caller's to change."""
+        """Take a new weight's values where a mask is true; the caller changes the weight itself."""
         storage = self.buffer.write(0, self.buffer.memory.numel())
         places = changed.to(storage.device)
         storage[places] = 0 if self.is_split else weight[changed].to(storage)
 
     def values(self) -> FlatBuffer:
-        """All values of this rank: the buffer itself, or a copy."""
+        """Return all values of this rank, flat: the buffer itself, or a copy."""
         if not self.is_split and not self.is_rounded:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
@@ -177,5 +184,7 @@ class MasterWeight:
 
 
 def staging_like(upper: Tensor, lower: Tensor) -> Tensor:
-    """Where a weight is written by what lies at `lower`: itself, or room on that device, so that it crosses once."""
+    """Return the buffer through which a weight is written: itself, or one on `lower`'s device, so that it is copied
+    across once.
+    """
     return upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)

@@ -32,7 +32,7 @@ from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshar
 
 @dataclass(eq=False)
 class ParamInfo:
-    """One parameter of a group.  `kind` is the class it had before wrapping and has in use."""
+    """One parameter of a group. param_class: the class it had before wrapping and has while unsharded."""
 
     param: nn.Parameter
     slot: Slot
@@ -79,12 +79,12 @@ class ParamGroup:
 
     @property
     def plan(self) -> ShardPlan:
-        """The specs of its states."""
+        """Return the specs of the group's states."""
         return self.planned.plan
 
     @property
     def layout(self) -> FlatLayout:
-        """Where its parameters lie."""
+        """Return the layout of the group's parameters."""
         return self.planned.layout
 
     @property
@@ -103,10 +103,7 @@ class ParamGroup:
             return not all(member.param.requires_grad for member in self.members)
 
     def build(self) -> None:
-        """Lay the members out as planned, take rank 0's values, and set every parameter to its rest state.
-
-        Collective.
-        """
+        """Lay the members out as planned, take rank 0's values, and shard every parameter. Collective."""
         names = self.planned.names
         self.members = [
             replace(member, slot=slot) for member, slot in zip(self.members, self.layout.slots, strict=True)
@@ -149,7 +146,7 @@ class ParamGroup:
             scatter(replicas.comm, [values] * replicas.comm.size, values, f"replicas of {self.members[0].name}")
 
     def relayout(self, granularity: str) -> None:
-        """Cut the group anew, keeping the bits of weight and master.  Collective; gradients are dropped."""
+        """Cut the group anew, keeping the bits of weight and master. Collective; gradients are dropped."""
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
@@ -159,7 +156,9 @@ class ParamGroup:
         self.build()
 
     def restore_params(self) -> None:
-        """Make every member whole and plain again, with the master's values (a destroyed engine's).  Collective."""
+        """Make every member whole and plain again, with the master's values (when an engine is destroyed).
+        Collective.
+        """
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
@@ -173,7 +172,7 @@ class ParamGroup:
         return storage
 
     def promote_to_fp32(self, what: str) -> None:
-        """Hold weight and gradient in fp32 from now on, cut from the master.  Collective; gradients are dropped."""
+        """Store weight and gradient in fp32 from now on, cut from the master. Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
         values, rank = self.master.values(), self.master.rank
@@ -196,8 +195,8 @@ class ParamGroup:
         self.refresh(what).wait()
 
     def _packed(self, dtype: torch.dtype) -> Tensor:
-        """This rank's own values, flat; each original is dropped as it is copied, so that two never stand side by
-        side.
+        """Return this rank's own values, flat; each original is dropped as it is copied, so that two never exist
+        side by side.
         """
         flat = self.comm_ctx.pool.take(self.layout.padded_numel, dtype)
         for low, high in self.layout.gaps():
@@ -215,13 +214,17 @@ class ParamGroup:
         return flat
 
     def set_pending(self, update: PendingUpdate | None) -> None:
-        """Let whoever reads the group's states flush this update first; None: nothing is pending."""
+        """Flush this update before any read of the group's states; None: nothing is pending."""
         self.guard.pending = self.gradient.guard.pending = update
 
     # -- weights
 
     def gather(self, what: str) -> Pending:
-        """Start bringing the whole weight here; `show` makes it visible after the wait."""
+        """Start to all-gather the weight: (numel,) in the weight's dtype; `point_to_unsharded` shows it after the wait.
+
+        Collective within the gather lane. The wait raises `PeerError` if another rank failed, `StorageError` if a disk
+        did.
+        """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
         spec = Spec(R, self.plan.weight.dtype)
@@ -238,10 +241,10 @@ class ParamGroup:
         return move(self.weight, self.unsharded, self.comm_ctx, what)
 
     def _gather_offloaded(self, extent: Extent, spec: Spec, what: str) -> Pending:
-        """Out of another memory: this rank's slice comes here first, and goes when it has been copied.
+        """Gather out of another memory: this rank's slice is fetched first, and evicted when it has been copied.
 
-        A pending update is made first, and its weight stays in memory; the executor comes here for others only when
-        their turn is, so that states travel meanwhile.
+        A pending update runs first, and its weight stays in memory; the executor comes here for others only in their
+        turn, so that states travel meanwhile.
         """
         if self.guard.pending is not None:
             extent.pin()
@@ -278,7 +281,7 @@ class ParamGroup:
                 unshard(member.param, member.param_class, view)
 
     def reshard(self) -> None:
-        """Put every parameter to rest and give the gathered buffer back."""
+        """Shard every parameter and return the gathered buffer to the pool. Local."""
         if self.unsharded is None:
             return
         with without_torch_function():
@@ -293,7 +296,9 @@ class ParamGroup:
             trim_heap()  # of its gradients
 
     def refresh(self, what: str) -> Pending:
-        """After the master changed and was published: bring the weight to its placement."""
+        """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.
+        Collective.
+        """
         plan, rank = self.plan, self.comm_ctx.comm.rank
         if plan.master is None:
             return DONE
@@ -303,8 +308,8 @@ class ParamGroup:
         return DONE
 
     def set_full_values(self, full: Tensor) -> None:
-        """Take new whole values (flat, weight dtype): weight, and master where a value changed (unchanged ones keep
-        their bits).
+        """Write new whole values (flat, weight's dtype) into this rank's part of weight and master; unchanged
+        elements of the master keep their bits.
         """
         self.guard.before_write()
         rank = self.comm_ctx.comm.rank
@@ -331,7 +336,7 @@ class ParamGroup:
         return self.members[self.index[id(param)]].name
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
-        """What this rank holds of a whole new value, into weight and master.  Every rank must do it."""
+        """Write this rank's part of a whole new value into weight and master. Every rank must do it."""
         if self.weight.common is not None:  # others may still be reading the old one
             self.comm_ctx.comm.barrier(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
@@ -386,19 +391,19 @@ def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx
 
 
 def gathers_a_copy(group: ParamGroup) -> bool:
-    """Return whether a gather brings the weight into a buffer that is lent; else it is used where it rests."""
+    """Return whether a gather brings the weight into a lent buffer; else it is used in the memory it lies in."""
     return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
 
 
 def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
-    """The part of a weight whose values this rank's master has."""
+    """Return the part of a weight whose values this rank's master has."""
     if plan.master is None or plan.master.placement is plan.weight.placement:
         return weight
     return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard)
 
 
 def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """An empty master beside a weight, or on it; None where nothing is trained."""
+    """Return an empty master beside a weight, or on it; None if nothing is trained."""
     if plan.master is None or plan.moments is None:
         return None
     layout, rank = weight.layout, comm_ctx.comm.rank
@@ -416,7 +421,7 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
 
 
 def offloaded_extents(group: ParamGroup) -> list[Extent]:
-    """What of its weight, master and gradients rests in other memories."""
+    """Return the extents of weight, master and gradients that are offloaded."""
     buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
     found = [buffer.extent for buffer in buffers if buffer.extent is not None]
     found += group.gradient.delayed.extents
@@ -424,13 +429,13 @@ def offloaded_extents(group: ParamGroup) -> list[Extent]:
 
 
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
-    """Make what each member's data is at rest: the placeholder, expanded to its shape."""
+    """Expand the placeholder to each member's shape: the data of a sharded parameter."""
     for member in members:
         member.placeholder = placeholder.expand(member.slot.shape)
 
 
 def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Rank 0's values of a whole buffer, to every rank; `only_own`: each rank's slice alone.  Collective."""
+    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone. Collective."""
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:

@@ -1,6 +1,6 @@
-"""A unit: what is gathered, released and reduced together (a transformer block, say).
+"""A unit: parameter groups that are gathered, released and reduced together (a transformer block, say).
 
-Owns the state machine of one unit over its groups; hooks and order are runtime.py's.
+Owns the state machine of one unit over its groups; hooks and order are not its concern.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .param_group import ParamGroup, ParamInfo, gathers_a_copy
 
 
 class UnitState(Enum):
-    """One line per state."""
+    """The states of a unit."""
 
     SHARDED = "at rest"  # each rank holds its slices; parameters are AtRest
     UNSHARDING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
@@ -31,8 +31,9 @@ MOVES = {
 
 
 class Unit:
-    """Groups of parameters that move together. `module` is whose forward needs them; the root unit holds what is
-    left.  is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
+    """Groups of parameters that move together. `module`: its forward needs them; the root unit has the remaining ones.
+
+    is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Unit:
         self.is_tile = is_tile
 
     def set_groups(self, groups: Sequence[ParamGroup]) -> None:
-        """Consist of these groups from now on."""
+        """Replace the unit's groups."""
         self.groups = list(groups)
         self.sharded = [group for group in self.groups if group.is_sharded]
         self.trained = [group for group in self.groups if group.trainable]
@@ -63,7 +64,7 @@ class Unit:
 
     @property
     def has_pending_update(self) -> bool:
-        """Return whether an update of a sharded weight is still to come."""
+        """Return whether an update of a sharded weight is still pending."""
         return any(group.guard.pending is not None for group in self.sharded)
 
     @property
@@ -77,26 +78,28 @@ class Unit:
 
     @property
     def planned(self) -> UnitPlan:
-        """The plan of its groups as they are now."""
+        """Return the plans of its groups as they are now."""
         return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
 
     @property
     def gathered_numel(self) -> int:
-        """Elements that a gather brings here."""
+        """Return the elements that a gather brings to this rank."""
         return sum(group.layout.padded_numel for group in self.sharded)
 
     @property
     def is_copied(self) -> bool:
-        """Whether gathering brings copies, which go with the release; elsewhere weights are used where they rest."""
+        """Return whether a gather makes copies, which a release frees; else weights are used in the memory they lie
+        in.
+        """
         return any(map(gathers_a_copy, self.sharded))
 
     @property
     def numel(self) -> int:
-        """Elements of all its groups, padding included: what the largest message about it could hold."""
+        """Return the elements of all its groups, padding included: the largest message about it."""
         return sum(group.layout.padded_numel for group in self.groups)
 
     def explain(self) -> list[str]:
-        """One line per group: where weight, gradient, master and moments live, and in which format."""
+        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
         return [
             f"  {self.number:>3} {self.name:<28} {group.layout.numel:>12,} elements  "
             + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
@@ -107,7 +110,7 @@ class Unit:
         return [member for group in self.groups for member in group.members]
 
     def promote_to_fp32(self) -> None:
-        """Compute in fp32 from now on.  Collective; the unit must be at rest."""
+        """Compute in fp32 from now on. Collective; the unit must be sharded."""
         self.is_promoted = True
         for group in self.trained:
             group.promote_to_fp32(self.name)
@@ -115,13 +118,17 @@ class Unit:
     # -- weights
 
     def unshard(self) -> None:
-        """Start the all-gathers; nothing if they are under way or done.  Collective within the gather lane."""
+        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective within the
+        gather lane.
+        """
         if self._state is UnitState.SHARDED and self.sharded:
             self._enter(UnitState.UNSHARDING)
             self._gathers = [group.gather(self.name) for group in self.sharded]
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gathers and show the weights."""
+        """Wait for the all-gathers and point the parameters at the gathered weights; raise `PeerError` if a rank
+        failed.
+        """
         if self._state is UnitState.UNSHARDING:
             for pending in self._gathers:
                 pending.wait()
@@ -131,7 +138,9 @@ class Unit:
                 group.point_to_unsharded()
 
     def reshard(self) -> None:
-        """Back to rest; a gather under way is waited for first, since the transport still writes into its buffer."""
+        """Shard the parameters again; a gather under way is waited for first, since the transport still writes its
+        buffer.
+        """
         self.wait_for_unshard()
         if self._state is UnitState.UNSHARDED:
             self._enter(UnitState.SHARDED)
@@ -146,11 +155,11 @@ class Unit:
         return bool(self.trained) and len(self.expected) <= len(self.arrived) and self.expected <= self.arrived
 
     def reduce_grads(self) -> None:
-        """Start adding up the ranks' gradients.  Collective within the reduce lane."""
+        """Start to sum the ranks' gradients. Collective within the reduce lane."""
         self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
 
     def sum_over_replicas(self) -> None:
-        """Start adding up the sums of the replicas.  Collective among them."""
+        """Start to sum the replicas' sums. Collective among them."""
         self._reduces += [group.gradient.sum_over_replicas(self.name) for group in self.trained if not group.is_idle]
 
     def wait_for_reduce(self) -> None:
