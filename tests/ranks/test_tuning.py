@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import deepseek_zero
-from deepseek_zero.sharding.tuning import PERIOD, apply
+from deepseek_zero.sharding.tuning import PERIOD
 from tests.models import Gpt, seeded
 from tests.training import ALL, Run, start_engine, train_step
 
@@ -28,7 +28,7 @@ def test_sizes_change_between_steps_and_every_bit_stays(stage: int, transport: s
         for step in (1, 2):
             if change:
                 settings = engine.runtime.settings
-                apply(engine.runtime, replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step))
+                engine.runtime.resize(replace(settings, ahead_numel=20_000 * step, bucket_numel=10_000 * step))
             losses += train_step(engine, run, step)
         assert (str(engine.runtime.executor.schedule) != before) is (change and stage == 3)
         report = engine.memory_report()

@@ -226,7 +226,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     pieces.append(self._piece(group, span))
         return pieces
 
-    # -- when parameters are frozen and unfrozen (sharding/regroup.py, Updates)
+    # -- when parameters are frozen and unfrozen (sharding/runtime.py, Updates)
 
     def refuse_regrouping(self) -> None:
         """Raise if updates are under way that an unfrozen parameter could not join."""

@@ -26,9 +26,8 @@ from ..base.errors import UsageError
 from ..base.memory import return_pages
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
-from ..sharding.forward import Phase
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import Runtime
+from ..sharding.runtime import Phase, Runtime
 from ..sharding.unit import Unit
 from .moments import Moments
 from .prefetch import ExtentRange

@@ -1,31 +1,71 @@
-"""ZeRO at work: autograd hooks -> schedule -> units.
+"""ZeRO at work: what happens to one wrapped model when torch calls.
 
-Owns the phase one wrapped model is in.  hooks.py is where torch calls in, executor.py runs the program; optimizers read
-the slices of `groups`. `loss.backward()` alone drives everything.
+`Runtime` owns the phase (idle, forward, backward) and the steps; `Forward` what happens around each unit's forward; the
+hooks at the end of this file are where torch calls in.  `executor.py` runs the program.  Optimizers read the slices of
+`groups`; `loss.backward()` alone drives everything.  Hooks hold the runtime weakly, so that dropping an engine returns
+its memory at once.
+
+`LossFactor` multiplies every gradient of an engine by loss scale / accumulation steps, once, however backward is
+reached.  Gradients inside an engine's forward carry that factor.  Outside they carry what the loss that is
+differentiated was multiplied by: nothing in a plain `loss.backward()`, the factor of the engine whose `scale` or
+`backward` was called otherwise.  So at the border, where an outermost forward returns and where it takes arguments, a
+gradient is multiplied by what is missing, or divided again:
+
+    differentiated                   outside carries          at an output x          at an input x
+    plain                            1                        scale / accumulation    accumulation / scale
+    engine.scale, engine.backward    scale' (/ accumulation') scale / scale'          scale' / scale
+
+with ' for the engine that scaled the loss, which may be another one: a loss over the outputs of several engines is
+divided by the accumulation of the engine that was asked.
+
+`Structure` refuses a model that is not the one that was wrapped: a parameter that joined later would train
+unsynchronised, one whose memory was replaced (a cast, a move, `.data = ...`) would no longer be the one that steps.
+`follow_requires_grad` lets the groups follow `requires_grad_`: a parameter that is frozen keeps its place, its master
+and its moments, and a group without any other is not reduced; one that was frozen when it was wrapped has a weight only
+and leaves its group for one that is trained.  All ranks compare what changed before anything does.
 """
 
 from __future__ import annotations
 
+import sys
 import weakref
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from enum import Enum
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..base.clock import BETWEEN
-from ..base.device import backward_id, queue_backward_callback
+from ..base.device import backward_id, ends_recomputation, held_by, queue_backward_callback, without_torch_function
 from ..base.errors import UsageError
+from ..comm.agreement import agree, propagate_errors
 from ..planner.plan import Plan
-from . import hooks, tuning
+from ..planner.spec import PlanSettings
+from ..planner.units import plan_group
+from ..precision.loss_scale import LossScaler
+from ..precision.policy import LOW_PRECISION, cast_inputs, map_inputs
 from .buffer import CommContext
-from .executor import Executor
-from .forward import Forward, Phase
-from .loss_factor import LossFactor
+from .executor import Executor, Updates
 from .nonfinite import NonFiniteDetector
-from .param_group import ParamGroup
-from .regroup import follow_requires_grad
+from .outputs import map_tensors, tensors_in
+from .param_group import ParamGroup, ParamInfo, build_group
+from .saved_tensor_hooks import weight_hooks
+from .sharded_parameter import Hook
 from .state_dict import shard_state_dicts
-from .unit import Unit
+from .unit import Unit, UnitState
+
+_SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of the engines in this process that scale their losses
+
+
+class Phase(Enum):
+    """One line per phase of a wrapped model."""
+
+    IDLE = "idle"  # between forward and backward, and between steps
+    FORWARD = "forward"  # inside the root module's forward
+    BACKWARD = "backward"  # inside a backward that reached an output of the model
 
 
 class Runtime:
@@ -47,7 +87,7 @@ class Runtime:
         self._backward_id = -1
         for group in self.groups:
             group.runtime = weakref.ref(self)
-        self._handles = [*hooks.install(self), *shard_state_dicts(units)]
+        self._handles = [*install_hooks(self), *shard_state_dicts(units)]
 
     @property
     def plan(self) -> Plan:
@@ -89,7 +129,7 @@ class Runtime:
 
     def watch(self, unit: Unit, group: ParamGroup) -> None:
         """Hear of the gradients of a group that is trained from now on."""
-        self._handles += hooks.watch_grads(self, unit.number, group)
+        self._handles += watch_grads(self, unit.number, group)
 
     def unit_of(self, group: ParamGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)
@@ -132,7 +172,7 @@ class Runtime:
         self._backward_id = backward_id()
         self.phase = Phase.BACKWARD
         self.comm.meter.clock.enter("backward")
-        queue_backward_callback(hooks.at_backward_end(self))
+        queue_backward_callback(at_backward_end(self))
         with torch.no_grad():
             for group in self.trained_groups:
                 group.gradient.hide()
@@ -221,7 +261,15 @@ class Runtime:
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
         if (changed := self.executor.tuner.after_step()) is not None:
-            tuning.apply(self, changed)
+            self.resize(changed)
+
+    def resize(self, settings: PlanSettings) -> None:
+        """Go on with other sizes, between two steps; every rank does so after the same step."""
+        self.settings = settings
+        self.executor.replan(settings)
+        self.comm_ctx.pool.clear()  # buffers of the old sizes
+        for group in self.groups:
+            group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)
 
     def drop_grads(self) -> None:
         """Forget every gradient; local, but all ranks must do it."""
@@ -255,3 +303,618 @@ class Runtime:
                 self.drop_grads()
                 self.backwards = 0
         self.forward.count = 0
+
+
+# -- forward
+
+
+class ForwardFrame:
+    """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
+
+    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.
+    has_returned: its forward came to its end.
+    """
+
+    def __init__(self, unit: Unit, *, is_border: bool) -> None:
+        self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.SHARDED, is_border
+        self.contexts: list[Any] = []
+        self.has_returned = False
+
+
+class Forward:
+    """The forwards of one wrapped model.  active: under way, outermost first.
+
+    count: forwards with gradients since a backward.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self.active: list[ForwardFrame] = []
+        self.count = 0
+        self.any_promoted = False  # so units differ in compute dtype, and what passes between them must be cast
+        self.structure = Structure(runtime.model, runtime.groups)
+        self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
+        self._gathered_for: nn.Module | None = None  # the one of these that the root was gathered for
+
+    @property
+    def runtime(self) -> Runtime:
+        runtime = self._runtime()
+        assert runtime is not None  # hooks.py calls in only while it lives
+        return runtime
+
+    def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Before a unit's forward: its weights are in use when this returns."""
+        begins = (
+            unit is self.runtime.root
+            and not self.active
+            and (self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted)
+        )
+        if begins:
+            self.runtime.recover()
+            self.runtime.phase = Phase.FORWARD
+            self.runtime.comm.meter.clock.enter("forward")
+        is_border = self._is_outermost() and self.runtime.loss_factor.has_border
+        self.active.append(ForwardFrame(unit, is_border=is_border))
+        begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
+        if begins:
+            if torch.is_grad_enabled():
+                follow_requires_grad(self.runtime, begins_a_step=begins_a_step)
+            schedule = self.runtime.executor.schedule
+            self.runtime.executor.begin(schedule.forward if torch.is_grad_enabled() else schedule.inference)
+        if unit is self.runtime.root and begins_a_step:
+            self.structure.check()
+        again = unit.is_tile and self.runtime.phase is Phase.BACKWARD  # recomputed: one tile at a time, as in forward
+        self.runtime.executor.use_with_externals(unit, in_turn=not again)
+        if is_border:
+            args, kwargs = self._inside((args, kwargs))
+        if (unit is self.runtime.root and self.runtime.settings.policy.auto_cast) or self.any_promoted:
+            dtype = self.compute_dtype_of(unit)
+            args, kwargs = cast_inputs(args, dtype), cast_inputs(kwargs, dtype)
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.record("input", unit.number, (args, kwargs))
+        for context in self._contexts(unit):
+            context.__enter__()
+            self.active[-1].contexts.append(context)
+        return args, kwargs
+
+    def _is_outermost(self) -> bool:
+        """Whether a forward here is one that backward will come out of and go into: recorded, and not recomputed."""
+        if self.active or self._parts or not torch.is_grad_enabled():
+            return False
+        return self.runtime.phase is not Phase.BACKWARD or self.runtime.was_interrupted
+
+    def _inside(self, given: Any) -> Any:
+        """Arguments whose gradients leave the engine without its factor."""
+        return map_inputs(given, partial(input_alias, self.runtime)) if tensors_in(given) else given
+
+    def _outside(self, output: Any) -> Any:
+        """An output whose gradients get the engine's factor on their way in."""
+        return map_tensors(output, partial(output_alias, self.runtime))
+
+    def clear(self) -> None:
+        """No forward is under way: an exception has ended them."""
+        self.active.clear()
+        self._parts.clear()
+
+    def compute_dtype_of(self, unit: Unit) -> torch.dtype | None:
+        return torch.float32 if unit.is_promoted else self.runtime.settings.policy.compute
+
+    def _contexts(self, unit: Unit) -> Iterator[Any]:
+        autocast = self.runtime.settings.policy.autocast
+        if unit is self.runtime.root and autocast is not None:
+            yield torch.autocast(self.runtime.comm_ctx.pool.device.type, dtype=autocast)
+        goes = unit.is_copied and unit.number not in self.runtime.executor.schedule.kept  # between forward and backward
+        again = self.runtime.phase is Phase.BACKWARD and not unit.is_tile  # recomputed, to be used by backward at once
+        if goes and not again and torch.is_grad_enabled():
+            yield weight_hooks(unit, self.runtime.fetch)
+
+    def returned(self) -> None:
+        """The innermost forward has come to its end; without this word it has raised when it is left."""
+        self.active[-1].has_returned = True
+
+    def post_forward(self, unit: Unit, given: Any, output: Any) -> Any:
+        """After a unit's forward, whether it returned or raised.  given: its arguments, where a unit that returns
+        nothing has left its result.
+        """
+        active = self.active.pop()
+        for context in reversed(active.contexts):
+            context.__exit__(None, None, None)
+        if not active.has_returned:
+            error = sys.exception()  # torch calls this hook while it handles what the forward raised
+            if error is not None and not ends_recomputation(error):
+                self.runtime.comm.post_error(error)
+            return output
+        if self.any_promoted and unit is not self.runtime.root:
+            output = cast_inputs(output, self.compute_dtype_of(self.runtime.root))
+        if self.runtime.nonfinite is not None:
+            self.runtime.nonfinite.record("output", unit.number, output)
+        training = torch.is_grad_enabled()
+        result = output if output is not None else given
+        if training:
+            for tensor in tensors_in(result):
+                watch_output(self.runtime, unit.number, tensor)
+        if unit is self.runtime.root and not self.active:
+            self._end_forward(training)
+        if active.is_border:
+            result = self._outside(result)
+            output = result if output is not None else None
+        if unit is self.runtime.root and not self.active:
+            return output
+        recomputes = self.runtime.phase is Phase.BACKWARD
+        was_unsharded = active.was_here
+        self.runtime.executor.after_forward(unit, training=training, recomputes=recomputes, was_unsharded=was_unsharded)
+        return output
+
+    def _end_forward(self, training: bool) -> None:
+        if self.runtime.phase is not Phase.FORWARD:
+            return
+        self.runtime.executor.end()
+        self.runtime.phase = Phase.IDLE
+        self.runtime.comm.meter.clock.enter(BETWEEN)
+        if training:
+            self.count += 1
+
+    def pre_forward_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Before a part of the root.  One that is called by itself, outside any forward, has the root gathered for it.
+        Collective.
+        """
+        runtime = self.runtime
+        if self.active:
+            return None
+        is_border = self._is_outermost() and runtime.loss_factor.has_border
+        self._parts.append(module)
+        if runtime.phase is Phase.IDLE and runtime.root.sharded and runtime.root.state is UnitState.SHARDED:
+            self._gathered_for = module
+            runtime.executor.use(runtime.root)
+        return self._inside((args, kwargs)) if is_border else None
+
+    def post_forward_part(self, module: nn.Module, output: Any) -> Any:
+        """After a part of the root: what backward must know of one that was called by itself."""
+        if self.active or not self._parts:
+            return output
+        self._parts.pop()
+        if self._gathered_for is module:
+            self._gathered_for = None
+            self.runtime.root.reshard()
+        if self._parts or not self._is_outermost():
+            return output
+        for tensor in tensors_in(output):
+            watch_output(self.runtime, self.runtime.root.number, tensor)
+        return self._outside(output) if self.runtime.loss_factor.has_border else output
+
+
+# -- the factor of gradients
+
+
+class _UnderWay:
+    """The backward of a scaled loss that runs in this process.  scale: what it was scaled by; None: there is none."""
+
+    def __init__(self) -> None:
+        self.scale: float | None = None
+        self.number = -1
+
+    def begin(self, scale: float) -> None:
+        """A backward has come to a scaled loss."""
+        number = backward_id()
+        if self.scale is not None and self.number == number:
+            if self.scale != scale:
+                raise UsageError(
+                    f"one backward got losses scaled by {self.scale:g} and by {scale:g}.",
+                    "Two engines have scaled them, and where their gradients meet nobody can tell the parts apart.",
+                    "add the losses up first and scale the sum with one engine, or call backward on each.",
+                )
+            return
+        self.scale, self.number = scale, number
+        callback = _End(self, number)
+        queue_backward_callback(callback)
+        weakref.finalize(callback, self.end, number).atexit = False  # torch drops it unrun when backward raises
+
+    def end(self, number: int) -> None:
+        if self.number == number:
+            self.scale, self.number = None, -1
+
+
+class _End:
+    """The callback of a backward's end."""
+
+    def __init__(self, under_way: _UnderWay, number: int) -> None:
+        self.under_way, self.number = under_way, number
+
+    def __call__(self) -> None:
+        self.under_way.end(self.number)
+
+
+_UNDER_WAY = _UnderWay()
+
+
+class LossFactor:
+    """One engine's factor."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._scaler: LossScaler | None = None
+        self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
+        self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """fp16's; None where losses are not scaled."""
+        return self._scaler
+
+    @scaler.setter
+    def scaler(self, scaler: LossScaler | None) -> None:
+        self._scaler = scaler
+        (_SCALERS.add if scaler is not None else _SCALERS.discard)(self)
+
+    @property
+    def scale(self) -> float:
+        """The loss scale of now."""
+        return self._scaler.scale if self._scaler is not None else 1.0
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of a step."""
+        runtime = self._runtime()
+        assert runtime is not None  # it owns this
+        return runtime.settings.accumulation
+
+    @property
+    def has_border(self) -> bool:
+        """Return whether gradients may have to be multiplied where they enter this engine, or leave it."""
+        return self.accumulation != 1 or bool(_SCALERS)
+
+    def at_output(self) -> float:
+        """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
+        applied = _UNDER_WAY.scale
+        return self.scale / self.accumulation if applied is None else self.scale / applied
+
+    def refuse_gradient_of_gradient(self) -> None:
+        """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.
+
+        Such gradients reach the parameters without having passed an output.
+        """
+        if torch.is_grad_enabled():
+            self.is_recorded = True
+        elif self.is_recorded and _UNDER_WAY.scale is None and self.at_output() != 1.0:
+            raise UsageError(
+                "a plain backward() came after a backward with create_graph=True, so it may hold a gradient of a "
+                "gradient.",
+                f"Gradients are multiplied by {self.at_output():g} (loss scale / accumulation steps) where they enter "
+                "the model through its outputs, and a gradient of a gradient enters elsewhere.",
+                "call engine.backward(loss) or engine.scale(loss).backward(); without an engine leave "
+                "gradient_accumulation_steps out and divide the loss yourself, in fp32 or bf16.",
+            )
+
+    def apply(self, loss: Tensor, *, by_accumulation: bool = True) -> Tensor:
+        """The loss times the loss scale and, if it is to be, divided by the accumulation steps."""
+        if loss is self._scaled():
+            raise UsageError(
+                "a loss was scaled a second time.",
+                "engine.scale has multiplied it by loss scale and 1/accumulation, as engine.backward does too.",
+                "call backward() on what engine.scale returned, or engine.backward(loss) on the loss itself.",
+            )
+        if not self.has_border:
+            return loss
+        scale = self.scale
+        factor = scale / self.accumulation if by_accumulation else scale
+        wide = loss.float() if loss.dtype in LOW_PRECISION else loss
+        scaled = wide.view_as(wide) if factor == 1.0 else wide * factor
+
+        def reached(grad: Tensor) -> None:
+            _UNDER_WAY.begin(scale)
+
+        if scaled.requires_grad:
+            scaled.register_hook(reached)
+        self._scaled = weakref.ref(scaled)
+        return scaled
+
+
+# -- is it still the model that was wrapped
+
+
+class Structure:
+    """The modules of one wrapped model, and what each held when somebody looked closely."""
+
+    def __init__(self, model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        self.model, self.groups = model, list(groups)
+        self._seen: list[tuple[nn.Module, list[int]]] = []
+
+    def follow(self, groups: Sequence[ParamGroup]) -> None:
+        """The parameters are in other groups now."""
+        self.groups = list(groups)
+
+    def check(self) -> None:
+        """Raise if the model has parameters that no group holds, or if a whole parameter left its buffer."""
+        if not self._seen or any(_holds(module) != held for module, held in self._seen):
+            _refuse_strangers(self.model, self.groups)
+            self._seen = [(module, _holds(module)) for module in self.model.modules()]
+        _refuse_moved(self.groups)
+
+
+def _holds(module: nn.Module) -> list[int]:
+    """Its own parameters and submodules, as numbers.
+
+    Those that were seen are kept alive, so that no other object gets their number.
+    """
+    return [id(held) for held in held_by(module)]
+
+
+def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    known = {id(member.param) for group in groups for member in group.members}
+    if any(id(param) not in known for param in model.parameters()):
+        new = next(name for name, param in model.named_parameters() if id(param) not in known)
+        raise UsageError(
+            f"parameter '{new}' joined the model after it was wrapped.",
+            "Its gradient would not be reduced, nor its values kept equal on all ranks.",
+            "change the model (adapters, resized embeddings, new heads) before initialize() or DeepSeekZeRO3 wraps it.",
+        )
+
+
+def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
+    for group in groups:
+        if group.is_sharded or group.is_pinned:
+            continue  # at rest a parameter guards itself (handle.py)
+        start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
+        for member in group.members:
+            if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:
+                raise UsageError(
+                    f"the memory of parameter '{member.name}' was replaced after the model was wrapped; it is now "
+                    f"{member.param.dtype}, {tuple(member.param.shape)} on {member.param.device}.",
+                    "Casting or moving the model, or assigning to `.data`, parts it from what the optimizer updates.",
+                    "cast, move and resize before wrapping; change values in place (`copy_`, load_state_dict).",
+                )
+
+
+# -- requires_grad
+
+
+def changed_among(groups: Sequence[ParamGroup]) -> list[ParamInfo]:
+    """Members whose `requires_grad` is not what it was when all ranks looked last."""
+    with without_torch_function():
+        return [
+            member for group in groups for member in group.members if member.param.requires_grad is member.is_frozen
+        ]
+
+
+def follow_requires_grad(runtime: Runtime, *, begins_a_step: bool) -> None:
+    """Let groups be what `requires_grad` says.  Collective where it changed; between two steps, every unit at rest."""
+    changed = changed_among(runtime.groups)
+    if not changed:
+        return
+    if not begins_a_step:
+        _refuse_late(runtime, changed)
+        return
+    lines = [f"{member.name} {'trained' if member.is_frozen else 'frozen'}" for member in changed]
+    with torch.inference_mode(False), torch.no_grad(), propagate_errors(runtime.comm):
+        agree(
+            runtime.comm,
+            lines,
+            "which parameters are frozen now",
+            "Ranks reduce and update slices of the same tensors.",
+            "call requires_grad_ with the same parameters, before the same forward, on every rank.",
+        )
+        _apply(runtime, changed)
+
+
+def _refuse_late(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+    """Within a step a parameter may be frozen, and unfrozen where its gradient still has a place."""
+    ready = {id(member) for group in runtime.trained_groups if not group.is_idle for member in group.members}
+    thawed = [member.name for member in changed if member.is_frozen and id(member) not in ready]
+    if thawed:
+        raise UsageError(
+            f"'{thawed[0]}' was unfrozen between the micro-batches of a step, or behind a forward that no backward "
+            "followed.",
+            "Its gradient gets a place when a step begins.",
+            "call requires_grad_(True) after step() and before the next forward; run forwards that nothing is learnt "
+            "from under torch.no_grad().",
+        )
+
+
+def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
+    thawed = {id(member) for member in changed if member.is_frozen}
+    parts = {
+        group: [member for member in group.members if id(member) in thawed]
+        for group in runtime.groups
+        if not group.trainable
+    }
+    parts = {group: members for group, members in parts.items() if members}
+    if held := [group for group in parts if group.is_pinned]:
+        raise UsageError(
+            f"'{held[0].members[0].name}' was unfrozen and a forward begun inside GatheredParameters.",
+            "Its memory is about to be laid out anew.",
+            "leave the block before the forward.",
+        )
+    optimizer: Updates | None = runtime.executor.updates()
+    if parts and optimizer is not None:
+        optimizer.refuse_regrouping()
+    for member in changed:
+        member.is_frozen = not member.is_frozen
+    new: list[ParamGroup] = []
+    for unit in runtime.units:
+        groups = [each for group in unit.groups for each in (_divide(runtime, unit.name, group, parts.get(group)))]
+        fresh = [group for group in groups if group not in unit.groups]
+        for group in groups:
+            group.is_idle = group.trainable and all(member.is_frozen for member in group.members)
+        unit.set_groups(groups)
+        for group in fresh:
+            group.runtime = weakref.ref(runtime)
+            if group.trainable:
+                if unit.is_promoted:
+                    group.promote_to_fp32(unit.name)
+                runtime.watch(unit, group)
+        new += fresh
+    runtime.comm_ctx.pool.clear()
+    runtime.executor.replan()
+    runtime.forward.structure.follow(runtime.groups)
+    if new and optimizer is not None:
+        optimizer.regroup(new)
+
+
+def _divide(runtime: Runtime, unit: str, group: ParamGroup, thawed: list[ParamInfo] | None) -> list[ParamGroup]:
+    """A frozen group as one that is trained and one of what is still frozen.  Collective."""
+    if not thawed:
+        return [group]
+    assert group.planned.key is not None
+    group.guard.before_write()
+    group.restore_params()
+    found = []
+    for trainable in (True, False):
+        params = {member.name: member.param for member in group.members if (member in thawed) is trainable}
+        if params:
+            key = replace(group.planned.key, trainable=trainable)
+            shapes = [tuple(param.shape) for param in params.values()]
+            planned = plan_group(unit, key, list(params), shapes, runtime.settings, runtime.plan.mesh)
+            found.append(build_group(planned, params, runtime.comm_ctx))
+    return found
+
+
+# -- where torch calls in
+
+
+def install_hooks(runtime: Runtime) -> list[Any]:
+    """Hook every unit of a runtime; returns torch's handles."""
+    handles: list[Any] = []
+    for unit in runtime.units:
+        before, after = (_bound(hook, runtime, unit.number) for hook in (_before_forward, _after_forward))
+        handles.append(unit.module.register_forward_pre_hook(before, with_kwargs=True, prepend=True))
+        returned = _bound(_forward_returned, runtime)  # torch calls it, before the other, only where nothing was raised
+        handles.append(unit.module.register_forward_hook(returned))
+        handles.append(unit.module.register_forward_hook(after, with_kwargs=True, always_call=True))
+        for group in unit.trained:
+            handles += watch_grads(runtime, unit.number, group)
+    for part in _parts_of_root(runtime):
+        handles.append(part.register_forward_pre_hook(_bound(_before_part, runtime), with_kwargs=True, prepend=True))
+        handles.append(part.register_forward_hook(_bound(_after_part, runtime), always_call=True))
+    return handles
+
+
+def watch_grads(runtime: Runtime, number: int, group: ParamGroup) -> list[Any]:
+    """Tell the runtime of every gradient of a group that is complete; returns torch's handles."""
+    handles = []
+    for member in group.members:
+        if not member.is_frozen:
+            hook = _bound(_on_grad, runtime, number)
+            handles.append(member.param.register_post_accumulate_grad_hook(hook))
+    return handles
+
+
+def _parts_of_root(runtime: Runtime) -> list[nn.Module]:
+    """Modules inside the root that own its parameters: a custom generate() may call an embedding by itself."""
+    mine = {id(member.param) for group in runtime.root.groups for member in group.members}
+    return [
+        module
+        for module in runtime.root.module.modules()
+        if module is not runtime.root.module and any(id(param) in mine for param in module.parameters(recurse=False))
+    ]
+
+
+def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
+    """Tell the runtime when backward reaches a unit's output."""
+    tensor.register_hook(_bound(_on_output_grad, runtime, number))
+
+
+def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """A view whose gradient is multiplied by what it lacks of the engine's factor (loss_factor.py).
+
+    An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits)
+    send back through it.
+    """
+    return _alias(runtime, tensor, _scale)
+
+
+def input_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
+    """A view whose gradient leaves the engine without its factor; a parameter stays itself."""
+    return tensor if isinstance(tensor, nn.Parameter) else _alias(runtime, tensor, _unscale)
+
+
+def _alias(runtime: Runtime, tensor: Tensor, hook: Callable[..., Any]) -> Tensor:
+    if not tensor.requires_grad:
+        return tensor
+    alias = tensor.view_as(tensor)
+    alias.register_hook(_bound(hook, runtime))
+    return alias
+
+
+def at_backward_end(runtime: Runtime) -> Callable[[], None]:
+    """The callback that ends a backward.
+
+    torch drops it unrun when an exception ends the backward; that is how a plain `loss.backward()` that failed is seen.
+    """
+    callback = _bound(_on_backward_end, runtime)
+    weakref.finalize(callback, _on_backward_dropped, weakref.ref(runtime), backward_id()).atexit = False
+    return callback
+
+
+def _bound(function: Callable[..., Any], runtime: Runtime, *first: Any) -> Callable[..., Any]:
+    return Hook(_call, weakref.ref(runtime), function, first)
+
+
+def _call(
+    reference: weakref.ref[Runtime], function: Callable[..., Any], first: tuple[Any, ...], *args: Any, **kwargs: Any
+) -> Any:
+    runtime = reference()
+    if runtime is None and function in (_forward_returned, _after_forward, _after_part):
+        return None  # the hook before this forward has raised already
+    if runtime is None:
+        raise UsageError(
+            "the model is used after its engine was deleted.",
+            "Its weights are slices that only the engine can gather.",
+            "keep the engine as long as the model is used; take state_dict() before deleting it.",
+        )
+    if torch.compiler.is_compiling():
+        # A compiled block runs our hooks and traces none.  Only here, because importing the compiler takes a second.
+        return torch.compiler.disable(function, recursive=True)(runtime, *first, *args, **kwargs)
+    return function(runtime, *first, *args, **kwargs)
+
+
+def _before_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return runtime.forward.pre_forward(runtime.units[number], args, kwargs)
+
+
+def _forward_returned(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> None:
+    runtime.forward.returned()
+
+
+def _after_forward(runtime: Runtime, number: int, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    return runtime.forward.post_forward(runtime.units[number], (args, kwargs), output)
+
+
+def _before_part(runtime: Runtime, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return runtime.forward.pre_forward_part(module, args, kwargs)
+
+
+def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> Any:
+    return runtime.forward.post_forward_part(module, output)
+
+
+def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
+    runtime.on_output_grad(runtime.units[number], grad)
+
+
+def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:
+    assert isinstance(param, nn.Parameter)
+    if torch.is_grad_enabled():  # under create_graph
+        with torch.no_grad():
+            runtime.on_grad(runtime.units[number], param)
+    else:
+        runtime.on_grad(runtime.units[number], param)
+
+
+def _scale(runtime: Runtime, grad: Tensor) -> Tensor:
+    factor = runtime.loss_factor.at_output()
+    return grad if factor == 1.0 else grad * factor
+
+
+def _unscale(runtime: Runtime, grad: Tensor) -> Tensor:
+    factor = runtime.loss_factor.at_output()
+    return grad if factor == 1.0 else grad * (1.0 / factor)
+
+
+def _on_backward_end(runtime: Runtime) -> None:
+    runtime.end_backward()
+
+
+def _on_backward_dropped(reference: weakref.ref[Runtime], number: int) -> None:
+    runtime = reference()
+    if runtime is not None:
+        runtime.on_backward_dropped(number)

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from ..planner.spec import PlanSettings
-
-if TYPE_CHECKING:
-    from .runtime import Runtime
 
 PERIOD = 4  # steps between two looks
 WORTH = 0.02  # of a step: shorter waits are left alone
@@ -86,12 +83,3 @@ class Tuner:
         changed: dict[str, Any] = {knob.name: knob.value}
         self.settings = replace(self.settings, **changed)
         return self.settings
-
-
-def apply(runtime: Runtime, settings: PlanSettings) -> None:
-    """Go on with other sizes, between two steps; every rank does so after the same step."""
-    runtime.settings = settings
-    runtime.executor.replan(settings)
-    runtime.comm_ctx.pool.clear()  # buffers of the old sizes
-    for group in runtime.groups:
-        group.comm_ctx = replace(group.comm_ctx, bucket_numel=settings.bucket_numel)
