@@ -39,7 +39,7 @@ class ParamInfo:
     slot: Slot
     param_class: type[nn.Parameter]
     placeholder: Tensor = field(init=False)  # its data at rest
-    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (regroup.py)
+    is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (runtime.py)
 
     def __post_init__(self) -> None:
         with without_torch_function():

@@ -339,7 +339,7 @@ class Forward:
     @property
     def runtime(self) -> Runtime:
         runtime = self._runtime()
-        assert runtime is not None  # hooks.py calls in only while it lives
+        assert runtime is not None  # hooks call in only while it lives
         return runtime
 
     def pre_forward(self, unit: Unit, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -814,7 +814,7 @@ def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
 
 
 def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
-    """A view whose gradient is multiplied by what it lacks of the engine's factor (loss_factor.py).
+    """A view whose gradient is multiplied by what it lacks of the engine's factor (`LossFactor`).
 
     An alias, because a hook on the tensor itself would also scale what other outputs (a loss computed from logits)
     send back through it.
