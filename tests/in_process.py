@@ -10,6 +10,7 @@ buffers that are to be filled hold NaN.  Who reads before `wait()` or writes wha
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -27,12 +28,14 @@ from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.flight_recorder import FlightRecorder
 from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
+from deepseek_zero.optim.sharded import ShardedOptimizer, StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.sharding.buffer import CommContext, Pool
 from deepseek_zero.sharding.param_group import ParamGroup, build_group
 from deepseek_zero.sharding.runtime import Runtime
 from deepseek_zero.sharding.wrap import wrap_model
+from tests.reference import MakeOptimizer
 
 CPU = torch.device("cpu")
 T = TypeVar("T")
@@ -100,45 +103,83 @@ class Baton:
             self._turns[self._random.choice(chosen) if self._random is not None else chosen[0]].release()
 
 
+class Piece:
+    """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.storage = tensor.untyped_storage()  # keeps the memory, and is no view of it
+        self.seen = torch.empty(0, dtype=tensor.dtype)
+        if tensor.numel():
+            assert tensor.is_contiguous()
+            memory = (ctypes.c_byte * tensor.nbytes).from_address(tensor.data_ptr())
+            self.seen = torch.frombuffer(memory, dtype=tensor.dtype)
+
+
 @dataclass
 class Message:
-    """One collective under way.  By member: what it sends to each, where it receives from each, who has received.
-
-    It lets go of buffers as soon as it may: a pool lends none again that somebody still holds.
-    """
+    """One collective under way.  By member: what it sends to each, where it receives from each, who has received."""
 
     size: int
-    outgoing: dict[int, Sequence[Tensor]] = field(default_factory=dict)
-    incoming: dict[int, Sequence[Tensor | None]] = field(default_factory=dict)
-    is_complete: bool = False  # every member has come
+    outgoing: dict[int, list[Piece]] = field(default_factory=dict)
+    incoming: dict[int, list[Piece | None]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    has_travelled: bool = False
 
-    def bring(self, member: int, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None]) -> None:
-        self.outgoing[member], self.incoming[member] = pieces, inbox
-        self.is_complete = len(self.outgoing) == self.size
+    @property
+    def is_complete(self) -> bool:
+        """Whether every member has come."""
+        return len(self.outgoing) == self.size
 
     def travel(self) -> None:
         """Fill every member's buffers, at once."""
-        for member in self.incoming:
+        for member in () if self.has_travelled else self.incoming:
             self.fill(member)
-        self.let_go()
+        self.has_travelled = True
 
     def fill(self, member: int) -> None:
         """Fill one member's buffers."""
         for peer, box in enumerate(self.incoming[member]):
             if peer != member and box is not None:
-                box.copy_(self.outgoing[peer][member])
+                box.seen.copy_(self.outgoing[peer][member].seen)
 
-    def let_go(self) -> None:
-        self.outgoing, self.incoming = {}, {}
+
+@dataclass(eq=False)
+class Receipt:
+    """One member's part in a message: to be taken once, when every member has come."""
+
+    message: Message
+    member: int
+    own: Tensor
+    inbox: Sequence[Tensor | None]
+    use: Use
+    is_taken: bool = False
+
+    def take(self, *, in_place: bool) -> None:
+        if self.is_taken:
+            return
+        self.is_taken, message = True, self.message
+        with torch.no_grad():
+            if in_place:
+                message.fill(self.member)
+            else:
+                message.travel()
+            found = [
+                message.outgoing[peer][self.member].seen if box is None else box for peer, box in enumerate(self.inbox)
+            ]
+            found[self.member] = self.own
+            self.use(found)
+        message.done.add(self.member)
 
 
 class InProcess:
-    """A `Transport` between threads.  ranks: the members of its group.  rank: index of this one's."""
+    """A `Transport` between threads.  ranks: the members of its group.  rank: index of this one's.
+
+    Where ranks read in place, one that waits for anything takes what has come meanwhile, as `SharedMemory` does.
+    """
 
     device = CPU
 
-    def __init__(self, world: World, context: WorldContext, ranks: Sequence[int]) -> None:
+    def __init__(self, world: World, context: Context, ranks: Sequence[int]) -> None:
         self.world, self.context, self.ranks = world, context, tuple(ranks)
         self.rank, self.reads_in_place = self.ranks.index(context.rank), world.reads_in_place
 
@@ -156,57 +197,59 @@ class InProcess:
     def _issue(self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], cid: CollectiveId, use: Use) -> Wait:
         name = self.context.position(cid.lane, cid.sequence, self.ranks).name()
         self.world.issued[self.context.rank].append((cid.lane, name))
-        key = (self.ranks, cid.lane, cid.sequence, cid.check)
         for peer, box in enumerate(inbox):
             if peer != self.rank and box is not None and not self.is_read(box):
                 poisoned(box)
+        key = (self.ranks, cid.lane, cid.sequence, cid.check)
         message = self.world.messages.setdefault(key, Message(len(self.ranks)))
-        message.bring(self.rank, pieces, inbox)
+        message.outgoing[self.rank] = [Piece(piece) for piece in pieces]
+        message.incoming[self.rank] = [None if box is None else Piece(box) for box in inbox]
+        receipt = Receipt(message, self.rank, pieces[self.rank], inbox, use)
+        self.context.expected.append(receipt)
 
         def wait() -> None:
             self._wait(lambda: message.is_complete, f"'{name}', number {cid.sequence} of {cid.lane}")
-            with torch.no_grad():
-                if self.reads_in_place:
-                    message.fill(self.rank)
-                    found = [
-                        message.outgoing[peer][self.rank] if box is None else box for peer, box in enumerate(inbox)
-                    ]
-                else:
-                    message.travel()
-                    found = list(inbox)
-                found[self.rank] = pieces[self.rank]
-                use(found)
-            message.done.add(self.rank)
+            if receipt in self.context.expected:
+                self.context.expected.remove(receipt)
+            receipt.take(in_place=self.reads_in_place)
             if len(message.done) == message.size:
-                message.let_go()
-                del self.world.messages[key]
+                self.world.messages.pop(key, None)
 
         return wait
 
     def is_read(self, tensor: Tensor) -> bool:
         if not self.reads_in_place:
             return False
-        storage = tensor.untyped_storage().data_ptr()
+        memory = tensor.untyped_storage().data_ptr()
         return any(
-            piece.untyped_storage().data_ptr() == storage and member not in message.done
+            piece.seen.numel() and piece.storage.data_ptr() == memory and member not in message.done | {self.rank}
             for (ranks, *_), message in self.world.messages.items()
             if ranks == self.ranks and self.rank in message.outgoing
             for member, piece in enumerate(message.outgoing[self.rank])
-            if member != self.rank and piece.numel()
         )
 
     def wait_until_read(self, tensor: Tensor) -> None:
         self._wait(lambda: not self.is_read(tensor), "others to have read a buffer")
 
     def _wait(self, ready: Ready, what: str) -> None:
-        self.world.baton.wait(self.context.rank, ready, what)
+        baton, rank = self.world.baton, self.context.rank
+        while self.reads_in_place and not ready():
+            baton.wait(rank, lambda: ready() or self._has_come(), what)
+            self.progress()
+        baton.wait(rank, ready, what)
+
+    def _has_come(self) -> bool:
+        return any(receipt.message.is_complete for receipt in self.context.expected)
 
     @property
     def expects(self) -> bool:
-        return False
+        return self.reads_in_place and bool(self.context.expected)
 
     def progress(self) -> None:
-        pass
+        for receipt in [each for each in self.context.expected if each.message.is_complete]:
+            if receipt in self.context.expected:  # a sum may wait for memory, and so come here again
+                self.context.expected.remove(receipt)
+                receipt.take(in_place=True)
 
     def end_engine(self, engine: str) -> None:
         pass
@@ -217,6 +260,7 @@ class Context(WorldContext):
 
     def __init__(self, world: World, rank: int) -> None:
         self._in_process = world
+        self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
         hosts = Hosts(rank, ("this process",) * world.size)
         super().__init__(hosts, FlightRecorder(rank, world.size, world.store))
 
@@ -305,7 +349,13 @@ def build_one(rank: Rank, model: nn.Module, **settings: Any) -> ParamGroup:
 
 def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: Any) -> Runtime:
     """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to be cut."""
-    settings = {"persistence_numel": 0, **settings}
     here = (mesh or Mesh()).on_world(rank.size, rank.index)
-    plan = plan_model(model, PlanSettings(**settings), here, Machine(rank.comm.reads_in_place))
-    return wrap_model(model, plan, rank.comm)
+    chosen = PlanSettings(**{"persistence_numel": 0, **settings})
+    plan = plan_model(model, chosen, here, Machine(rank.comm.reads_in_place))
+    return wrap_model(model, plan, rank.comm.lay_out(here))
+
+
+def optimizer_over(runtime: Runtime, make: MakeOptimizer, max_norm: float = 0.0) -> ShardedOptimizer:
+    """An optimizer over the slices of a wrapped model."""
+    groups = [{"params": list(runtime.model.parameters())}]
+    return ShardedOptimizer(runtime, groups, make, StepSettings(max_norm=max_norm))

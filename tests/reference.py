@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -124,6 +125,30 @@ class Reference:
     def values(self) -> dict[str, Tensor]:
         """Weights by name."""
         return {name: value.detach().clone() for name, value in self.model.named_parameters()}
+
+
+@dataclass
+class TwoLevels(Reference):
+    """The reference over `ranks / shard` groups of `shard` ranks."""
+
+    shard: int = 1
+
+    def _groups(self, of_ranks: list[Any]) -> list[list[Any]]:
+        return [of_ranks[first : first + self.shard] for first in range(0, self.ranks, self.shard)]
+
+    def _over_replicas(self, sums: list[Tensor]) -> Tensor:
+        total = sums[0].float().clone()
+        for each in sums[1:]:
+            total.add_(each)
+        return total.to(self.grad_dtype)
+
+    def _micro_first(self, partials: list[list[Tensor]]) -> Tensor:
+        if self.shard == 1:  # nothing is summed within a group, so the one sum is the outer one
+            return super()._micro_first(partials)
+        return self._over_replicas([Reference._micro_first(self, group) for group in self._groups(partials)])
+
+    def _ranks_first(self, partials: list[list[Tensor]]) -> Tensor:
+        return self._over_replicas([Reference._ranks_first(self, group) for group in self._groups(partials)])
 
 
 def whole_batch_run(

@@ -6,7 +6,6 @@ The reference adds in the same two levels: a group's ranks ascending, then the g
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,34 +19,10 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.engine.memory import predicted_volume
 from tests.models import Gpt, batch_of, seeded
-from tests.reference import OPTIMIZERS, Reference
+from tests.reference import OPTIMIZERS, TwoLevels
 from tests.training import DTYPES, Run, train_step
 
 WORLD = 4
-
-
-@dataclass
-class TwoLevels(Reference):
-    """The reference over `ranks / shard` groups of `shard` ranks."""
-
-    shard: int = 1
-
-    def _groups(self, of_ranks: list[Any]) -> list[list[Any]]:
-        return [of_ranks[first : first + self.shard] for first in range(0, self.ranks, self.shard)]
-
-    def _over_replicas(self, sums: list[Tensor]) -> Tensor:
-        total = sums[0].float().clone()
-        for each in sums[1:]:
-            total.add_(each)
-        return total.to(self.grad_dtype)
-
-    def _micro_first(self, partials: list[list[Tensor]]) -> Tensor:
-        if self.shard == 1:  # nothing is summed within a group, so the one sum is the outer one
-            return super()._micro_first(partials)
-        return self._over_replicas([Reference._micro_first(self, group) for group in self._groups(partials)])
-
-    def _ranks_first(self, partials: list[list[Tensor]]) -> Tensor:
-        return self._over_replicas([Reference._ranks_first(self, group) for group in self._groups(partials)])
 
 
 def start(run: Run, mesh: Any, model: Any = None) -> Any:

@@ -1,0 +1,134 @@
+"""A small model trained on ranks of one process has the bits of a run without sharding, at every stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.precision.policy import Policy
+from tests.in_process import Rank, optimizer_over, run_ranks, sharded
+from tests.models import Gpt, batch_of, seeded
+from tests.reference import OPTIMIZERS, Reference, TwoLevels
+
+STEPS = 2
+POLICIES = {torch.float32: Policy(), torch.bfloat16: Policy(torch.bfloat16, auto_cast=True)}
+on_stages = pytest.mark.parametrize("stage", range(4))
+
+
+@dataclass
+class Trained:
+    """What one rank has after its steps."""
+
+    losses: list[list[Tensor]]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def small() -> nn.Module:
+    return seeded(Gpt, blocks=2)
+
+
+def train(
+    rank: Rank, stage: int, dtype: torch.dtype, accumulation: int, mesh: Mesh | None = None, **settings: Any
+) -> Trained:
+    model = small()
+    settings = {"policy": POLICIES[dtype], "accumulation": accumulation, **settings}
+    runtime = sharded(rank, model, mesh, stage=stage, **settings)
+    optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
+    losses, norms = [], []
+    for step in range(STEPS):
+        losses.append([])
+        for micro in range(accumulation):
+            runtime.is_boundary = micro == accumulation - 1
+            batch = batch_of(step, micro, rank.index)
+            loss = model(batch.tokens, batch.targets)
+            loss.backward()
+            losses[-1].append(loss.detach())
+        optimizer.step()
+        norms.append(optimizer.last.norm)
+    return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
+
+
+def assert_same_bits(found: list[Trained], reference: Reference) -> None:
+    for step in range(STEPS):
+        batches = [[batch_of(step, k, r) for k in range(reference.accumulation)] for r in range(reference.ranks)]
+        norm = found[0].norms[step]
+        expected, exact = reference.step(batches, norm)
+        assert norm == pytest.approx(exact, rel=1e-5)
+        for rank, each in enumerate(found):
+            assert each.norms[step] == norm, "one norm on all ranks"
+            assert all(map(torch.equal, each.losses[step], expected[rank])), f"losses of rank {rank}, step {step}"
+    for rank, each in enumerate(found):
+        for name, weight in reference.values().items():
+            assert torch.equal(each.weights[name], weight), f"{name} on rank {rank}"
+
+
+def reference_of(size: int, stage: int, dtype: torch.dtype, accumulation: int, shard: int = 0) -> Reference:
+    """shard: ranks of one group of a mesh with replicas; 0: there are none."""
+    given = (small(), size, accumulation, stage < 2 or (shard or size) == 1, dtype, OPTIMIZERS["adamw"], 0.5)
+    return TwoLevels(*given, shard=shard) if shard else Reference(*given)
+
+
+@on_stages
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", POLICIES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_every_stage_gives_the_bits_of_one_process(
+    stage: int, size: int, dtype: torch.dtype, accumulation: int
+) -> None:
+    found = run_ranks(size, lambda rank: train(rank, stage, dtype, accumulation), seed=stage)
+    assert_same_bits(found, reference_of(size, stage, dtype, accumulation))
+
+
+@on_stages
+@pytest.mark.parametrize("seed", [None, 1, 2, 3])
+@pytest.mark.parametrize("reads_in_place", [False, True], ids=["copied", "in place"])
+def test_no_order_of_ranks_changes_a_bit(stage: int, seed: int | None, reads_in_place: bool) -> None:
+    found = run_ranks(3, lambda rank: train(rank, stage, torch.float32, 1), seed=seed, reads_in_place=reads_in_place)
+    assert_same_bits(found, reference_of(3, stage, torch.float32, 1))
+
+
+@on_stages
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"window_numel": 0},
+        {"ahead_numel": 0},
+        {"keep_numel": 0, "ahead_numel": 3000},
+        {"overlap": False},
+        {"bucket_numel": 2048},
+        {"persistence_numel": 50},
+        {"window_numel": 0, "bucket_numel": 1, "overlap": False},
+    ],
+    ids=lambda settings: " ".join(settings),
+)
+def test_no_schedule_and_no_size_changes_a_bit(stage: int, settings: dict[str, Any]) -> None:
+    found = run_ranks(2, lambda rank: train(rank, stage, torch.bfloat16, 2, **settings), seed=5, reads_in_place=True)
+    assert_same_bits(found, reference_of(2, stage, torch.bfloat16, 2))
+
+
+@on_stages
+@pytest.mark.parametrize(("replicas", "shard"), [(2, 2), (2, 1), (1, 3), (4, 1), (2, 3)])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_replicas_add_up_in_two_levels(stage: int, replicas: int, shard: int, accumulation: int) -> None:
+    """Hybrid sharding: slices within a group, the same slices in every group, one outer sum a step."""
+    mesh, size = Mesh(dp_replicate=replicas, dp_shard=shard), replicas * shard
+    found = run_ranks(size, lambda rank: train(rank, stage, torch.float32, accumulation, mesh), seed=stage)
+    assert_same_bits(found, reference_of(size, stage, torch.float32, accumulation, shard))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_meet_once_a_step(stage: int) -> None:
+    def body(rank: Rank) -> list[str]:
+        train(rank, stage, torch.float32, 3, Mesh(dp_replicate=2, dp_shard=2))
+        return rank.issued("engine 0 dp_replicate/reduce")
+
+    names = ["root", "blocks.0", "blocks.1"]
+    for issued in run_ranks(4, body):
+        for name in names:
+            assert issued.count(f"reduce {name}") == STEPS, issued
