@@ -1,7 +1,8 @@
-"""What the machine lets a run do, and where the run makes do with a slower way: one record, in place of silence.
+"""The ways that the machine lets a run take, and where a slower one is taken: one record, in place of silence.
 
-Whoever has a second way says which one it took (`Capability`); the engine collects what all ranks say (`Capabilities`),
-logs the slower ways once, and shows all of them in `explain()`.  `deepseek-zero doctor` asks the same of a machine.
+A part with two ways reports the one it took (`Capability`); the engine collects the reports of all ranks
+(`Capabilities`), logs the slower ways once, and shows all of them in `explain()`. `deepseek-zero doctor` asks the same
+of a machine.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What this rank is busy with, and for how long: one phase at a time, so that the parts add up to the whole.
+"""Measures what this rank is busy with: one phase at a time, so that the parts add up to the whole.
 
-Costs a clock reading at each change of phase.  On a GPU it tells what the host did, which runs ahead of the device.
-Entered by sharding (forward, backward), optim (step) and tiers (waits); read by report.
+Costs a clock reading at each change of phase. On a GPU it tells what the host did, which runs ahead of the device.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ class PhaseClock:
         self._phase, self._since = BETWEEN, time.perf_counter()
 
     def enter(self, phase: str) -> str:
-        """What is done from now on; returns what was done until now."""
+        """Begin a phase; return the one that was under way."""
         now = time.perf_counter()
         self.seconds[self._phase] = self.seconds.get(self._phase, 0.0) + now - self._since
         before, self._phase, self._since = self._phase, phase, now
         return before
 
     def end_step(self) -> bool:
-        """A step is over; True after the first, when counting begins."""
+        """End a step; return True after the first, when counting begins."""
         self.enter(BETWEEN)
         self.steps += 1
         if self.steps == 0:

@@ -1,7 +1,7 @@
-"""What torch keeps private, and what differs between devices, in one place.
+"""torch's private names, and the differences between devices, in one place.
 
 Owns: the end-of-backward callback, the saved-tensor hook stack, how a recomputation ends, storage use counts, versions
-of tensors, what a module holds, memory counters.  Every private torch name the house uses stands here, each with a test
+of tensors, what a module holds, memory counters. Every private torch name the house uses stands here, each with a test
 in tests/unit/base/test_device.py that fails loudly when torch moves.
 """
 
@@ -46,7 +46,7 @@ def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
 
 
 def ends_recomputation(error: BaseException) -> bool:
-    """Whether checkpoint raised this to stop a forward that has recomputed all it was asked for: nothing is wrong."""
+    """Return whether checkpoint raised this to end a forward that has recomputed all it was asked for: no error."""
     return isinstance(error, torch.utils.checkpoint._StopRecomputationError)
 
 
@@ -79,8 +79,8 @@ def adopt_step_hooks(outer: torch.optim.Optimizer, inner: torch.optim.Optimizer)
 
 
 def tell_schedules_of_step(inner: torch.optim.Optimizer) -> None:
-    """A step was made, for torch's schedules: they ask the optimizer they were built on, whose own `step` runs tile by
-    tile, later, or on a rank without a piece never.
+    """Tell torch's schedules that a step was made: they ask the optimizer they were built on, whose own `step` runs
+    tile by tile, later, or on a rank without a shard never.
     """
     inner._opt_called = True  # type: ignore[attr-defined]
 

@@ -29,7 +29,7 @@ class DeepSeekZeroError(RuntimeError):
 
 
 def brief(error: BaseException) -> str:
-    """What an error of somebody else's says, on one line and not at any length: some quote whole files."""
+    """Return another package's error on one short line: some quote whole files."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
@@ -66,8 +66,8 @@ class UsageError(DeepSeekZeroError):
 
 
 class StorageError(DeepSeekZeroError, OSError):
-    """A disk that holds states refused, is full, or gave back other bytes than it was given; nobody computes with
-    them.
+    """A disk that holds states refused, is full, or returned other bytes than it was given; they are never computed
+    with.
     """
 
 

@@ -1,4 +1,6 @@
-"""What callers give where only some kinds of things can be right: it is one, or a UsageError says what it was."""
+"""Checks arguments of which only some kinds can be right: returns the value, or raises `UsageError` with what it
+was.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,14 @@ from .errors import UsageError, shown
 
 
 def refuse(call: str, name: str, value: Any, wanted: str, fix: str) -> UsageError:
-    """The error for an argument of the wrong kind.  call: as the caller wrote it.  wanted: a noun, "a directory"."""
+    """Return the error for an argument of the wrong kind. call: as the caller wrote it. wanted: a noun, "a
+    directory".
+    """
     return UsageError(f"{call}({name}={shown(value)}) cannot be used.", f"{name} is {wanted}.", fix)
 
 
 def path_of(call: str, name: str, value: Any) -> Path:
-    """A path that a caller gave as text or as a path."""
+    """Return a path that a caller gave as text or as a path."""
     if isinstance(value, str | os.PathLike):
         text = os.fspath(value)
         if isinstance(text, str) and "\0" not in text:
@@ -24,7 +28,7 @@ def path_of(call: str, name: str, value: Any) -> Path:
 
 
 def whole_number(call: str, name: str, value: Any, least: int, most: int | None = None) -> int:
-    """A count that a caller gave."""
+    """Return a count that a caller gave."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if is_whole and value >= least and (most is None or value <= most):
         return int(value)

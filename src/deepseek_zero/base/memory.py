@@ -1,7 +1,7 @@
-"""Where bytes come from that torch's allocator does not give: pages of our own, and pages that processes share.
+"""Memory that torch's allocator does not give: pages of our own, and pages that processes share.
 
-Shared ones are memfds, which have no name: nothing is left in a file system whatever kills a process, a small /dev/shm
-does not matter, and nobody without the descriptor can map one.
+Shared ones are memfds, which have no name: a killed process leaves nothing in a file system, a small /dev/shm does not
+matter, and only a process with the descriptor can map one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def keep_freed_memory() -> bool:
 
 
 def _heap_variables() -> list[str]:
-    """What the user has set of the C library's heap."""
+    """Return the variables by which the user has set the C library's heap."""
     names = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
     return [name for name in names if name in os.environ]
 
@@ -72,7 +72,7 @@ def no_collection() -> Iterator[None]:
 
 
 def capabilities(*, keeps_freed: bool) -> list[Capability]:
-    """What the system grants this process.  keeps_freed: what `keep_freed_memory` said."""
+    """Describe what the system grants this process. keeps_freed: the result of `keep_freed_memory`."""
     return [_huge_pages(), _written_pages(), _freed_memory(keeps_freed)]
 
 
@@ -153,9 +153,10 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 def is_cached(descriptor: int, start: int, stop: int) -> bool:
-    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False where nobody can tell.
+    """Return whether the page cache has bytes [start, stop) of a file, `start` at a page; False if the system does not
+    tell.
 
-    Nothing is read for it.  A read that must not wait (RWF_NOWAIT) would have the kernel begin to read all of it.
+    Nothing is read for it. A read that must not wait (RWF_NOWAIT) would have the kernel begin to read all of it.
     """
     length = stop - start
     try:

@@ -123,13 +123,13 @@ class Mesh:
 
     @property
     def data_index(self) -> int:
-        """Which of the `data_size` shares of a batch is this rank's."""
+        """Return the number of this rank's share of a batch, of `data_size` shares."""
         here = self.coordinates
         return here["dp_replicate"] * self.dp_shard + here["dp_shard"]
 
     @property
     def shard_index(self) -> int:
-        """Which of the `shard_size` slices is this rank's."""
+        """Return the number of this rank's slice, of `shard_size` slices."""
         here = self.coordinates
         return here["dp_shard"] * self.sp + here["sp"]
 
@@ -217,7 +217,7 @@ def refuse_unbuilt(mesh: Mesh) -> None:
 
 
 def shares_gpu(local_size: int | None) -> bool:
-    """Whether a host that runs so many ranks has fewer GPUs, so that some share one.  None, unknown: taken for no."""
+    """Return whether a host that runs so many ranks has fewer GPUs, so that some share one. None counts as no."""
     return local_size is not None and torch.cuda.is_available() and local_size > torch.cuda.device_count()
 
 

@@ -1,8 +1,8 @@
-"""Who this process is: its rank, the size of its world, its place on its host, and where the ranks meet.
+"""The identity of this process: its rank, the size of its world, its place on its host, and where the ranks meet.
 
-`discover` reads what a launcher said, by a table of launchers; it is pure.  `rank`, `size` and `local_rank` answer for
-the running process: once a group is joined its word counts, before that the launcher's.  No other file reads these
-variables.  Standard library only, because the log and the command line work without torch.
+`discover` reads what a launcher said, by a table of launchers; it is pure. `rank`, `size` and `local_rank` answer for
+the running process: once a group is joined its word counts, before that the launcher's. No other file reads these
+variables. Standard library only, because the log and the command line work without torch.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ MOST_PORT = 65535
 
 @dataclass(frozen=True)
 class World:
-    """Where one process stands.  None: its launcher does not say.
+    """The place of one process in its world. None: its launcher does not say.
 
-    local_rank, local_size: among the ranks of this host.  address, port: where rank 0 listens.  source: who said so.
+    local_rank, local_size: among the ranks of this host. address, port: where rank 0 listens. source: the launcher that
+    said so.
     """
 
     rank: int = 0
@@ -114,9 +115,9 @@ MPI = (
 
 
 def discover(environ: Mapping[str, str]) -> World:
-    """The world that a launcher's variables describe; one process where none does.
+    """Return the world that a launcher's variables describe; one process if none does.
 
-    UsageError where they contradict each other or are no numbers.  Where ranks meet may still be unknown.
+    Raises `UsageError` if they contradict each other or are no numbers. The meeting place may still be unknown.
     """
     if environ.get(ALONE) == "1":
         return World(source=f"{ALONE}=1")
@@ -234,7 +235,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 
 def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
-    """Where the variables of a launcher let ranks meet: Slurm lists its hosts, and on one host everybody is here."""
+    """Return the address that a launcher's variables imply: Slurm lists its hosts, and on one host it is this one."""
     if launcher is SLURM and environ.get("SLURM_STEP_NODELIST"):
         return first_host(environ["SLURM_STEP_NODELIST"])
     return "127.0.0.1" if is_one_host and launcher is not TORCHRUN else None
@@ -291,7 +292,9 @@ def _group() -> Any:
 
 
 def _said() -> World:
-    """What the launcher says; where that is nonsense, one process: whoever joins a group gets the error."""
+    """Return the launcher's world; one process if its variables are nonsense, which an attempt to join a group
+    reports.
+    """
     try:
         return discover(os.environ)
     except UsageError:
@@ -299,25 +302,27 @@ def _said() -> World:
 
 
 def rank() -> int:
-    """This process's number in its world."""
+    """Return this process's number in its world."""
     group = _group()
     return int(group.get_rank()) if group is not None else _said().rank
 
 
 def size() -> int:
-    """Return how many processes its world has."""
+    """Return the number of processes in its world."""
     group = _group()
     return int(group.get_world_size()) if group is not None else _said().size
 
 
 def local_size() -> int | None:
-    """Return how many ranks this host has, where a launcher says it; links.py counts them once there are links."""
+    """Return the number of ranks on this host if a launcher says it (`comm/context.py` counts them once ranks are
+    connected).
+    """
     said = _said()
     return said.local_size if (said.rank, said.size) == (rank(), size()) else None
 
 
 def meeting_address() -> str | None:
-    """Where rank 0 can be reached, where a launcher says it."""
+    """Return the address of rank 0, if a launcher says it."""
     return os.environ.get("MASTER_ADDR") or _said().address
 
 
@@ -337,6 +342,6 @@ def stated_local_rank() -> int | None:
 
 
 def local_rank() -> int:
-    """This process's number on its host; where nobody says it, its rank, which is that on one host."""
+    """Return this process's number on its host; if no launcher says it, its rank, which is the same on one host."""
     said = stated_local_rank()
     return rank() if said is None else said

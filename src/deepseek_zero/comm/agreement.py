@@ -1,6 +1,7 @@
-"""Ranks compare what they are about to do before they do it, and hear of it where one of them cannot.
+"""Compares what ranks are about to do before they do it, and tells all of them if one cannot.
 
-Differences found here are named; found later they would be wrong gradients or ranks that wait for each other."""
+Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
 
 @contextmanager
 def propagate_errors(comm: Comm) -> Iterator[None]:
-    """What ends this block with an error is told to the ranks that wait for this one."""
+    """Open a block whose error is told to the ranks that wait for this one."""
     try:
         yield
     except Exception as error:
@@ -45,7 +46,9 @@ def propagate_errors(comm: Comm) -> Iterator[None]:
 
 
 def run_on_all_ranks(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """Do something that may fail on one rank alone; then it raises there, and `PeerError` elsewhere.  Collective."""
+    """Call a function that may fail on one rank alone; then raise its error there, and `PeerError` elsewhere.
+    Collective.
+    """
     done, _ = gather_outcomes(comm, what, action, lambda _: "")
     return done
 
@@ -57,10 +60,10 @@ def gather_outcomes(
     say: Callable[[T], str],
     failure: type[DeepSeekZeroError] = PeerError,
 ) -> tuple[T, list[str]]:
-    """As `run_on_all_ranks`, and what every rank says of it.  Collective.
+    """Call as `run_on_all_ranks` does, and return every rank's text. Collective.
 
-    failure: what is raised where another rank failed, and here too unless our own error is of that kind (PeerError:
-    our own, whatever it is).
+    failure: the error to raise if another rank failed. This rank raises it too, unless its own error is of that kind
+    already; if `failure` is `PeerError`, its own error is always raised.
     """
     problem: Exception | None = None
     try:

@@ -1,9 +1,9 @@
 """Moves flat tensors between the ranks of one group: all-gather, reduce-scatter, all-reduce, small rows.
 
-Each call returns a `Pending`; its data may be used after `wait()`.  Sums have one order, ranks ascending with
-partials in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits.
-A message is known by its lane and its issued there, and carries a check of its name (comm/ids.py): a rank that strays
-finds no partner, and the board (comm/flight_recorder.py) turns the silence into a named error.
+Each call returns a `Pending`; its data may be used after `wait()`. Sums have one order, ranks ascending with partials
+in fp32 (`ordered_sum`), whatever the transport, so that every stage and every transport gives the same bits. A message
+is known by its lane and its place there, and carries a check of its name (comm/ids.py): a rank that strays finds no
+partner, and the flight recorder (comm/flight_recorder.py) turns the silence into a named error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """Where in its lane one collective stands."""
+    """The place of one collective in its lane."""
 
     lane: Lane
     sequence: int
@@ -86,7 +86,7 @@ class Pending:
                 raise
 
     def then(self, finish: Finish) -> Pending:
-        """This collective followed by local work, done by whoever waits."""
+        """Return this collective followed by local work, which `wait()` does."""
         return Pending(self.wait, finish)
 
 
@@ -95,8 +95,8 @@ DONE = Pending(no_wait)
 
 @dataclass
 class _Engine:
-    """What all communicators of one engine share.  name: the topic of its errors.  gave_up: a wait ended in an error of
-    other ranks' making.
+    """State that all communicators of one engine share. name: the topic of its errors. gave_up: a wait ended in an
+    error of other ranks' making.
     """
 
     trains: bool
@@ -147,12 +147,12 @@ class Comm:
 
     @property
     def shard(self) -> Comm:
-        """The ranks among which states are cut: all of this group, unless it was laid out on a mesh that says less."""
+        """Return the communicator of the ranks among which states are cut: this one, unless a mesh says less."""
         return self if self._shard is None else self._shard
 
     @property
     def owners(self) -> Partition:
-        """For each slice of a state, the ranks that hold it, ascending; one each where there are no replicas."""
+        """Return, for each slice of a state, the ranks that hold it, ascending; one each without replicas."""
         return tuple((rank,) for rank in self.ranks) if self._owners is None else self._owners
 
     def lay_out(self, mesh: Mesh) -> Comm:
@@ -165,12 +165,12 @@ class Comm:
         return self
 
     def split(self, groups: Partition, axis: str) -> Comm:
-        """Return the communicator of the one of these groups that this rank is in.  Collective in the world.
+        """Return the communicator of the one of these groups that this rank is in. Collective in the world.
 
-        groups: of ranks of the world, disjoint and of one size; every rank is in one.  axis: what they lie along, which
-        is in the names of their lanes.  The new one counts in this one's meter, and whichever of an engine's groups an
-        error is raised in, those who wait in another one hear of it.  A rank never enters calls of a group it is not
-        in.
+        groups: of ranks of the world, disjoint and of one size; every rank is in one. axis: the mesh axis they lie
+        along, which is in the names of their lanes. The new one counts in this one's meter. An error that a rank raises
+        in any group of an engine reaches the ranks that wait in its other groups. A rank never enters calls of a group
+        it is not in.
         """
         ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
         if ranks == self.ranks:
@@ -185,7 +185,7 @@ class Comm:
         return found
 
     def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
-        """Take a name, a slot for gloo's tags and transports of its own.  Collective in `whole`, the world's."""
+        """Take a name, a slot for gloo's tags and transports of its own. Collective in `whole`, the world's."""
         device, engine, nccl = self.device, self._engine, world.nccl_groups(groups)
         slots, free, idle = _agreed(whole, world, nccl, uses_gloo=engine.uses_gloo)
         self._number = next(world.engines)  # made in the same order on every rank of this world
@@ -202,7 +202,7 @@ class Comm:
         weakref.finalize(self, _end, world, self.name, self._host_transport, self._transport).atexit = False
 
     def capabilities(self) -> list[Capability]:
-        """How tensors travel from this rank to the others, and why not faster.  Local."""
+        """Describe how tensors travel from this rank to the others, and why not faster. Local."""
         name, world, transport = "between ranks", self._world, self._transport
         if world is None:
             return []
@@ -227,15 +227,15 @@ class Comm:
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether `exchange` needs no inbox."""
+        """Return whether `exchange` needs no inbox."""
         return self._transport.reads_in_place
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer whose contents are to travel; arbitrary contents."""
+        """Allocate a flat buffer in the memory that other ranks reach best; its contents are arbitrary. Local."""
         return self._transport.empty(numel, dtype)
 
     def shared_weights(self, numel: int, dtype: torch.dtype, what: str) -> SharedWeights | None:
-        """Pages for `numel` elements that all ranks share, None where they cannot.  Collective within "gather"."""
+        """Return pages for `numel` elements that all ranks share; None if they cannot. Collective within "gather"."""
         transport = self._transport
         if not isinstance(transport, SharedMemory) or not numel:
             return None
@@ -249,33 +249,35 @@ class Comm:
         return found[0]
 
     def barrier_begin(self, what: str) -> None:
-        """Say that this rank has written what it had to write into weights pages.
+        """Announce that this rank has written its slices of shared weights.
 
-        Until `part`, `see` waits for nothing but for all ranks to have said so.  Collective within "gather"; does not
-        wait.
+        Until `barrier_end`, `gather_shared` waits only until every rank has announced it. Collective within "gather";
+        does not wait.
         """
         transport = self._transport
         if isinstance(transport, SharedMemory):
             self._barrier = self._issue("gather", f"begin {what}", transport.barrier)
 
     def barrier_end(self) -> None:
-        """From now on slices may be written again: each `see` is a collective of its own."""
+        """Allow slices to be written again: each `gather_shared` is a collective of its own from now on."""
         self._barrier = None
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Return when no other rank reads this buffer any more, so that it may be written."""
+        """Wait until no other rank reads this buffer any more, so that it may be written."""
         if self._world is not None and self._last is not None and self._transport.is_read(tensor):
             self._wait(self._world, lambda: self._transport.wait_until_read(tensor), replace(self._last, arrived=[]))
 
     def progress(self) -> None:
-        """Take in what other ranks have sent, without waiting; called often, so only while something is expected."""
+        """Take in messages that other ranks have sent, without waiting; called often, so only while something is
+        expected.
+        """
         if self._transport.expects:
             self._transport.progress()
 
     # -- movements
 
     def gather_shared(self, weights: SharedWeights, what: str) -> Pending:
-        """Gather weights pages, which moves nothing; counts the bytes that another transport would send."""
+        """Gather shared weights, which moves nothing; count the bytes that another transport would send."""
         full, transport = weights.whole, self._transport
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
         if self._barrier is not None:
@@ -284,9 +286,10 @@ class Comm:
         return self._issue("gather", f"gather {what}", transport.barrier)
 
     def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
-        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in issued already.
+        """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
 
-        Collective within its lane.  The buffer belongs to the transport until `wait()`.
+        Any dtype, the same on every rank. Collective within its lane. The buffer belongs to the transport until
+        `wait()`, which raises `PeerError` if another rank failed or strayed.
         """
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
 
@@ -300,9 +303,10 @@ class Comm:
     ) -> Pending:
         """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are ignored.
 
-        The first half of a reduce-scatter.  use(received) is the second: it is called once, at the latest by `wait()`,
-        and where `reads_in_place`, entries of the inbox that are None are views of the owners' memory there.  The
-        pieces may be written again after `settle`; without `use`, after `wait()`.
+        The first half of a reduce-scatter: pieces and inbox are flat, of one dtype on all ranks. use(received) is the
+        second: it is called once, at the latest by `wait()`, and with `reads_in_place`, entries of the inbox that are
+        None are views of the owners' memory there. The pieces may be written again after `wait_until_read`; without
+        `use`, after `wait()`, which raises `PeerError` if another rank failed or strayed. Collective within its lane.
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
         self.meter.count("reduce_scatter", sent)
@@ -331,7 +335,11 @@ class Comm:
         return both
 
     def all_gather_rows(self, row: Tensor, what: str) -> Tensor:
-        """Every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every rank."""
+        """Return every rank's row, stacked: (size, len(row)). row: one-dimensional, on the host, same length on every
+        rank.
+
+        Collective in the lane "rows"; waits.
+        """
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
         self.meter.count("rows", row.numel() * row.element_size() * (self.size - 1))
@@ -340,11 +348,11 @@ class Comm:
         return table
 
     def barrier(self, what: str) -> None:
-        """Return when every rank has come here."""
+        """Wait until every rank has come here. Collective."""
         self.all_gather_rows(torch.zeros(1, dtype=torch.uint8), what)
 
     def all_gather_text(self, text: str, what: str) -> list[str]:
-        """Every rank's text."""
+        """Return every rank's text, by rank. Collective."""
         payload = text.encode()
         lengths = self.all_gather_rows(torch.tensor([len(payload)]), what)[:, 0]
         padded = torch.zeros(int(lengths.max()) or 1, dtype=torch.uint8)
@@ -353,14 +361,16 @@ class Comm:
         return [bytes(table[rank, : int(lengths[rank])].tolist()).decode() for rank in range(self.size)]
 
     def post_error(self, error: BaseException) -> None:
-        """Tell ranks that wait for this one why it will not come; what follows from another rank's error is no news."""
+        """Tell the ranks that wait for this one why it will not come; an error that follows from another rank's is
+        not posted.
+        """
         engine = self._engine
         if engine.world is not None and not engine.gave_up:
             first_line = (str(error).splitlines() or [""])[0]
             engine.world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {first_line}"[:300])
 
     def withdraw_error(self) -> None:
-        """This rank goes on after all."""
+        """Withdraw a posted error: this rank goes on after all."""
         engine = self._engine
         engine.gave_up = False
         if engine.world is not None:
@@ -387,10 +397,10 @@ class Comm:
         world.recorder.withdraw("waiting")
 
     def _until_evidence(self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]) -> T:
-        """Do what may have to wait for other ranks, until there is evidence that it is in vain.
+        """Call what may have to wait for other ranks, until there is evidence that it waits in vain.
 
-        PeerError where a rank is gone or astray.  Any other error is this rank's own (no memory, a shape, a dtype): it
-        keeps its type, and the ranks that wait for this one hear of it.
+        Raises `PeerError` if a rank is gone or in another collective. Any other error is this rank's own (no memory, a
+        shape, a dtype): it keeps its type, and is posted to the ranks that wait for this one.
         """
         while True:
             try:
@@ -410,7 +420,7 @@ class Comm:
         return world.position(issued.lane.name, issued.sequence, self.ranks)
 
     def _connection_lost(self, world: WorldContext, what: str, caught: Exception) -> PeerError:
-        """The connection broke; the board may know more than the socket does."""
+        """Return the error for a broken connection; the flight recorder may know more than the socket does."""
         self._engine.gave_up = True
         if error := world.recorder.find_failure(f"rank {world.rank} was in '{what}'", self._engine.name):
             return error
@@ -422,9 +432,9 @@ class Comm:
 
 
 def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:
-    """Bring pieces[r] of the rank `source` into rank r's `into`; the source's own stays.  Collective within "gather".
+    """Copy pieces[r] of the rank `source` into rank r's `into`; the source's own stays. Collective within "gather".
 
-    into: one-dimensional, as long as the piece; pieces of other ranks than the source are not looked at.
+    into: one-dimensional, as long as the piece; pieces of other ranks than the source are ignored.
     """
     nothing = into[:0]
     outgoing = pieces if comm.rank == source else [nothing] * comm.size
@@ -433,10 +443,10 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
 
 
 def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, *, uses_gloo: bool) -> tuple[int, int, int]:
-    """What is so on every rank: the slots that are free (`Tags`), the pairs of NCCL's groups that are free and those
-    that are idle (`NcclGroups`).  Collective.
+    """Agree on the slots that are free on every rank (`Tags`), and the pairs of NCCL groups that are free or idle
+    (`NcclGroups`).
 
-    ModelMismatchError where ranks were told to travel in different ways.
+    Collective. Raises `ModelMismatchError` if ranks were told to use different transports.
     """
     mine = [int(uses_gloo), world.tags.free_slots(), nccl.free(), nccl.idle()]
     table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
@@ -451,14 +461,14 @@ def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, *, uses_gloo: boo
 
 
 def _end(world: WorldContext, engine: str, *transports: Transport) -> None:
-    """Let go of what one communicator had."""
+    """Release the transports of one communicator."""
     world.end_engine(engine)
     for transport in transports:
         transport.end_engine(engine)
 
 
 def _do_nothing(received: Sequence[Tensor]) -> None:
-    """What was received stays where it is."""
+    """Leave the received pieces in place."""
 
 
 def ordered_sum(
@@ -487,7 +497,7 @@ def ordered_sum(
 
 
 def _adds_in_fp32(*dtypes: torch.dtype) -> bool:
-    """Whether torch's own addition of two such numbers is the fp32 sum, rounded once.
+    """Return whether torch's own addition of two such numbers is the fp32 sum, rounded once.
 
     Halving a rounded bf16 is exact down to 2^-126, below every gradient that changes a weight; fp16 ends at 2^-14.
     """

@@ -1,4 +1,4 @@
-"""What the ranks of one world share, whatever engines run on it: gloo's connections, the flight recorder, the lanes.
+"""State that the ranks of one world share among all engines: gloo's connections, the flight recorder, the lanes.
 
 One per process and world, so that connections and their threads are made once, and a rank that waits in one engine
 knows where the others stand in every engine.
@@ -52,13 +52,13 @@ class Lane:
 
 
 class WorldContext:
-    """One rank's view of the world: how it reaches the others, and what its engines have in common.
+    """One rank's connections to the world, and the state that its engines share.
 
-    The one of this process comes from `of_this_world`: its first call is collective, later ones return the same object.
+    `of_this_world` returns the one of this process: its first call is collective, later ones return the same object.
     Making one from given parts is local.
 
-    group: gloo's, of all ranks.  pages: what ranks of this host share memory through.  no_sharing_reason: why they do
-    not; "" where they do, or where there is only one.
+    group: gloo's, of all ranks. pages: the memory that ranks of this host share. no_sharing_reason: why they share
+    none; "" if they do, or if there is only one.
     """
 
     _current: ClassVar[WorldContext | None] = None
@@ -99,7 +99,7 @@ class WorldContext:
         return cls(hosts, recorder, group, pages, no_sharing_reason)
 
     def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Gloo:
-        """Gloo between these ranks, this one among them, over the connections that the world has.  Local.
+        """Return gloo between these ranks, this one among them, over the connections of the world. Local.
 
         far_only: to the ranks that share no memory with this one.
         """
@@ -108,7 +108,7 @@ class WorldContext:
         return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags)
 
     def fastest_over(self, ranks: Sequence[int]) -> Transport:
-        """Shared memory to those of these ranks that are on this host, gloo to the others.  Local."""
+        """Return shared memory to those of these ranks that are on this host, gloo to the others. Local."""
         far = self.gloo_over(ranks, far_only=True)
         if self._pages is None or len(far.peers) == len(ranks) - 1:
             return far
@@ -116,17 +116,17 @@ class WorldContext:
         return Hierarchical(near, far, near.rank) if far.peers else near
 
     def nccl_groups(self, partition: Partition) -> NcclGroups:
-        """The groups of NCCL's for one way to cut the world, shared by all engines that cut it so.  Local."""
+        """Return the NCCL groups of one way to cut the world, shared by all engines that cut it so. Local."""
         if partition not in self._nccl_groups:
             self._nccl_groups[partition] = NcclGroups(None if partition == (self.ranks,) else partition)
         return self._nccl_groups[partition]
 
     def lane(self, name: str, number: int) -> Lane:
-        """The lane of that name ("engine 0/gather"), made at its first use."""
+        """Return the lane of that name ("engine 0/gather"), made at its first use."""
         return self._lanes.setdefault(name, Lane(name, number))
 
     def end_engine(self, engine: str) -> None:
-        """An engine is gone: its waiting threads may go.  How far it came stays, for ranks that are still behind."""
+        """End the waiting threads of an engine that is gone. Its positions stay, for ranks that are still behind."""
         for name, lane in list(self._lanes.items()):  # a backward thread may add one meanwhile
             if engine_of(name) == engine:
                 lane.log.clear()
@@ -135,7 +135,7 @@ class WorldContext:
             groups.release(engine)
 
     def position(self, lane: str, sequence: int, ranks: Sequence[int]) -> Position:
-        """Where this rank stands, as it waits for one collective of one lane.  ranks: whose collective it is."""
+        """Return this rank's position as it waits for one collective of one lane. ranks: those of the collective."""
         return Position(
             lane,
             sequence,
@@ -146,7 +146,8 @@ class WorldContext:
 
 
 def ranks_of_this_host() -> int:
-    """How many ranks of the world run here: counted when the first engine was made, before that the launcher's word.
+    """Return the number of ranks of the world on this host: counted once an engine was made, before that the launcher's
+    word.
 
     Local.
     """
@@ -157,7 +158,7 @@ def ranks_of_this_host() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number on its host: as its launcher says, else by counting, else its rank.  Local."""
+    """Return this rank's number on its host: as its launcher says, else by counting, else its rank. Local."""
     links, said = WorldContext._current, world.stated_local_rank()
     if said is not None or links is None or links.world is not dist.group.WORLD:
         return world.local_rank()
@@ -178,7 +179,7 @@ def drain_threads() -> None:
 
 
 def _others_run() -> bool:
-    """Whether another thread of this process runs or could run; False where the system does not tell."""
+    """Return whether another thread of this process runs or could run; False if the system does not tell."""
     me = str(threading.get_native_id())
     try:
         return any(_wants_to_run(thread) for thread in os.listdir("/proc/self/task") if thread != me)

@@ -1,9 +1,9 @@
-"""The flight recorder: how a rank that waits learns that it waits in vain.
+"""The flight recorder: tells a waiting rank when its wait is in vain.
 
-Every rank writes what it waits for, and what befell it, into a small key-value store that is touched only when
-something takes longer than a second, so the steady state never sees it.  A wait ends with a `PeerError` on *evidence*
-(a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour
-is late, not dead.
+A rank whose wait lasts longer than a second writes the collective it waits for into a small key-value store, and a rank
+that raises or ends writes that; the steady state never touches the store. A wait ends with a `PeerError` on *evidence*
+(a rank raised, a rank ended, a rank is in another collective), never on patience: a rank that loads data for an hour is
+late, not dead.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a mome
 
 
 def raised_in(engine: str) -> str:
-    """The topic of an exception that a rank may still catch: it concerns those who wait for it in that engine."""
+    """Return the topic of an exception that a rank may still catch: it concerns the ranks that wait for it in that
+    engine.
+    """
     return f"raised in {engine}"
 
 
 @dataclass
 class Position:
-    """What a rank has issued, and the one collective it waits for.  Lanes ("engine 0/gather") are independent sequences
-    of collectives; ranks outside a group never wait in its lanes.
+    """The collectives a rank has issued, and the one it waits for. Lanes ("engine 0/gather") are independent
+    sequences of collectives; ranks outside a group never wait in its lanes.
     """
 
     lane: str
@@ -52,12 +54,12 @@ class Position:
         return self.log.get(lane or self.lane, {}).get(str(number), "")
 
     def has_issued(self, other: Position) -> bool:
-        """Whether this rank has entered the collective the other waits for."""
+        """Return whether this rank has issued the collective the other waits for."""
         return self.issued.get(other.lane, 0) > other.sequence
 
 
 class Store(Protocol):
-    """What a recorder needs of torch's stores: texts by key.  RuntimeError where the store is gone."""
+    """The part of torch's stores that a recorder uses: texts by key. Raises RuntimeError if the store is gone."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -67,8 +69,8 @@ class Store(Protocol):
 
 
 class FlightRecorder:
-    """The lines that ranks write for each other in one small key-value store.  All methods are local and never wait for
-    a rank.
+    """Lines that ranks write for each other in one small key-value store. All methods are local and never wait for a
+    rank.
     """
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
@@ -80,8 +82,8 @@ class FlightRecorder:
         _post_end_at_exit(self)
 
     def post(self, topic: str, text: str) -> None:
-        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); a store that is
-        gone is no error.
+        """Write this rank's line under a topic ("raised", "raised in engine 0", "ended", "waiting"); ignore a store
+        that is gone.
         """
         if self._is_gone or self._said.get(topic, "") == text:
             return
@@ -92,11 +94,11 @@ class FlightRecorder:
             self._is_gone = True
 
     def withdraw(self, topic: str) -> None:
-        """Take this rank's line back."""
+        """Remove this rank's line."""
         self.post(topic, "")
 
     def read(self, topic: str, rank: int) -> str:
-        """Another rank's line, or "" where it wrote none."""
+        """Return another rank's line, or "" if it wrote none."""
         if self._is_gone:
             return ""
         key = f"{topic}/{rank}"
@@ -136,7 +138,7 @@ class FlightRecorder:
         return None
 
     def find_desync(self, mine: Position, engine: str) -> PeerError | None:
-        """Why waiting is in vain, or None.  Posts `mine` for the others; a suspicion counts when it stays."""
+        """Return why waiting is in vain, or None. Posts `mine` for the others; a suspicion counts when it stays."""
         self.post("waiting", json.dumps(asdict(mine)))
         waits = f"rank {self.rank} waits for it in '{mine.name()}'"
         positions = {self.rank: mine}
@@ -164,7 +166,9 @@ class FlightRecorder:
 
 
 def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
-    """The ranks that wait for each other in different collectives; empty while somebody can still move."""
+    """Return the ranks that wait for each other in different collectives; none as long as one of them can still
+    move.
+    """
     chain = [me]
     while True:
         here = positions[chain[-1]]
@@ -198,7 +202,9 @@ def open_store(rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | No
 
 
 def _reachable_host() -> str:
-    """Rank 0's address for other hosts.  Launchers put it into MASTER_ADDR; a host's own name may mean 127.0.1.1."""
+    """Return rank 0's address for other hosts. Launchers put it into MASTER_ADDR; a host's own name may mean
+    127.0.1.1.
+    """
     if said := meeting_address():
         return said
     found = socket.gethostbyname(socket.gethostname())

@@ -1,4 +1,4 @@
-"""What a collective is called: an engine's lane, its place in that lane, and a check of its name."""
+"""The identity of a collective: an engine's lane, its place in that lane, and a check of its name."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ _LANE_STEP = 4  # lane numbers of one engine
 
 
 class CollectiveId(NamedTuple):
-    """What sets one collective's messages apart.  lane: "engine 0/gather".  number: the lane's, which no other lane of
-    this world ever has.  arrived: gets the time of arrival.
+    """The identity of one collective's messages. lane: "engine 0/gather". number: the lane's, which no other lane of
+    this world ever has. arrived: gets the time of arrival.
     """
 
     lane: str
@@ -22,20 +22,20 @@ class CollectiveId(NamedTuple):
 
     @property
     def tag(self) -> int:
-        """All of it in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
+        """Return the identity in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
         return (self.lane_number << 40 | self.sequence) << 32 | self.check
 
 
 def lane_number(engine: int, lane: str) -> int:
-    """engine: 0 for the world, then in the order that all ranks make them in."""
+    """Return the number of a lane. engine: 0 for the world, then in the order that all ranks make them in."""
     return engine * _LANE_STEP + LANES.index(lane)
 
 
 def engine_of(lane: str) -> str:
-    """The name of the engine that a lane ("engine 0/gather") belongs to."""
+    """Return the name of the engine that a lane ("engine 0/gather") belongs to."""
     return lane.partition("/")[0]
 
 
 def lane_of(lane: str) -> str:
-    """The last part of a lane's full name: "gather", "reduce" or "rows"."""
+    """Return the last part of a lane's full name: "gather", "reduce" or "rows"."""
     return lane.rpartition("/")[2]

@@ -1,6 +1,6 @@
-"""Bytes, calls and seconds per kind of collective; counted where the bytes leave.
+"""Bytes, calls and seconds per kind of collective, counted where the bytes leave.
 
-Read by report and by the truth contract.  `events`, a list while somebody records, has one entry per collective.
+`events`, a list while one is recorded, has one entry per collective.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from ..base.clock import PhaseClock
 
 
 class Event(NamedTuple):
-    """One collective on this rank, in seconds of time.perf_counter.  lane: "gather", "reduce" or "rows".
+    """One collective on this rank, in seconds of time.perf_counter. lane: "gather", "reduce" or "rows".
 
-    arrived: when its data was here.  waited: from when to when this rank did nothing else than see to it.
+    arrived: when its data was here. waited: the interval in which this rank did nothing but wait for it.
     """
 
     lane: str
@@ -26,7 +26,7 @@ class Event(NamedTuple):
 
     @property
     def under_way(self) -> tuple[float, float]:
-        """From the call that started it until its data was here."""
+        """Return the interval from the call that started it until its data was here."""
         return self.issued, self.arrived
 
 
@@ -34,8 +34,8 @@ class Event(NamedTuple):
 class Meter:
     """Counts since the last reset.
 
-    sent_bytes[kind]: what this rank sent, whatever carries it.  calls[kind]: collectives.  wait_seconds[lane]: standing
-    still.  sum_seconds: adding up what other ranks sent.  clock: the phases in which that happened.
+    sent_bytes[kind]: bytes this rank sent, by any transport. calls[kind]: collectives. wait_seconds[lane]: seconds of
+    waiting. sum_seconds: seconds of adding up what other ranks sent. clock: the phases in which that happened.
     """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
@@ -53,7 +53,7 @@ class Meter:
         self.wait_seconds[lane] = self.wait_seconds.get(lane, 0.0) + seconds
 
     def total_bytes(self) -> int:
-        """Bytes this rank sent, all kinds."""
+        """Return the bytes this rank sent, of all kinds."""
         return sum(self.sent_bytes.values())
 
     def reset(self) -> None:
@@ -62,13 +62,13 @@ class Meter:
         self.reset_seconds()
 
     def end_step(self) -> bool:
-        """An optimizer step is over; whether seconds count from here on."""
+        """End an optimizer step; return whether seconds count from here on."""
         begins = self.clock.end_step()
         if begins:
             self.reset_seconds()
         return begins
 
     def reset_seconds(self) -> None:
-        """Forget waits and sums."""
+        """Reset the seconds of waits and sums."""
         self.wait_seconds.clear()
         self.sum_seconds = 0.0

@@ -1,7 +1,7 @@
-"""What a transport is: two movements of flat tensors between ranks, from which every collective is made.
+"""The interface of a transport: two movements of flat tensors between ranks, from which every collective is made.
 
 gloo.py sends point to point, nccl.py uses NCCL's own collectives, shared_memory.py lets ranks of one host read each
-other's pages, and composed.py puts two of them together.  A transport knows nothing of the order of lanes or of errors
+other's pages, and composed.py combines two of them. A transport knows nothing of the order of lanes or of errors
 (collectives.py, context.py).
 """
 
@@ -19,7 +19,7 @@ POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether t
 
 
 class ConnectionLost(Exception):
-    """A transport cannot go on because another rank is gone.  Whatever else goes wrong keeps its own type."""
+    """A transport cannot go on because another rank is gone. Every other error keeps its own type."""
 
 
 Wait = Callable[[], None]
@@ -27,19 +27,21 @@ Use = Callable[[Sequence[Tensor]], None]
 
 
 class Transport(Protocol):
-    """The two movements everything is made of.  `full` is (size * slice,), rank r's slice at [r*slice, (r+1)*slice).
+    """The two movements that collectives are made of. `full` is (size * slice,), rank r's slice at [r*slice,
+    (r+1)*slice).
 
-    Both return how to wait: until the data is here, ConnectionLost if it never will be, TimeoutError after
-    POLL_SECONDS; TimeoutError already where there is no room to begin, and then nothing has begun.
+    Both return a function that waits until the data is here; it raises `ConnectionLost` if it never will be, and
+    TimeoutError after POLL_SECONDS. They raise TimeoutError themselves if there is no room to begin; then nothing has
+    begun.
     """
 
     @property
     def reads_in_place(self) -> bool:
-        """Whether other ranks' pieces can be read where they lie, so that `exchange` needs no inbox."""
+        """Return whether other ranks' pieces can be read in their memory, so that `exchange` needs no inbox."""
         ...
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer as it travels best; its contents are arbitrary."""
+        """Allocate a buffer in the memory that travels best; its contents are arbitrary."""
         ...
 
     def all_gather(self, full: Tensor, cid: CollectiveId) -> Wait:
@@ -55,16 +57,16 @@ class Transport(Protocol):
         ...
 
     def is_read(self, tensor: Tensor) -> bool:
-        """Whether another rank may still read this buffer, as far as this one has heard."""
+        """Return whether another rank may still read this buffer, as far as this one has heard."""
         ...
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Return when no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
+        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
         ...
 
     @property
     def expects(self) -> bool:
-        """Whether something is under way here that `progress` may bring on."""
+        """Return whether something is under way that `progress` may complete."""
         ...
 
     def progress(self) -> None:
@@ -72,12 +74,12 @@ class Transport(Protocol):
         ...
 
     def end_engine(self, engine: str) -> None:
-        """An engine is gone, and with it what was kept for its lanes."""
+        """Drop all that was kept for the lanes of an engine that is gone."""
         ...
 
 
 class CopyingTransport:
-    """What most transports have in common: what was sent is nobody's any more, and nothing needs a push."""
+    """Base of the transports that copy: a sent buffer is free at once, and nothing needs `progress`."""
 
     reads_in_place = False
     device = torch.device("cpu")
@@ -103,7 +105,7 @@ class CopyingTransport:
 
 
 class SingleRank(CopyingTransport):
-    """A world of one: nothing travels."""
+    """The transport of a world of one: nothing travels."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -117,7 +119,9 @@ class SingleRank(CopyingTransport):
 
 
 def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tensor]:
-    """The inbox of a transport that copies: every entry is there, this rank's own is what it would send itself."""
+    """Return the inbox of a transport that copies: every entry is there, this rank's own is the piece it would send
+    itself.
+    """
     received = []
     for peer, box in enumerate(inbox):
         assert box is not None or peer == rank
@@ -126,13 +130,13 @@ def filled(inbox: Sequence[Tensor | None], own: Tensor, rank: int) -> list[Tenso
 
 
 def first_line(error: BaseException) -> str:
-    """An error's own words: without the C++ file before them and the C++ frames behind them."""
+    """Return an error's own words: without the C++ file before them and the C++ frames behind them."""
     line = (str(error).splitlines() or [""])[0]
     return line[line.find("] ") + 2 if line.startswith("[") else 0 :][:200]
 
 
 def once(wait: Wait, finish: Callable[[], object]) -> Wait:
-    """Wait, then finish; a wait that timed out is called again."""
+    """Return a function that waits, then finishes; a wait that timed out is called again."""
 
     def both() -> None:
         wait()
@@ -142,4 +146,4 @@ def once(wait: Wait, finish: Callable[[], object]) -> Wait:
 
 
 def no_wait() -> None:
-    """What there is to wait for when nothing travels."""
+    """Return at once: nothing travels."""

@@ -29,7 +29,7 @@ SLOTS, WINDOW = 1 << SLOT_BITS, 1 << PLACE_BITS
 
 
 class Tags:
-    """The tags of one world; thread-safe, since gloo's waiting threads say what is over."""
+    """The tags of one world; thread-safe, since gloo's waiting threads report the end of collectives."""
 
     def __init__(self) -> None:
         self._slots = {WORLD_LANE: 0}
@@ -38,7 +38,7 @@ class Tags:
         self._changed = threading.Condition()
 
     def free_slots(self) -> int:
-        """As bits, slot 1 first: the slots in which this rank has nothing under way, and no engine."""
+        """Return as bits, slot 1 first, the slots in which this rank has nothing under way, and no engine."""
         with self._changed:
             for engine in [engine for engine in self._left if not self._is_busy(engine)]:
                 self._left.discard(engine)
@@ -47,7 +47,9 @@ class Tags:
         return sum(1 << slot - 1 for slot in range(1, SLOTS) if slot not in taken)
 
     def take(self, engine: str, free: int) -> None:
-        """Give an engine the lowest slot that is free on every rank.  free: what all ranks' `free_slots` share."""
+        """Give an engine the lowest slot that is free on every rank. free: the intersection of all ranks'
+        `free_slots`.
+        """
         if not free:
             raise UsageError(
                 f"a world has room for {SLOTS - 1} engines, and they are alive or ended in the midst of a collective.",
@@ -58,12 +60,12 @@ class Tags:
             self._slots[engine] = (free & -free).bit_length()
 
     def release(self, engine: str) -> None:
-        """An engine is gone; its slot is free as soon as nothing of it is under way."""
+        """Release an engine's slot; it is free as soon as nothing of it is under way."""
         with self._changed:
             self._left.add(engine)
 
     def begin(self, cid: CollectiveId) -> int:
-        """The tag of a collective that begins; TimeoutError after a while in which its lane had no room."""
+        """Return the tag of a collective that begins; raise TimeoutError if its lane has no room for a while."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._under_way[cid.lane] < WINDOW, base.POLL_SECONDS):
                 raise TimeoutError
@@ -74,7 +76,7 @@ class Tags:
         return (lane << PLACE_BITS | place) << CHECK_BITS | cid.check % (1 << CHECK_BITS)
 
     def end(self, lane: str) -> None:
-        """One of a lane's collectives is over on this rank: all it had to send and to receive."""
+        """Note that one of a lane's collectives is over on this rank: all its messages are sent and received."""
         with self._changed:
             self._under_way[lane] -= 1
             self._changed.notify_all()
@@ -106,7 +108,7 @@ class Gloo(CopyingTransport):
         self._jobs: dict[str, Jobs] = {}
 
     def end_engine(self, engine: str) -> None:
-        """Let its waiting threads go."""
+        """End the waiting threads of an engine."""
         for lane in [lane for lane in list(self._jobs) if engine_of(lane) == engine]:
             self._jobs.pop(lane).put(None)
 
@@ -144,7 +146,7 @@ class Gloo(CopyingTransport):
 
 
 class _Completion:
-    """Set by the waiting thread; `wait` gives up after POLL_SECONDS so that its caller can look at the board."""
+    """Set by the waiting thread; `wait` gives up after POLL_SECONDS so that its caller can read the flight recorder."""
 
     def __init__(self, arrived: list[float]) -> None:
         self._event, self._arrived = threading.Event(), arrived
@@ -173,7 +175,7 @@ def _wait_for_each(jobs: Jobs) -> None:
 
 
 def _outcome(works: list[dist.Work | None]) -> Exception | None:
-    """Wait for each message and let go of it (it holds its tensor) before anybody learns that all have arrived."""
+    """Wait for each message and drop it (it holds its tensor) before any waiter learns that all have arrived."""
     error: Exception | None = None
     while works:
         work = works.pop(0)
@@ -186,9 +188,9 @@ def _outcome(works: list[dist.Work | None]) -> Exception | None:
 
 
 def _gloo_error(error: RuntimeError) -> Exception:
-    """What gloo's transport says of a peer that is gone, as that; any other error as it is.
+    """Return `ConnectionLost` for an error of gloo's transport about a peer that is gone; any other error as it is.
 
-    torch hands gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
+    torch passes gloo's own exceptions on as RuntimeErrors, which begin with the file of gloo's that raised them.
     """
     is_gloos = re.match(r"\[[^]]*gloo/transport/", str(error))
     return ConnectionLost(first_line(error)) if is_gloos or isinstance(error, _NETWORK_ERRORS) else error
