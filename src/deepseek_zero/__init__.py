@@ -16,6 +16,8 @@ if sys.platform != "linux":  # before anything fails for want of memfd, SO_PEERC
         "other systems do not offer them. On Windows use WSL 2, on a Mac a Linux container or virtual machine."
     )
 
+from .checkpoint import LAYOUT_MODULES as _LAYOUT_MODULES
+
 if TYPE_CHECKING:
     from .base.errors import ConfigError as DeepSpeedConfigError
     from .base.errors import DeepSeekZeroError
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from .utils import log_dist
 
 __version__ = "0.1.0"
+
+_LAYOUT_MODULES.append("deepseek_zero.compat.deepspeed.checkpoint")  # checkpoints of DeepSpeed's are read as ours are
 
 __all__ = [
     "ConfigKeywords",

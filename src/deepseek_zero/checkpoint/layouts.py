@@ -4,7 +4,8 @@
     safetensors    a folder as Hugging Face lays it out, or one such file: weights alone
     torch          one file of torch.save (.pth, .pt, .bin): weights alone
 
-A door that knows another layout makes an object of it and calls `register_layout`.
+A room above that knows another layout makes an object of it, calls `register_layout` in its module, and adds the
+module's name to `LAYOUT_MODULES`.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from . import LAYOUT_MODULES
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, read_header
@@ -244,12 +247,14 @@ _registered: list[Layout] = []
 
 def register_layout(layout: Layout) -> None:
     """Have a layout recognised from now on, in this process; nothing where one of its name is known."""
-    if layout.name not in {each.name for each in known_layouts()}:
+    if layout.name not in {each.name for each in (SLICES, *_registered, SAFETENSORS, TORCH)}:
         _registered.append(layout)
 
 
 def known_layouts() -> Sequence[Layout]:
     """All layouts, in the order in which a path is compared with them: folders of states before weights."""
+    for module in LAYOUT_MODULES:
+        import_module(module)
     return [SLICES, *_registered, SAFETENSORS, TORCH]
 
 
@@ -259,7 +264,7 @@ def layout_of(path: Path) -> Layout | None:
 
 
 def layout_named(name: str) -> Layout:
-    """The layout of that name; CheckpointError where no door has registered one."""
+    """The layout of that name; CheckpointError where none is registered."""
     found = next((layout for layout in known_layouts() if layout.name == name), None)
     if found is None:
         known = ", ".join(layout.name for layout in known_layouts())

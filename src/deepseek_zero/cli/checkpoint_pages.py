@@ -25,15 +25,12 @@ from deepseek_zero.checkpoint import catalogue
 from deepseek_zero.checkpoint.catalogue import CheckpointInfo, Retention
 from deepseek_zero.checkpoint.convert import convert_to_pth, convert_to_safetensors
 from deepseek_zero.checkpoint.format import MOMENT, WHOLE, Manifest
-from deepseek_zero.checkpoint.layouts import SLICES, register_layout
+from deepseek_zero.checkpoint.layouts import SLICES
 from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.safetensors_file import dtype_named, read_header
 from deepseek_zero.checkpoint.verify import Fault, OnBytes, checksum_coverage, num_without_checksum
 from deepseek_zero.checkpoint.verify import verify as verify_one
-from deepseek_zero.compat.deepspeed.checkpoint.layout import DEEPSPEED
-from deepseek_zero.compat.deepspeed.checkpoint.writer import convert_to_deepspeed
-
-register_layout(DEEPSPEED)
+from deepseek_zero.compat.deepspeed.checkpoint import convert_to_deepspeed
 
 MOST_FAULTS = 20  # named of one checkpoint in a table; --json names all
 

@@ -1,8 +1,10 @@
-"""The core knows no layout but its own by name: one that a door registers is recognised, checked and opened."""
+"""The core knows no layout but its own by name: one that is registered is recognised, checked and opened."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zlib
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,6 +50,7 @@ class Plain(ForeignLayout):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(layouts, "_registered", [])
+    monkeypatch.setattr(layouts, "LAYOUT_MODULES", [])
     folder = tmp_path / "step1"
     folder.mkdir()
     (folder / "values.txt").write_bytes(VALUES)
@@ -76,7 +79,13 @@ def test_a_registered_layout_is_recognised_checked_and_opened(folder: Path) -> N
     assert fault.tensor == "values" and "differs from what was saved" in fault.problem
 
 
-def test_slices_come_before_what_a_door_registers(folder: Path) -> None:
+def test_deepspeeds_layout_is_known_however_the_package_is_entered() -> None:
+    code = "from deepseek_zero.checkpoint import layouts; print([each.name for each in layouts.known_layouts()])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['slices', 'deepspeed', 'safetensors', 'torch']"
+
+
+def test_slices_come_before_what_is_registered(folder: Path) -> None:
     register_layout(Plain())
     (folder / "manifest.json").write_text("{}")
     assert layouts.layout_of(folder) is SLICES

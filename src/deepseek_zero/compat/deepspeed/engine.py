@@ -17,20 +17,17 @@ from ...base.given import path_of, refuse
 from ...base.log import log_once
 from ...checkpoint.export import ExportSettings, consolidated, export_file
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES
-from ...checkpoint.layouts import register_layout
 from ...checkpoint.save import SaveSettings
 from ...comm.context import local_rank
 from ...engine import accumulate, exporting, saving
 from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
-from .checkpoint.layout import DEEPSPEED
+from .checkpoint import DEEPSPEED
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
 
 __all__ = ["DeepSpeedEngine"]
-
-register_layout(DEEPSPEED)
 
 
 def _groups(engine: Engine) -> list[dict[str, Any]]:

@@ -24,14 +24,10 @@ from ...checkpoint.convert import convert_to_safetensors
 from ...checkpoint.export import save_torch
 from ...checkpoint.format import MANIFEST
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
-from ...checkpoint.layouts import register_layout
 from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
 from ...checkpoint.staging import StagedOutput
-from .checkpoint.layout import DEEPSPEED
 from .checkpoint.reader import MODEL, MODEL_OF_RANK
-
-register_layout(DEEPSPEED)
 
 M = TypeVar("M", bound=nn.Module)
 BIN_INDEX = "pytorch_model.bin.index.json"

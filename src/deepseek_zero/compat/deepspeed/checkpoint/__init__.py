@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from ....checkpoint.layouts import register_layout
+from .layout import DEEPSPEED
 from .writer import convert_to_deepspeed
 
-__all__ = ["convert_to_deepspeed"]
+__all__ = ["DEEPSPEED", "convert_to_deepspeed"]
+
+register_layout(DEEPSPEED)
