@@ -17,10 +17,10 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.engine.memory import predicted_volume
+from deepseek_zero.engine.memory import predicted_bytes, predicted_volume
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, TwoLevels
-from tests.training import DTYPES, Run, train_step
+from tests.training import ALL, DTYPES, Run, train_step
 
 WORLD = 4
 
@@ -159,6 +159,21 @@ def test_a_plan_without_a_group_says_what_four_ranks_hold_and_send(stage: int, d
     assert plan.volume().state_bytes + plan.volume().rows == sent
     measured = {state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes}
     assert {state: nbytes for state, nbytes in plan.bytes_by_state().items() if nbytes} == measured
+
+
+@pytest.mark.ranks(WORLD)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    ("transport", "replicas", "bucket"), [("gloo", 2, 2048), ("gloo", 4, ALL), ("fastest", 4, ALL)]
+)
+def test_the_prediction_of_memory_holds(stage: int, transport: str, replicas: int, bucket: int) -> None:
+    run = Run(stage, "bf16", 2, optimizer="adamw", transport=transport, bucket=bucket)
+    engine = start(run, {"dp_replicate": replicas})
+    for step in range(3):
+        train_step(engine, run, step)
+    measured = {state: nbytes for state, nbytes in engine.memory_report().measured.items() if nbytes}
+    predicted = predicted_bytes(engine.runtime, engine.optimizer)
+    assert {state: nbytes for state, nbytes in predicted.items() if nbytes} == measured
 
 
 @pytest.mark.ranks(WORLD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -45,10 +46,11 @@ def plan_run(
     settings, placement = plan_settings_of(config, leaf_modules), placement_settings_of(config)
     device = mesh.device
     update = update_of(config, parts, model, step_settings_of(config, parts.granularity, device))
-    machine = Machine(comm.shard.reads_in_place)
+    near = comm.replicas is not None and comm.replicas.reads_in_place
+    machine = Machine(comm.shard.reads_in_place, replicas_read_in_place=near)
     if not TierChoices.of(settings, placement, device).are_open:
         return plan_model(model, settings, mesh, machine, update, placement)
-    machine = Machine(comm.shard.reads_in_place, free_budgets(placement, comm, device))
+    machine = replace(machine, budgets=free_budgets(placement, comm, device))
     found = run_on_all_ranks(
         comm, "placing states", lambda: plan_model(model, settings, mesh, machine, update, placement)
     )

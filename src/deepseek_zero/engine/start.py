@@ -246,6 +246,7 @@ def plan(
     parts = optimizer_parts(chosen, model, optimizer, given)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
-    machine = Machine(in_place, stated_budgets(settings, placement, axes.device))
+    budgets = stated_budgets(settings, placement, axes.device)
+    machine = Machine(in_place, budgets, replicas_read_in_place=in_place)
     update = update_of(chosen, parts, model, step_settings_of(chosen, parts.granularity, axes.device))
     return plan_model(model, settings, axes, machine, update, placement)

@@ -30,12 +30,14 @@ from .volume import StepVolume, step_volume
 class Machine:
     """What a plan assumes of the machine.
 
-    reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer.  budgets: bytes of one
+    reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer;
+    replicas_read_in_place: so do the ranks that hold the same slices.  budgets: bytes of one
     rank for states and buffers, by memory; asked where the settings leave open which memory is used.
     """
 
     reads_in_place: bool = False
     budgets: Mapping[Tier, int] = field(default_factory=dict)
+    replicas_read_in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,16 @@ class Plan:
 
     def pool_buffers(self) -> Counter[Size]:
         """Buffers that the pool lends, by dtype and elements."""
-        in_place = self.machine.reads_in_place
-        return pool_buffers(self.units, self.settings, self.schedule, self.mesh.device, in_place)
+        in_place, replicas_in_place = self.machine.reads_in_place, self.machine.replicas_read_in_place
+        return pool_buffers(
+            self.units,
+            self.settings,
+            self.schedule,
+            self.mesh.device,
+            in_place,
+            self.mesh.dp_replicate,
+            replicas_in_place,
+        )
 
     def volume(self) -> StepVolume:
         """Bytes that this rank sends in a step."""

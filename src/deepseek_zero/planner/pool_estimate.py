@@ -16,7 +16,7 @@ import torch
 
 from ..base.device import CPU
 from ..tiers.tier import Tier
-from .layout import SUM_TILE_NUMEL, message_numel, messages_under_way
+from .layout import SUM_TILE_NUMEL, FlatLayout, message_numel, messages_under_way
 from .schedule import ActionKind, Schedule, enclosing, plan_schedule
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
@@ -51,6 +51,8 @@ class _StepReplay:
     copies_sums: bool = (
         False  # other memories are not the training device's: a sum for them is made beside its summands
     )
+    replicas: int = 1  # ranks that hold the same slices
+    replicas_in_place: bool = False  # they read each other's memory
     ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
@@ -59,7 +61,9 @@ class _StepReplay:
     outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
-        for action in schedule.actions():
+        actions = list(schedule.actions())
+        last = max((place for place, each in enumerate(actions) if each.kind is ActionKind.REDUCE), default=-1)
+        for place, action in enumerate(actions):
             unit = self.units[action.unit]
             match action.kind:
                 case ActionKind.GATHER:
@@ -70,9 +74,37 @@ class _StepReplay:
                     self.ledger.take(self._partials(unit))
                 case ActionKind.REDUCE:
                     self._reduce(unit)
+                    if place == last and self.replicas > 1:
+                        self._wait_in_flight()
+                        self._sum_over_replicas(
+                            [self.units[each.unit] for each in actions if each.kind is ActionKind.REDUCE]
+                        )
         self._wait_in_flight()
         self.ledger.give(self.outgoing)
         self.outgoing = []
+
+    def _sum_over_replicas(self, units: Sequence[UnitPlan]) -> None:
+        """The sum over replicas, two units under way at a time."""
+        before: list[Size] = []
+        for unit in units:
+            taken = [size for group in unit.trained for size in self._outer(group)]
+            self.ledger.take(taken)
+            self.ledger.take([self.scratch])
+            self.ledger.give([*before, self.scratch])
+            before = taken
+        self.ledger.give(before)
+
+    def _outer(self, group: GroupPlan) -> list[Size]:
+        """What one group's slice takes on its way: inboxes, and itself where it does not divide."""
+        assert group.plan.grad is not None
+        dtype, slice_numel = group.plan.grad.dtype, group.layout.slice_numel
+        parts = FlatLayout((), -(-slice_numel // self.replicas), self.replicas)
+        message = message_numel(parts, self.settings.bucket_numel)
+        found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
+        if self.replicas_in_place or not slice_numel:
+            return found
+        under_way = messages_under_way(parts, self.settings.bucket_numel)
+        return found + [(dtype, message * (self.replicas - 1))] * under_way
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
@@ -155,16 +187,19 @@ def pool_buffers(
     agreed: Schedule | None = None,
     device: torch.device = CPU,
     in_place: bool = False,
+    replicas: int = 1,
+    replicas_in_place: bool = False,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
     agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
-    read each other's memory.  In a world of one nothing is lent but for states that rest in other memories.
+    read each other's memory.  replicas: ranks that hold the same slices; replicas_in_place: as `in_place`, of them.
+    In a world of one nothing is lent but for states that rest in other memories.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
-        if not any(group.plan.is_offloaded for group in groups):
+        if replicas == 1 and not any(group.plan.is_offloaded for group in groups):
             return Counter()
         in_place = True
     sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
@@ -172,7 +207,13 @@ def pool_buffers(
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
         player = _StepReplay(
-            units, settings, (torch.float32, SUM_TILE_NUMEL.on(device)), in_place, device.type != "cpu"
+            units,
+            settings,
+            (torch.float32, SUM_TILE_NUMEL.on(device)),
+            in_place,
+            device.type != "cpu",
+            replicas,
+            replicas_in_place,
         )
         player.play(schedule)
         most |= player.ledger.peak
