@@ -55,7 +55,7 @@ class FlatLayout:
     slice_numel: int
     ranks: int
 
-    @property
+    @cached_property
     def padded_numel(self) -> int:
         return self.slice_numel * self.ranks
 
@@ -88,7 +88,8 @@ class FlatLayout:
             start = end
         return found
 
-    def gaps(self) -> list[tuple[int, int]]:
+    @cached_property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
         """The padding: flat [start, stop) ranges that belong to no parameter."""
         edges = sorted((slot.start, slot.stop) for slot in self.slots if slot.numel)
         found, reached = [], 0
@@ -96,7 +97,7 @@ class FlatLayout:
             if start > reached:
                 found.append((reached, start))
             reached = max(reached, stop)
-        return found
+        return tuple(found)
 
 
 def even_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK) -> FlatLayout:

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import cached_property
 
 import torch
 
@@ -111,7 +112,7 @@ class ShardPlan:
         specs = (self.weight, self.grad, self.master, self.moments)
         return any(spec is not None and spec.tier is not Tier.DEVICE for spec in specs)
 
-    @property
+    @cached_property
     def moments_external(self) -> bool:
         """Whether moments are kept for the optimizer instead of by it."""
         return self.moments is not None and (self.moments.tier is not Tier.DEVICE or self.moments_format != "fp32")
@@ -208,7 +209,7 @@ class PlanSettings:
     leaf_suffixes: tuple[str, ...] = ()
     fuse_numel: int = 0
 
-    @property
+    @cached_property
     def streams_weights(self) -> bool:
         """Whether weights of some unit come out of another memory for each use."""
         return any(tier is not Tier.DEVICE for tier in (self.weight_tier, *(unit.weights for unit in self.unit_tiers)))

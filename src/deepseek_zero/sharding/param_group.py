@@ -200,7 +200,7 @@ class ParamGroup:
         side by side.
         """
         flat = self.comm_ctx.pool.take(self.layout.padded_numel, dtype)
-        for low, high in self.layout.gaps():
+        for low, high in self.layout.gaps:
             flat[low:high].zero_()
         for member in self.members:
             held_by = owner_of(member.param)
@@ -539,7 +539,7 @@ class Gradient:
         for number, member in enumerate(group.members):
             if number not in state.arrived:
                 partial.storage[member.slot.start : member.slot.stop].zero_()
-        for low, high in group.layout.gaps():
+        for low, high in group.layout.gaps:
             partial.storage[low:high].zero_()
         if self.predivide != 1.0:
             partial.storage.div_(self.predivide)

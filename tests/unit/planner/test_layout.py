@@ -59,10 +59,10 @@ def test_every_element_of_every_parameter_is_owned_by_one_rank(granularity: str,
         owned = [position for start, stop in parts for position in range(start, stop)]
         assert owned == list(range(slot.start, slot.stop))
         owners[slot.start : slot.stop] += 1
-    for start, stop in layout.gaps():
+    for start, stop in layout.gaps:
         owners[start:stop] += 1
     assert owners.eq(1).all(), "slots and gaps together cover the buffer once"
-    assert layout.numel + sum(stop - start for start, stop in layout.gaps()) == layout.padded_numel
+    assert layout.numel + sum(stop - start for start, stop in layout.gaps) == layout.padded_numel
 
 
 @pytest.mark.parametrize("granularity", LAYOUTS)
@@ -100,4 +100,4 @@ def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank() -> Non
 
 def test_a_layout_of_nothing_is_empty() -> None:
     assert LAYOUTS["element"]([], [], 3) == FlatLayout((), 0, 3)
-    assert FlatLayout((), 0, 3).gaps() == []
+    assert FlatLayout((), 0, 3).gaps == ()

@@ -109,7 +109,7 @@ def test_ranks_gradients_are_added_in_order(policy: Policy, stage: int, size: in
         mine = gradient.reduced()
         assert mine.numel() == (group.layout.padded_numel if stage == 0 else group.layout.slice_numel)
         low = 0 if stage == 0 else group.layout.bounds(rank.index)[0]
-        for start, stop in group.layout.gaps():
+        for start, stop in group.layout.gaps:
             assert not mine[max(0, start - low) : max(0, stop - low)].any(), "padding is zero"
 
     everywhere(size, body)
