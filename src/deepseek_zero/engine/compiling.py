@@ -40,7 +40,7 @@ def compile_units(runtime: Runtime, options: dict[str, Any]) -> list[Compiled]:
 
 
 def restore(compiled: list[Compiled]) -> None:
-    """Undo `compile_units`, but for a module whose forward somebody has replaced since."""
+    """Undo `compile_units`, except for a module whose forward was replaced since."""
     for each in compiled:
         if each.module.__dict__.get("forward") is each.forward:
             del each.module.__dict__["forward"]

@@ -27,7 +27,7 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 class _From:
-    """A sampler's indices from `first` on: what a resumed epoch does not see again is not loaded, either."""
+    """A sampler's indices from `first` on: samples that a resumed epoch skips are not loaded, either."""
 
     def __init__(self, sampler: Iterable[Any]) -> None:
         self.sampler, self.first = sampler, 0
@@ -113,7 +113,7 @@ class ShardedLoader:
         self.epoch, self.position = self.epoch + 1, 0
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """What has not been handed out: without loading the rest where a sampler says what is what."""
+        """Return the batches of the epoch that were not given yet; a sampler of indices does not load the others."""
         if self._indices is None:
             return islice(self.loader, self.position, None)
         self._indices.first = self.position * self.batch_size

@@ -20,7 +20,7 @@ WORKSPACE, WORKSPACE_SIZE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
 
 @dataclass(frozen=True)
 class _Switches:
-    """How torch chooses its algorithms."""
+    """torch's switches for deterministic algorithms."""
 
     deterministic: bool = True
     warns_only: bool = False
@@ -40,7 +40,7 @@ class _Switches:
 
 
 class Determinism:
-    """One engine's hold on the switches; `release`, or the end of `owner`, lets go of it."""
+    """One engine's hold on the switches, until `release` or the end of `owner`."""
 
     _holds: ClassVar[int] = 0
     _before: ClassVar[_Switches] = _Switches()

@@ -1,6 +1,6 @@
-"""The engine: forward, backward, step.  Coordinates, computes nothing.
+"""The engine: forward, backward, step. Coordinates, computes nothing.
 
-`Engine` is what both doors hand out; compat/deepspeed/engine.py adds DeepSpeed's getters as words for what is here.
+Both doors return an `Engine`; compat/deepspeed/engine.py adds DeepSpeed's getters.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not
 
 
 class StandsForModule(nn.Module):
-    """What wraps a model as `module`: attributes that it does not have are the model's."""
+    """Base of objects that wrap a model as `module`: attributes that they do not have are the model's."""
 
     module: nn.Module
 
@@ -82,13 +82,13 @@ class Engine(StandsForModule):
 
     @property
     def runtime(self) -> Runtime:
-        """What drives the sharded model."""
+        """Return the runtime of the sharded model."""
         return self.parts.runtime
 
     # -- the step by step flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's micro-batch."""
+        """Run the model's forward on this rank's micro-batch."""
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         with self.observer.timed("forward"), self.observer.profiled(self):
@@ -191,7 +191,7 @@ class Engine(StandsForModule):
         self.lr_scheduler.step(**words)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Drop the gradients."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
@@ -208,7 +208,7 @@ class Engine(StandsForModule):
         return (self.micro_steps + 1) % self._batch.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Say by hand whether the next micro-batch ends a step; holds until said otherwise."""
+        """Set by hand whether the next micro-batch ends a step; holds until it is set again."""
         self._boundary = is_boundary
 
     @contextmanager

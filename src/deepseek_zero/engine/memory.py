@@ -18,7 +18,7 @@ from ..tiers.tier import Extent
 
 
 def plan_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> Plan:
-    """The plan that an engine follows now."""
+    """Return the plan that an engine follows now."""
     return replace(runtime.plan, update=optimizer.plan if optimizer is not None else None)
 
 
@@ -33,7 +33,9 @@ def predicted_volume(runtime: Runtime) -> StepVolume:
 
 
 def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: Sequence[Extent] = ()) -> MemoryReport:
-    """Bytes on this rank by state.  Local.  parked: activations, which belong to no state and are not counted."""
+    """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to no state and are
+    not counted.
+    """
     resting = [extent.memory for extent in [*extents_of(runtime, optimizer), *parked]]
     seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
     measured = {
@@ -48,7 +50,7 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: 
 
 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
-    """What an engine keeps in other memories."""
+    """Return the extents of an engine's offloaded states."""
     found = list(optimizer.moments.extents()) if optimizer is not None else []
     return found + [extent for group in runtime.groups for extent in offloaded_extents(group)]
 
@@ -71,7 +73,7 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
 
 
 def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:
-    """What the optimizer holds of them; what stands for hidden ones is scratch."""
+    """Yield the moments that the optimizer holds; placeholders of stored ones count as scratch."""
     held = moments_of(cast("Any", optimizer.inner.state))
     shown = [tensor for tensor in held if not optimizer.scratch.is_placeholder(tensor)]
     return [*shown, *optimizer.moments.on_device()]

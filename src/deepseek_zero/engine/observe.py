@@ -1,4 +1,4 @@
-"""What an engine tells while it trains: timers, records, monitor events, one line per N steps."""
+"""Reports an engine's training: timers, records, monitor events, one line per N steps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PLAN_NAME = "plan.txt"
 
 @dataclass(frozen=True)
 class ObserverSettings:
-    """What is told, how often and where.  steps_per_print: None prints nothing."""
+    """What is reported, how often and where. steps_per_print: None prints nothing."""
 
     steps_per_print: int | None = 10
     wall_clock_breakdown: bool = False
@@ -55,7 +55,7 @@ def summary(record: StepRecord) -> str:
 
 
 class Observer:
-    """Rank 0's eyes; the other ranks keep only timers."""
+    """Reports of rank 0; the other ranks keep only timers."""
 
     def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
         self.settings, self.device = settings, device
@@ -81,7 +81,9 @@ class Observer:
 
     @property
     def record(self) -> StepRecord | None:
-        """Of the last step.  On a GPU its loss is read when somebody asks: until then nothing has been waited for."""
+        """Return the record of the last step. On a GPU its loss is read here, not before: until then the host has
+        not waited for it.
+        """
         self._read_loss()
         return self._record
 
@@ -91,7 +93,7 @@ class Observer:
             self._record, self._unread = replace(self._record, loss=loss), []
 
     def planned(self, plan: str) -> None:
-        """Keep the plan in words beside the records; a lifted unit's is written again."""
+        """Write the plan as text beside the records, again after a unit was promoted."""
         if self.writer is not None:
             (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
 

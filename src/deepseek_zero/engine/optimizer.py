@@ -28,10 +28,10 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """What an optimizer is made of.  groups: parameter groups, of whole parameters.  make: builds it over slices.
+    """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it over master shards.
 
-    cls: its class; None where there is none.  granularity: of each group, how finely its state may be cut.  defaults:
-    of hyper-parameters that decide how many moments there are.
+    cls: its class; None without an optimizer. granularity: of each group, how finely its state may be cut. defaults: of
+    hyper-parameters that decide how many moments there are.
     """
 
     cls: type[Optimizer] | None = None

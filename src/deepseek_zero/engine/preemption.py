@@ -1,9 +1,9 @@
-"""Saves when somebody asks the job to end: a signal on one rank becomes one save of all ranks, then one exit code.
+"""Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one exit code.
 
-    a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/clip.py) -> the same
-    decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
+a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/clip.py) -> the same decision
+on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
 
-There is no collective and no wait for it.  A rank that is gone says no word, so the ranks it leaves behind never save:
+There is no collective and no wait for it. A rank that is gone says no word, so the ranks it leaves behind never save:
 when our launcher ends them, it says so first (base/launch.py), and the signal then means what it meant before.
 """
 
@@ -41,7 +41,7 @@ class PreemptionSettings:
 
 
 class Preemption:
-    """What one engine does about signals."""
+    """The signal handlers of one engine."""
 
     def __init__(self, settings: PreemptionSettings) -> None:
         self.settings = settings
@@ -52,11 +52,11 @@ class Preemption:
 
     @property
     def word(self) -> float:
-        """What this rank has to say to all at its next step."""
+        """Return the number that this rank sends to all at its next step: the signal it got, or 0."""
         return float(self._asked)
 
     def watch(self) -> None:
-        """Take the signals over; whatever handled them before is called as well."""
+        """Install handlers for the signals; the ones that were there before are called as well."""
         numbers = [signal.Signals[name] for name in self.settings.signals]
         self._before = {int(number): signal.getsignal(number) for number in numbers}
         foreign = [signal.Signals(number).name for number, before in self._before.items() if before is None]
@@ -79,7 +79,7 @@ class Preemption:
         say_that_we_save(self.settings.signals)
 
     def release(self) -> None:
-        """Give the signals back, except where somebody has put a handler over ours, which still calls it."""
+        """Restore the handlers, except where another one was installed over ours, which still calls it."""
         self._process = 0
         with suppress(ValueError):  # the garbage collector may run in any thread
             for number in self._ours():

@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters share a group.
+"""Chooses the modules that become units, and the parameters that share a group.
 
 Decides from the model alone, the same on every rank; moves nothing.
 """
@@ -132,14 +132,16 @@ def _tiles(
 
 
 def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
-    """Whether the configuration says that this module travels as one piece (mixture-of-experts blocks, small ones)."""
+    """Return whether the configuration says that this module travels as one piece (mixture-of-experts blocks, small
+    ones).
+    """
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
     small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # nobody calls most containers
     return named or small or type(module).__name__ in settings.leaf_classes
 
 
 def _is_fine_grained(module: nn.Module, settings: PlanSettings) -> bool:
-    """Whether it is a block whose modules have few elements each, itself counted (DeepSpeed's granularity)."""
+    """Return whether it is a block whose modules have few elements each, itself counted (DeepSpeed's granularity)."""
     if not settings.fuse_numel or not _is_block(module):
         return False
     layers = sum(not isinstance(each, CONTAINERS) for each in module.modules())
@@ -151,7 +153,7 @@ def _is_block(module: nn.Module) -> bool:
 
 
 def _repeats_inside(module: nn.Module) -> bool:
-    """Whether there are lists of modules inside; a tiled layer's list of tiles is no sign of blocks."""
+    """Return whether there are lists of modules inside; a tiled layer's list of tiles is no sign of blocks."""
     if getattr(type(module), "children_are_units", False):
         return False
     if isinstance(module, CONTAINERS) and len(list(module.children())) >= 2:
@@ -160,8 +162,10 @@ def _repeats_inside(module: nn.Module) -> bool:
 
 
 def _is_stage(module: nn.Module) -> bool:
-    """Whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's stage): those are the
-    units.  Only nn.Sequential tells that its blocks run one after the other; a list may hold experts.
+    """Return whether all of a module's parameters stand in sequences of repeated blocks (a ResNet's stage): those are
+    the units.
+
+    Only nn.Sequential tells that its blocks run one after the other; a list may hold experts.
     """
     sequences = [child for child in module.children() if isinstance(child, nn.Sequential) and _repeats(child)]
     return bool(sequences) and sum(map(_numel, sequences)) == _numel(module)

@@ -32,9 +32,10 @@ def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
 
 
 def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES) -> dict[str, int]:
-    """Bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as weight.
+    """Return the bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as
+    weight.
 
-    What rests in another memory counts there ("host", "nvme"), in whole pages.
+    Offloaded states count under their memory ("host", "nvme"), in whole pages.
     """
     plan, found = group.plan, dict.fromkeys(STATES, 0)
     moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
@@ -67,7 +68,7 @@ def total_bytes(groups: Sequence[GroupPlan], moments_per_element: int = 2) -> di
 
 @dataclass(frozen=True)
 class Moments:
-    """What an optimizer keeps for a piece of n elements: per_element * n fp32 values and some scalars.
+    """The state that an optimizer keeps for a shard of n elements: per_element * n fp32 values and some scalars.
 
     options: hyper-parameters that add values per element where they are set.
     """

@@ -28,7 +28,7 @@ from .spec import PlanSettings
 
 
 class ActionKind(Enum):
-    """What an action does to its unit."""
+    """The kinds of actions on a unit."""
 
     GATHER = "G"
     UPDATE = "U"

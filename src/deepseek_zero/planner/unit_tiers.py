@@ -1,8 +1,8 @@
-"""Which unit's weights and states lie in which memory, where that is left open: fastest memory first.
+"""Assigns each unit's weights and states to a memory, where that is left open: fastest memory first.
 
-What moves most per byte comes first: a sharded weight is read three times a step and written once, a moment once each.
-Among the states those of the first units come first: their gradients are the last that backward makes, and theirs are
-the weights that the next forward needs first.  Pure arithmetic over plans.
+The states that move most per byte come first: a sharded weight is read three times a step and written once, a moment
+once each. Among the states those of the first units come first: backward makes their gradients last, and the next
+forward needs their weights first. Pure arithmetic over plans.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ WEIGHTS, OTHERS = STATES[:1], STATES[1:]
 
 @dataclass(frozen=True)
 class PlacementSettings:
-    """What is left open.  device, host, disk: bytes of one rank; None: what is free, shared by the ranks of a host.
+    """The choices that are left open. device, host, disk: bytes of one rank; None: what is free, shared by the ranks of
+    a host.
 
-    ratio: share of the states that goes where `offload_optimizer` says.  undo_bytes: of the device, for what undoes
+    ratio: share of the states that goes where `offload_optimizer` says. undo_bytes: of the device, for what undoes
     updates ahead of their step.
     """
 

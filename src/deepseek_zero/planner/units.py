@@ -60,7 +60,7 @@ class GroupPlan:
 
     @property
     def may_be_cut(self) -> bool:
-        """Whether its master is sharded, so that its layout decides which tensors are cut."""
+        """Return whether its master is sharded, so that its layout decides which tensors are cut."""
         return self.plan.master is not None and self.plan.master.placement is not R
 
     def relayout(self, granularity: str) -> GroupPlan:
@@ -80,7 +80,8 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class UnitPlan:
-    """What is gathered, released and reduced together.  name: of its module; the first one is "root", the model.
+    """The groups that are gathered, released and reduced together. name: of its module; the first one is "root", the
+    model.
 
     is_tile: see `choose_units`.
     """

@@ -126,8 +126,8 @@ def tile_order(
 ) -> TileOrder:
     """Return the tiles of these shards (by parameter group), in the order of units.
 
-    What lies in one chunk of its group (parameters that the optimizer treats differently take turns there) stays
-    together, so that a chunk comes and goes once.
+    Shards in one chunk of their group stay together, so that a chunk is fetched and stored once; parameters that the
+    optimizer treats differently alternate there.
     """
     unit_of = {id(group): number for number, unit in enumerate(units) for group in unit.groups}
     order = {id(group): number for number, group in enumerate(group for unit in units for group in unit.groups)}
@@ -161,7 +161,9 @@ def _tiles_of(bundles: Sequence[Tile], tile_numel: int) -> list[Tile]:
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """What one rank updates.  shards: by parameter group of the optimizer.  device: that trains."""
+    """The shards that one rank updates, and their tiles. shards: by parameter group of the optimizer. device: that
+    trains.
+    """
 
     settings: UpdateSettings
     shards: tuple[tuple[ShardRange, ...], ...]
@@ -262,20 +264,22 @@ class UpdatePlan:
         return self.device if moments is None or moments.tier is Tier.DEVICE else CPU
 
     def _grad_is_copied(self, shard: ShardRange) -> bool:
-        """Whether a gradient is not where the optimizer works on it."""
+        """Return whether the optimizer works on a copy of a gradient."""
         grad = shard.group.plan.grad
         near = self.device if grad is not None and grad.tier is Tier.DEVICE else CPU
         return near != self._home(shard)
 
     def _master_is_copied(self, shard: ShardRange) -> bool:
-        """Whether an optimizer works on a copy of a master that is not split: a wider one, or one near the moments."""
+        """Return whether an optimizer works on a copy of a master that is not split: a wider one, or one near the
+        moments.
+        """
         plan = shard.group.plan
         near = self.device if plan.master is not None and plan.master.tier is Tier.DEVICE else CPU
         return not plan.master_is_split and (plan.master_is_rounded or near != self._home(shard))
 
 
 def grad_is_cast(plan: ShardPlan) -> bool:
-    """Whether a gradient must be cast before the optimizer can read it."""
+    """Return whether a gradient must be cast before the optimizer can read it."""
     return plan.grad is not None and plan.moments is not None and plan.grad.dtype != plan.moments.dtype
 
 

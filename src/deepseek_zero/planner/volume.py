@@ -62,7 +62,7 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
 
 
 def gather_bytes(unit: UnitPlan) -> int:
-    """What a rank sends when a unit is gathered: its slice to every other rank."""
+    """Return the bytes a rank sends when a unit is gathered: its slice to every other rank."""
     return sum(_to_others(group, group.plan.weight.dtype) for group in unit.sharded)
 
 

@@ -1,8 +1,8 @@
 """Sockets between the ranks of one host: short messages that carry order, descriptors and the news of a death.
 
-A message passes through the kernel, which orders memory on every machine: what a rank wrote into shared pages before
-it sent is there when the other has received.  A process that ends, however it ends, closes its sockets, so nobody has
-to guess.
+A message passes through the kernel, which orders memory on every machine: bytes that a rank wrote into shared pages
+before it sent are there when the other has received. A process that ends, however it ends, closes its sockets, so its
+end is known and not guessed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
 class Kind(IntEnum):
-    """What a message says."""
+    """The kinds of messages."""
 
     OFFER = 1  # piece of collective `tag` lies in my segment `segment` at [start, start + nbytes)
     INLINE = 2  # piece of collective `tag` is the payload
@@ -70,7 +70,7 @@ class LocalSockets:
         os.register_at_fork(after_in_child=self.close)  # a data loader's child would keep this rank seemingly alive
 
     def send(self, rank: int, message: Message) -> None:
-        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all.  Never blocks."""
+        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all. Never blocks."""
         check, tag = message.tag & 0xFFFFFFFF, message.tag >> 32
         header = _HEADER.pack(message.kind, check, tag, message.segment, message.start, message.nbytes)
         descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
@@ -80,7 +80,7 @@ class LocalSockets:
 
     @property
     def has_unsent(self) -> bool:
-        """Whether a message still waits for room in another rank's queue; `receive` sends what it can."""
+        """Return whether a message still waits for room in another rank's queue; `receive` sends what it can."""
         return bool(self._unsent)
 
     def _flush(self) -> None:
@@ -121,7 +121,7 @@ class LocalSockets:
         self._poll.poll(min(seconds, RETRY_SECONDS if self._unsent else seconds) * 1000)
 
     def receive(self) -> Iterator[tuple[int, Message]]:
-        """What has arrived from whom; empty if nothing has."""
+        """Return the messages that have arrived and their senders; empty if there are none."""
         if self._unsent:
             self._flush()
         for descriptor, _ in self._poll.poll(0):
@@ -160,14 +160,15 @@ class LocalSockets:
 
 
 def host_key() -> str:
-    """What ranks that can share memory have in common: one kernel, one network namespace, one user."""
+    """Return a text that only ranks that can share memory have in common: one kernel, one network namespace, one
+    user.
+    """
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
         return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
 
 
 def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, LocalSockets | None, str]:
-    """Which ranks share a host, and connections to those of this one; None where there are none, or where the system
-    does not let them: then with its reason.
+    """Find the ranks that share a host and connect to those of this one; without sockets the text says why.
 
     Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
     """
@@ -199,7 +200,7 @@ def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tupl
 
 
 def _listen() -> tuple[socket.socket, str]:
-    """A listening socket under a random name that no file system knows."""
+    """Return a listening socket under a random name that no file system knows."""
     address = f"\0deepseek-zero-{secrets.token_hex(16)}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(address)

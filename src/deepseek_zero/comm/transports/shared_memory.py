@@ -1,9 +1,8 @@
-"""Ranks of one host exchange through shared memory: a piece is read where it lies, by whoever needs it.
+"""Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its owner's memory.
 
-Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment a piece is; its
-reader answers when it has read.  Weights at rest lie in `SharedWeights`, pages that every rank
-maps whole, so that gathering them moves nothing.  What others read is copy-on-write there: no in-place edit leaves its
-process.
+Buffers that travel come from `empty`. An offer is a message that says where in its owner's segment a piece is; its
+reader answers when it has read. Sharded weights lie in `SharedWeights`, pages that every rank maps whole, so that
+gathering them moves nothing. Other ranks map pages copy-on-write: no in-place edit leaves its process.
 """
 
 from __future__ import annotations
@@ -30,7 +29,9 @@ SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs a
 
 @dataclass
 class InFlightReceive:
-    """What this rank is to receive in one collective.  boxes: by rank; None: the piece is read where it lies."""
+    """The pieces this rank is to receive in one collective. boxes: by rank; None: the piece is read in its owner's
+    memory.
+    """
 
     boxes: Mapping[int, Tensor | None]
     like: Tensor  # a piece that is read in place has its dtype
@@ -52,7 +53,7 @@ class ExportedSegment:
 
 @dataclass(eq=False)
 class ImportedSegment:
-    """A segment of another rank's, as this one sees it.  reader: the engine that reads it here."""
+    """A segment of another rank's, as this one sees it. reader: the engine that reads it here."""
 
     data: Tensor
     reader: str = ""
@@ -60,24 +61,26 @@ class ImportedSegment:
 
 @dataclass(frozen=True, eq=False)
 class SharedWeights:
-    """Weights at rest: every rank writes its own slice and sees all of them.  own: (slice,), shared with everybody."""
+    """A sharded weight in shared pages: every rank writes its own slice and sees all of them. own: (slice,), shared
+    with all.
+    """
 
     own: Tensor
     mapping: SegmentView
 
     @property
     def whole(self) -> Tensor:
-        """(ranks * slice,), to be read."""
+        """Return all slices, (ranks * slice,), to be read."""
         return self.mapping.tensor
 
     def release(self) -> None:
-        """Its use is over: what was written over the whole, on this rank alone, is gone."""
+        """End the use of the whole: in-place edits of it, which only this rank sees, are dropped."""
         if self.mapping.was_written():
             self.mapping.clear_written()
 
 
 class HostPages:
-    """What the ranks of one host share, whatever groups they form: segments, offers, and who still reads what.
+    """The segments, offers and readers that the ranks of one host share, whatever groups they form.
 
     Ranks are those of the world here; `SharedMemory` speaks of a group's.
     """
@@ -100,7 +103,7 @@ class HostPages:
     # -- memory
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A buffer that neighbours can read in place; arbitrary contents."""
+        """Allocate a buffer that the other ranks of this host can read in place; arbitrary contents."""
         with self._lock:
             self._unmap_forgotten()
             if not numel:
@@ -114,7 +117,7 @@ class HostPages:
             return tensor
 
     def _unmap_forgotten(self) -> None:
-        """Let go of segments whose tensors are gone, and tell those who mapped them."""
+        """Release segments whose tensors are gone, and tell the ranks that mapped them."""
         while self._forgotten:
             exported = self._forgotten.pop()
             self._exported.pop(exported.address)
@@ -123,7 +126,7 @@ class HostPages:
                 self.sockets.send(peer, Message(Kind.FORGET, segment=exported.number))
 
     def end_engine(self, engine: str) -> None:
-        """Let go of what one engine held here of other ranks' memory, and of its own that is gone."""
+        """Release what one engine mapped of other ranks' memory, and its own segments that are gone."""
         with self._lock:
             for place in [place for place, imported in self._imported.items() if imported.reader == engine]:
                 del self._imported[place]
@@ -209,7 +212,7 @@ class HostPages:
         return exported is not None and self._still_read(exported)
 
     def wait_until_read(self, tensor: Tensor) -> None:
-        """Return when nobody reads this buffer any more; TimeoutError after a while, to be called again."""
+        """Wait until no other rank reads this buffer any more; TimeoutError after a while, to be called again."""
         exported = self._exported.get(_address(tensor))
         if exported is not None and exported.tags:
             self._until(lambda: not self._still_read(exported), set)
@@ -263,7 +266,9 @@ class HostPages:
                     self._imported.pop((rank, message.segment), None)
 
     def _complete(self, tag: int) -> None:
-        """Where everything has arrived: put it where it belongs, use it, and tell its owners that it was read."""
+        """Complete a receive whose pieces have all arrived: copy or use them, and tell their owners that they were
+        read.
+        """
         receive = self._in_flight[tag]
         if receive.awaiting:
             return
@@ -315,7 +320,7 @@ class SharedMemory:
         return self.pages.empty(numel, dtype)
 
     def shared_weights(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedWeights]:
-        """Pages for `numel` elements, a slice for each rank of the group, that all map.  Collective."""
+        """Return pages for `numel` elements, a slice for each rank of the group, that all map. Collective."""
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
 
@@ -375,7 +380,7 @@ class SharedMemory:
 
 
 def _ignore(found: Mapping[int, Tensor]) -> None:
-    """A gathered slice needs no more than to be in its place."""
+    """Leave gathered slices in place: nothing more is to do."""
 
 
 def _taken(message: Message) -> Segment:
