@@ -76,11 +76,13 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
         for number, is_whole in enumerate(group.gradient.is_whole for group in groups)
         for place, ranks in enumerate(owners)
     )
+    any_late = any(each & 1 for each in facts)
     return Verdict(
         norm,
         tuple(sums),
-        any_late=any(each & 1 for each in facts),
-        any_edited=differ or any(each & 2 for each in facts),
+        any_late=any_late,
+        # A rank that holds late gradients has no sum of theirs until they are reduced; the verdict comes again then.
+        any_edited=(differ and not any_late) or any(each & 2 for each in facts),
         is_idle=all(each & 4 for each in facts),
         any_graphless=any(each & 8 for each in facts),
         absences=tuple(each >> len(said) for each in facts),
