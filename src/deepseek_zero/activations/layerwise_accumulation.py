@@ -122,7 +122,7 @@ class LayerwiseForward:
         self.order, self.unit = order, unit.name
         # Weakly, or module and forward would hold each other, and a dropped model keep its memory for a while.
         self._module = weakref.ref(unit.module)
-        self._own = unit.module.__dict__.get("forward")  # the instance's, which somebody put there
+        self._own = unit.module.__dict__.get("forward")  # the instance's own, which the program put there
         unit.module.forward = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

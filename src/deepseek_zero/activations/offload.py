@@ -32,7 +32,7 @@ from ..tiers.tier import CopyEvent, Extent, Memory, Work
 CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
 AHEAD = 2  # checkpoints that are read before backward asks for them
 BEHIND = 2  # checkpoints that may be on their way to the disk
-HOLES_BYTES = 64 << 20  # of parked and taken tensors, after which the heap's holes are given back
+HOLES_BYTES = 64 << 20  # of offloaded and restored tensors, after which the heap's holes are returned to the system
 
 
 class ActivationOffload:

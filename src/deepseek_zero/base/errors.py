@@ -93,7 +93,7 @@ def shown(value: Any, limit: int = LONGEST_SHOWN) -> str:
     """A value as a message shows it: like repr, at most `limit` characters, whatever the value is or does."""
     try:
         text = "".join(_pieces(value, limit, _DEEPEST_SHOWN))
-    except Exception:  # a mapping or a sequence of somebody else's that does not tell what it holds
+    except Exception:  # a foreign mapping or sequence that does not tell what it holds
         text = f"<{type(value).__name__}>"
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
@@ -113,7 +113,7 @@ def _pieces(value: Any, room: int, depth: int) -> Iterator[str]:
     else:
         try:
             yield repr(value)[: room + 1]
-        except Exception:  # somebody else's repr, or a number of too many digits
+        except Exception:  # a foreign repr, or a number of too many digits
             yield f"<{type(value).__name__}>"
 
 

@@ -47,7 +47,7 @@ def install() -> None:
     handler = _StderrHandler()
     handler.setFormatter(_RankFormatter())
     logger.addHandler(handler)
-    if logger.level == logging.NOTSET:  # nobody has asked for another
+    if logger.level == logging.NOTSET:  # the program has set no other
         logger.setLevel(os.environ.get(LEVEL, "INFO").upper())
     logger.propagate = False
 

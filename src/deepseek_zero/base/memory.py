@@ -26,7 +26,7 @@ from .errors import OutOfMemoryError
 PAGE = mmap.PAGESIZE
 HUGE_PAGE = 2 << 20
 HUGE_PAGES_SWITCH = "/sys/kernel/mm/transparent_hugepage/enabled"
-NAME = "deepseek_zero"  # what /proc/PID/maps calls these pages; nobody can open them by it
+NAME = "deepseek_zero"  # the name of these pages in /proc/PID/maps; they cannot be opened by it
 KEPT_BYTES = 256 << 20  # about what the activations and one unit's gradients of a model for a laptop take
 LARGEST_ON_HEAP = 32 << 20  # the C library's own upper limit
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # mallopt's numbers

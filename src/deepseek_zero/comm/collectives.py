@@ -66,7 +66,7 @@ class Pending:
     _wait: Wait
     _finish: Finish | None = None
     _done: bool = False
-    _error: Exception | None = None  # it ended so: there is no data, however often somebody asks
+    _error: Exception | None = None  # it ended so: there is no data, however often `wait` is called
 
     def wait(self) -> None:
         if self._error is not None:

@@ -32,7 +32,7 @@ from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
-LOG_LENGTH = 64  # collectives remembered per lane, for the board
+LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
 MOST_EXIT_SECONDS, LOOK_SECONDS, QUIET_LOOKS = 1.0, 1e-3, 3  # for threads that let go of their last message
 
 

@@ -56,7 +56,7 @@ class ShardedLoader:
         sampler: Any = None,
     ) -> None:
         self.device, self.epoch, self.ranks = mesh.device, 0, mesh.data_size
-        self.position = self._resume_at = 0  # batches of this epoch that were handed out, or were before a restart
+        self.position = self._resume_at = 0  # batches of this epoch that were given, before a restart too
         iterable = isinstance(dataset, IterableDataset)
         self.sampler = sampler
         if sampler is None and not iterable:

@@ -57,7 +57,7 @@ class Engine(StandsForModule):
     `engine.backward(loss)` are equally good.
     """
 
-    # What a save takes for client_state that nobody calls by hand (checkpoint.save_on_signal): assign a function.
+    # A function that returns the client_state of saves that the program does not call (checkpoint.save_on_signal).
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
     def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parts: Parts) -> None:

@@ -50,7 +50,7 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     groups, comm = runtime.trained_groups, runtime.comm
     edited = any(group.gradient.state.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
-    # What this rank says, in one number, which float64 holds exactly.
+    # This rank's flags in one number, which float64 holds exactly.
     said = (bool(runtime.executor.late), edited, runtime.is_idle, runtime.is_graphless)
     fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
     row = [fact, *(square for group in groups for square in group.gradient.squares())]

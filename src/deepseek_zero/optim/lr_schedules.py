@@ -32,7 +32,7 @@ PerGroup = float | Sequence[float]
 
 
 class HasParamGroups(Protocol):
-    """What a schedule needs of an optimizer."""
+    """The part of an optimizer that a schedule uses."""
 
     param_groups: list[dict[str, Any]]
 

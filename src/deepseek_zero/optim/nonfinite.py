@@ -122,7 +122,7 @@ class PrecisionFallback:
 
     def __init__(self, runtime: Runtime) -> None:
         self.runtime = runtime
-        self.changed = False  # whether the last step lifted a unit
+        self.changed = False  # whether the last step promoted a unit
         self._suspect: Unit | None = None
         self._count = 0
 

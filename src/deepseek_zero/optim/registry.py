@@ -245,7 +245,7 @@ def _without_deepspeed_names(owner: str, named: _Named, params: Mapping[str, Any
 
 
 REQUIRED: Any = inspect.Parameter.empty
-_LONGEST_NAME = 100  # beyond it nobody looks for names that are spelled alike
+_LONGEST_NAME = 100  # longer names are not compared with known ones
 _NOT_SETTINGS = frozenset({"self", "params", "optimizer"})
 
 

@@ -470,7 +470,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             )
         self.finish()
         with torch.no_grad(), propagate_errors(self.runtime.comm):
-            self.runtime.comm.barrier("flush")  # nobody computes with the weights any more
+            self.runtime.comm.barrier("flush")  # no rank computes with the weights any more
             self._conclude(None)
             self.runtime.drop_grads()
 
@@ -483,7 +483,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return this rank's state as the inner optimizer has it; engine checkpoints name it by parameter and hold
         the delayed update too.
         """
-        self.state  # noqa: B018 - brings what rests elsewhere
+        self.state  # noqa: B018 - fetches offloaded states
         scaler = self.scaler.state_dict() if self.scaler else None
         stretches = [[(piece.names[0], piece.start, piece.stop) for piece in pieces] for pieces in self.pieces_by_group]
         counts = {"updates": self.updater.updates, "steps": self.steps}

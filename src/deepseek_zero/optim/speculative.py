@@ -50,7 +50,7 @@ class SpeculationStats:
 
 @dataclass(frozen=True)
 class SpeculationPolicy:
-    """What holds for an update in the backward under way.  speculates: if the step is neither clipped nor skipped."""
+    """The rule for updates in backward. speculates: if the step is neither clipped nor skipped."""
 
     updater: Updater
     delay: DelayedUpdate | None
@@ -91,7 +91,7 @@ class SpeculativeStep:
         self._chosen: frozenset[int] | None = None
         self._decision: Decision | None = None
         self._done: dict[int, list[ParamGroup]] = {}
-        self._is_off = False  # somebody looked: not again before the next step
+        self._is_off = False  # set by a read: no more updates before the next step
 
     def after_reduce(self, unit: Unit) -> None:
         """Update a unit whose gradient has been reduced over the ranks. Local."""

@@ -1,9 +1,9 @@
 """Runs the inner optimizer over tiles of master shards: at the step, in a later forward, or a step late.
 
 A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the next forward
-flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Whoever reads an element
-flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  Hyper-parameters and
-gradients of the step are kept until then.
+flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Every read of an
+element flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  The step's
+hyper-parameters and gradients are kept until then.
 
 `undecorated` and `raw_step` call torch's optimizers without the decorators that
 import torch's compiler (a second, and 70 MB per rank).

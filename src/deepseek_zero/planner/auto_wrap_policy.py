@@ -136,7 +136,7 @@ def _is_leaf_unit(path: str, module: nn.Module, settings: PlanSettings) -> bool:
     ones).
     """
     named = path in settings.leaf_names or any(path.endswith(suffix) for suffix in settings.leaf_suffixes)
-    small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # nobody calls most containers
+    small = not isinstance(module, CONTAINERS) and _is_fine_grained(module, settings)  # few containers are called
     return named or small or type(module).__name__ in settings.leaf_classes
 
 

@@ -142,7 +142,7 @@ class Float8Block:
         found.sub_(is_small[:numel].int(), alpha=8)
         if self.is_signed:
             found.clamp_(0, 127).bitwise_or_(exact.signbit().int().bitwise_left_shift_(7))
-        else:  # a magnitude that is not zero never becomes zero: somebody divides by it
+        else:  # a magnitude that is not zero never becomes zero: optimizers divide by it
             found.clamp_(0, 255).clamp_(min=(exact > 0).int())
         codes.copy_(found)
 
@@ -163,7 +163,7 @@ class Float8Block:
 
 SIGNED, MAGNITUDES = Float8Block(True, -14), Float8Block(False, -30)
 _TABLES = (SIGNED.table, MAGNITUDES.table)  # made now: 2 KB that belong to no engine
-# Which 8-bit format a moment takes, by the name that optimizers give it.
+# The 8-bit format of a moment, by the name that optimizers give it.
 _TINY = {
     "exp_avg": SIGNED,
     "momentum_buffer": SIGNED,

@@ -61,7 +61,7 @@ class InitShard:
     # -- GatheredParameters before there is an engine; both collective
 
     def pin_unsharded(self, param: nn.Parameter, watch: bool) -> None:
-        """Make the parameter whole until `let_go`; watch: `is_changed` will be asked."""
+        """Keep the parameter whole until `reshard`; watch: `is_changed` will be asked."""
         self.session.reshard_pinned()
         if self.unsharded is None:
             self.unsharded = self.whole()
@@ -69,7 +69,7 @@ class InitShard:
         self.is_pinned, self.mark = True, _mark_of(param) if watch else (0, 0)
 
     def is_changed(self, param: nn.Parameter) -> bool:
-        """Return whether it is no longer what `hold` gave."""
+        """Return whether it differs from the value that `pin_unsharded` gave."""
         return _mark_of(param) != self.mark
 
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
@@ -173,7 +173,7 @@ class Init:
         reshard(param, _placeholder(mine, param.shape))
 
     def reshard_pinned(self) -> None:
-        """Cut again what an initialisation had gathered, unless somebody still holds a view of it."""
+        """Cut again the parameters that an initialisation had gathered, unless a view of one is still alive."""
         busy = []
         for shard in self.awake:
             param, full = shard.param(), shard.unsharded
@@ -202,7 +202,7 @@ def _scatter_slices(comm: Comm, value: Tensor, source: int, dtype: torch.dtype) 
 
 
 def _placeholder(like: Tensor, shape: torch.Size) -> Tensor:
-    """What a parameter at rest holds: one NaN of its dtype, seen at its shape."""
+    """Return the data of a sharded parameter: one NaN of its dtype, expanded to its shape."""
     value = float("nan") if like.is_floating_point() else 0
     return torch.full((), value, dtype=like.dtype, device=like.device).expand(shape)
 
@@ -213,9 +213,9 @@ def _mark_of(param: nn.Parameter) -> tuple[int, int]:
 
 
 def materialise(model: nn.Module, comm: Comm, device: torch.device) -> Iterator[nn.Module]:
-    """Give a model built on the meta device its values, module by module, keeping only this rank's slices.  Collective.
+    """Give a model built on the meta device its values, module by module, keeping only this rank's slices. Collective.
 
-    Yields each module whose own parameters have just got theirs, so that nobody need hold all of them at once.  Each
+    Yields each module whose own parameters have just got theirs, so that they need not all be held at once. Each
     module's own `reset_parameters` draws them, in the order modules were registered: the values of a plain construction
     with the same seed wherever that is all its construction draws.
     """
@@ -265,7 +265,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 
 
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
-    """A slice for a parameter on the meta device, which is at rest from now on."""
+    """Return a slice for a parameter on the meta device, which is sharded from now on."""
     dtype, shape, kind = session.dtype or param.dtype, param.shape, type(param)
     per_rank = -(-param.numel() // session.comm.size)
     values = torch.zeros(per_rank, dtype=dtype, device=session._device)

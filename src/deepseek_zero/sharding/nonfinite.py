@@ -1,6 +1,7 @@
-"""Where a number first stops being finite: looked for only after a step was skipped, at the borders of units.
+"""Finds the unit where a number first stops being finite; looked for only after a step was skipped, at the borders of
+units.
 
-Owns one step's observations; optim/nonfinite.py draws the conclusion.  Fed by runtime.py.
+Owns one step's observations; optim/nonfinite.py draws the conclusion.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .outputs import map_tensors
 
 
 class NonFiniteDetector:
-    """Whether each unit's inputs, outputs and incoming gradients were finite in the step under way."""
+    """Records whether each unit's inputs, outputs and incoming gradients were finite in the current step."""
 
     def __init__(self) -> None:
         self._sick: dict[tuple[str, int], Tensor] = {}

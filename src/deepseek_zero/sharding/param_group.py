@@ -38,7 +38,7 @@ class ParamInfo:
     param: nn.Parameter
     slot: Slot
     param_class: type[nn.Parameter]
-    placeholder: Tensor = field(init=False)  # its data at rest
+    placeholder: Tensor = field(init=False)  # its data while sharded
     is_frozen: bool = field(init=False)  # `requires_grad` was off when all ranks looked last (runtime.py)
 
     def __post_init__(self) -> None:
@@ -126,7 +126,7 @@ class ParamGroup:
         if self.master is not None and not self.plan.master_is_weight:
             values = full.storage if self.master.placement is R else full.shard(comm.rank)
             self.master.write_consuming(0, values.numel(), values)
-            del values  # the pool lends nothing again that somebody still sees
+            del values  # the pool never lends a buffer that is still viewed
         self.comm_ctx.pool.give(full.storage)
         for extent in (extents := offloaded_extents(self)):
             extent.store(0, extent.memory.numel()).wait()

@@ -29,7 +29,7 @@ Fetch = Callable[[ParamGroup], object]
 
 @dataclass(frozen=True)
 class SavedWeight:
-    """A view of a gathered buffer, by place.  fetch(group) gathers the group's unit if backward finds it at rest."""
+    """A view of a gathered buffer, by place. fetch(group) gathers the group's unit if backward finds it sharded."""
 
     group: ParamGroup
     fetch: Fetch
@@ -59,7 +59,7 @@ Saved = SavedWeight | SavedTensor | SavedByOthers
 
 
 class WeightHooks:
-    """The hooks for one forward of a gathered unit.  outer: those of the unit around it; others: somebody else's."""
+    """The hooks for one forward of a gathered unit. outer: those of the unit around it; others: another package's."""
 
     def __init__(
         self, unit: Unit, fetch: Fetch, outer: WeightHooks | None, others: tuple[Pack, Unpack] | None = None

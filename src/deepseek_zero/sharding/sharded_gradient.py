@@ -1,9 +1,9 @@
-"""What `.grad` shows of a sharded gradient: a tensor of the parameter's shape whose operations act on this rank's part.
+"""The `.grad` of a sharded gradient: a tensor of the parameter's shape whose operations act on this rank's part.
 
-What works element by element does so on every rank's part, without communication: in place (`mul_`, `+=`, `clamp_`,
-`torch._foreach_add_`) it changes the gradient that the step uses, out of place it gives another such tensor, which may
-be assigned to `.grad`.  Norms are taken over all ranks.  Whatever else would read or change elements raises, and says
-what to write.
+Element-wise operations act on every rank's part, without communication: in place (`mul_`, `+=`, `clamp_`,
+`torch._foreach_add_`) they change the gradient that the step uses, out of place they return another such tensor, which
+may be assigned to `.grad`. Norms are taken over all ranks. Every other operation that would read or change elements
+raises, and says what to write.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Part:
 
 
 class GradientOwner(Protocol):
-    """What a handle needs of the group that owns its parameter (sharding/param_group.py)."""
+    """The verbs of the group that owns a parameter's gradient (sharding/param_group.py)."""
 
     def grad_part(self, param: nn.Parameter) -> Part:
         """This rank's part as it is now; AtRestError where the gradient is over."""
         ...
 
     def weight_part(self, param: nn.Parameter, part: Part) -> Tensor:
-        """The weight's elements at the places of a part; of a parameter at rest."""
+        """Return the elements of a sharded weight at the places of a part."""
         ...
 
     def grad_changed(self, param: nn.Parameter, *, alike: bool) -> None:
@@ -139,8 +139,8 @@ class ShardedGradient(Tensor):
 
 
 def sharded_gradient(param: nn.Parameter, nothing: Tensor, own: Part | None = None) -> ShardedGradient:
-    """A handle.  nothing: one element, expanded to the parameter's shape.  own: its elements; None: whatever the
-    parameter's gradient is when somebody asks.
+    """Make a handle. nothing: one element, expanded to the parameter's shape. own: its elements; None: the
+    parameter's gradient at the time of each operation.
     """
     grad = nothing.as_subclass(ShardedGradient)
     grad.__dict__.update(param=weakref.ref(param), own=own)

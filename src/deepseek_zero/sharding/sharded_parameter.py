@@ -1,8 +1,8 @@
-"""A sharded parameter: true shape, four bytes, and a clear word to whoever reads it.
+"""A sharded parameter: it has its true shape, costs four bytes, and explains itself to code that reads it.
 
-The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data`
-change.  Unsharded it is a plain Parameter that views a gathered buffer; sharded its class is `ShardedParameter` over a
-stride-0 NaN scalar.  What its `.grad` shows is grad_handle.py's.
+The same `nn.Parameter` object lives from before wrapping to after the last step; only its class and its `.data` change.
+Unsharded it is a plain Parameter that views a gathered buffer; sharded its class is `ShardedParameter` over a stride-0
+NaN scalar. Its `.grad` is a `ShardedGradient` (sharded_gradient.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..base.errors import AtRestError, UsageError
 
 
 class Owner(Protocol):
-    """What a handle needs of the group that owns its parameter (sharding/param_group.py)."""
+    """The verbs of the group that owns a parameter (sharding/param_group.py)."""
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather the parameter if a forward or backward is under way; False outside one."""
@@ -85,7 +85,7 @@ def _no_owner() -> None:
 
 
 def owner_of(param: Tensor) -> Owner | None:
-    """The group a parameter belongs to, None for parameters nobody wrapped."""
+    """Return the group a parameter belongs to; None for unwrapped parameters."""
     reference: OwnerReference | None = param.__dict__.get("_zero_owner")
     return reference.get() if reference is not None else None
 
@@ -165,13 +165,15 @@ class ShardedParameter(nn.Parameter):
 
 
 def reshard(param: nn.Parameter, nothing: Tensor) -> None:
-    """Turn a parameter in use into one at rest.  nothing: one NaN of its dtype, expanded to its shape."""
+    """Turn an unsharded parameter into a sharded one. nothing: one NaN of its dtype, expanded to its shape."""
     param.data = nothing
     param.__class__ = ShardedParameter
 
 
 def unshard(param: nn.Parameter, kind: type[nn.Parameter], data: Tensor) -> None:
-    """Turn a parameter into one in use that views `data`; its class becomes what it was before wrapping."""
+    """Turn a sharded parameter into an unsharded one that views `data`; its class becomes what it was before
+    wrapping.
+    """
     param.__class__ = kind
     param.data = data
 

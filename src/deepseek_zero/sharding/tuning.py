@@ -1,8 +1,8 @@
-"""Sizes that grow while that shortens waiting: seed 000's dynamic adjustment, on all ranks alike.
+"""Message and prefetch sizes that grow while that shortens waiting: seed 000's dynamic adjustment, on all ranks alike.
 
-Every PERIOD steps the ranks compare how long the slowest of them waited.  Where that is worth it a size doubles; it
-stays if the wait fell, else it goes back for good.  Only sizes that nobody stated are touched, and no result depends on
-them: a sum's order is the plan's, whatever the message.
+Every PERIOD steps the ranks compare how long the slowest of them waited. If that is long enough a size doubles; it
+stays if the wait fell, else it goes back for good. Only sizes that the user left open are changed, and no result
+depends on them: a sum's order is the plan's, whatever the message.
 """
 
 from __future__ import annotations

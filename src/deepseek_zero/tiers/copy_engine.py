@@ -100,7 +100,7 @@ class StreamCopyEngine(CopyEngine):
         last, self._last_out = self._last_out, None
         if last is not None:
             crossing, finish = last
-            crossing.wait_stream()  # whoever takes the source next asks the device for it after this
+            crossing.wait_stream()  # the next user of the source is queued on the device behind this
             finish()
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:

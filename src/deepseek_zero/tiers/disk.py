@@ -41,7 +41,7 @@ class State(Enum):
     """The place of a chunk's bytes: memory, the file, or on the way."""
 
     HERE = "here"  # at their address; the file may have older ones
-    LEAVING = "leaving"  # a thread writes them, and gives their pages back unless somebody wants them meanwhile
+    LEAVING = "leaving"  # a thread writes them, and returns their pages unless they are held meanwhile
     AWAY = "away"  # in the file
     ARRIVING = "arriving"  # a thread reads them
 

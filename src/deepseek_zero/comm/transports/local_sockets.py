@@ -112,7 +112,7 @@ class LocalSockets:
                 self._sockets[rank].send(data)
         except BlockingIOError:
             return False
-        except OSError:  # its process has ended; whoever waits for it is told
+        except OSError:  # its process has ended; the waits for it raise
             self._lose(rank)
         return True
 

@@ -1,8 +1,8 @@
-"""NCCL, and its groups: a pair for each engine that trains at a time, shared with what builds and loads its model.
+"""NCCL, and its groups: a pair for each engine that trains at a time, shared with `zero.Init` and loads of its model.
 
-A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are issued in.  Two
-engines may interleave differently on different ranks, so each has a pair.  What builds or loads a model waits for each
-of its collectives before the engine begins, and borrows the pair of the engine to come.
+A group costs memory on every GPU, and NCCL matches the collectives of a group by the order they are issued in. Two
+engines may interleave differently on different ranks, so each has a pair. A construction or a load waits for each of
+its collectives before the engine begins, and borrows the pair of the engine to come.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST = 63  # bits of a row
 
 @dataclass
 class LanePair:
-    """One pair.  engine: who trains over it.  users: it, and those who build and load."""
+    """One pair. engine: the one that trains over it. users: that engine, constructions and loads."""
 
     groups: Mapping[str, dist.ProcessGroup]
     engine: str = ""
@@ -45,11 +45,11 @@ class NcclGroups:
         self._made: dict[int, LanePair] = {}
 
     def free(self) -> int:
-        """As bits: the pairs, made or not, over which no engine of this rank trains."""
+        """Return as bits the pairs, made or not, over which no engine of this rank trains."""
         return sum(1 << n for n in range(MOST) if n not in self._made or not self._made[n].engine)
 
     def idle(self) -> int:
-        """As bits: the pairs that nobody uses on this rank any more."""
+        """Return as bits the pairs without a user on this rank."""
         return sum(1 << n for n, pair in self._made.items() if not pair.users)
 
     def take(self, user: str, *, trains: bool, free: int, idle: int) -> Mapping[str, dist.ProcessGroup]:
@@ -83,7 +83,7 @@ class NcclGroups:
         return found
 
     def release(self, user: str) -> None:
-        """A user is gone."""
+        """Remove a user."""
         for pair in self._made.values():
             pair.users.discard(user)
             pair.engine = "" if pair.engine == user else pair.engine
@@ -127,7 +127,9 @@ def _nccl_wait(work: dist.Work | None) -> None:
 
 @contextmanager
 def _nccl_errors() -> Iterator[None]:
-    """Where NCCL has found that a peer is gone, say so; any other error is what it is."""
+    """Open a block in which NCCL's errors about a peer that is gone become `ConnectionLost`; any other error stays
+    as it is.
+    """
     try:
         yield
     except dist.DistBackendError as caught:

@@ -48,7 +48,7 @@ class ExportedSegment:
     address: int
     segment: Segment
     known_by: set[int] = field(default_factory=set)
-    tags: set[int] = field(default_factory=set)  # collectives in which somebody still reads it
+    tags: set[int] = field(default_factory=set)  # collectives in which it is still read
 
 
 @dataclass(eq=False)
@@ -93,10 +93,10 @@ class HostPages:
         self._exported: dict[int, ExportedSegment] = {}  # by address
         self._forgotten: list[ExportedSegment] = []
         self._imported: dict[tuple[int, int], ImportedSegment] = {}  # (rank, segment)
-        self._received_pages: dict[int, Segment] = {}  # tag -> pages that the first rank hands out
+        self._received_pages: dict[int, Segment] = {}  # tag -> pages that the first rank has sent
         self._offers: dict[tuple[int, int], Message] = {}  # (rank, tag)
         self._in_flight: dict[int, InFlightReceive] = {}  # by tag
-        self._failed: dict[int, Exception] = {}  # by tag: what its use raised, for whoever waits for it
+        self._failed: dict[int, Exception] = {}  # by tag: the error of its use, for the wait
         self._readers: dict[int, set[int]] = {}  # tag -> ranks that have not read our pieces yet
         self._staged: dict[int, list[Tensor]] = {}  # tag -> copies of pieces that lay in private memory
 
