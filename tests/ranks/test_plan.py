@@ -104,3 +104,34 @@ def test_a_plan_knows_what_lies_in_other_memories(
         train_step(engine, run, step)
     measured = engine.memory_report().measured
     assert {state: measured[state] for state in plan.bytes_by_state()} == plan.bytes_by_state()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_a_plan_over_two_axes_is_what_replicas_of_shards_hold_and_send(stage: int, accumulation: int) -> None:
+    run = Run(stage, "bf16", accumulation, transport="gloo")
+    config = config_of(run) | {"mesh": {"dp_replicate": 2, "dp_shard": 2}}
+    plan, before = planned(config, 4), live_storages()
+    engine = start(config)
+    assert (plan.mesh.shard_size, plan.mesh.reduce_size) == (2, 4)
+    assert_is_what_was_built(plan, engine)
+    volume = plan.volume()
+    assert count_step(engine, run, 0) == (volume.state_bytes, volume.rows + volume.first_step_rows)
+    for step in range(1, STEPS):
+        train_step(engine, run, step)
+    assert sum(plan.bytes_by_state().values()) == added_bytes(before)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("replicate", "shard"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_replicas_that_read_each_others_memory_hold_what_is_planned(replicate: int, shard: int, stage: int) -> None:
+    run = Run(stage, "bf16")
+    config = config_of(run) | {"mesh": {"dp_replicate": replicate, "dp_shard": shard}}
+    plan, before = planned(config, 4), live_storages()
+    engine = start(config)
+    assert_is_what_was_built(plan, engine)
+    for step in range(STEPS):
+        train_step(engine, run, step)
+    assert sum(plan.bytes_by_state().values()) == added_bytes(before)
