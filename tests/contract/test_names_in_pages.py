@@ -267,6 +267,17 @@ def test_every_name_between_backticks_exists(page: str) -> None:
     assert {span: missing for span in spans if (missing := missing_in(span))} == {}
 
 
+def test_no_source_names_a_file_that_is_not_there() -> None:
+    programs = {"script.py", "train.py"}  # the user's, in examples of commands
+    named = {
+        (str(path.relative_to(ROOT)), name)
+        for path in PACKAGE.rglob("*.py")
+        for name in re.findall(r"(?<![\w./-])[\w/]+\.py\b", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 100
+    assert {(path, name) for path, name in named if name not in programs and not _is_file(name)} == set()
+
+
 @pytest.mark.parametrize(
     "name",
     [

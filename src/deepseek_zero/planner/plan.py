@@ -2,7 +2,7 @@
 world.
 
 `plan_model` computes it from names, shapes, dtypes and settings; a model on the meta device will do, and no process
-group is asked.  A run is built from it (sharding/build.py, optim/sharded.py), and keeps it up as it goes on.
+group is asked.  A run is built from it (sharding/wrap.py, optim/sharded.py), and keeps it up as it goes on.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`zero.Init`: build a model shard by shard, with the values the plain construction would give.
 
 A submodule is complete when its parent registers it; that is when its parameters are cut, each into equal slices,
-rank 0's values winning.  Initialisation that comes later (`model.apply(init_weights)`) finds parameters at rest; they
-are gathered for the one operation and cut again.  Only torch's own registration hook is used. build.py turns these
+rank 0's values winning.  Initialisation that comes later (`model.apply(init_weights)`) finds sharded parameters; they
+are gathered for the one operation and cut again.  Only torch's own registration hook is used. wrap.py turns these
 slices into units.
 """
 
@@ -81,7 +81,7 @@ class InitShard:
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
         reshard(param, _placeholder(self.slice, self.shape))
 
-    # -- what handles ask (handle.py, Owner)
+    # -- what handles ask (sharded_parameter.py, Owner)
 
     def fetch_for(self, param: nn.Parameter) -> bool:
         """Gather for one operation of a later initialisation.  Collective: every rank builds the same model."""

@@ -653,7 +653,7 @@ def _refuse_strangers(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
 def _refuse_moved(groups: Sequence[ParamGroup]) -> None:
     for group in groups:
         if group.is_sharded or group.is_pinned:
-            continue  # at rest a parameter guards itself (handle.py)
+            continue  # a sharded parameter guards itself (sharded_parameter.py)
         start, step = group.weight.memory.data_ptr(), group.weight.memory.element_size()
         for member in group.members:
             if member.param.data_ptr() != start + member.slot.start * step and member.slot.numel:

@@ -76,7 +76,7 @@ class _Saver:
 
 
 class _Loader:
-    """Puts a unit to rest while torch copies values in, so that each copy reaches slice and master (handle.py)."""
+    """Shards a unit while torch copies values in, so that each copy reaches slice and master (sharded_parameter.py)."""
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
