@@ -472,7 +472,7 @@ class Gradient:
         self.buffer: FlatBuffer | None = None
         self.state = ReductionState()
         self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader
-        self.is_deferred = False  # to an update that has not come to it: a step that is over owns the sum
+        self.is_deferred = False  # a deferred update of the last step still needs the sum
         self.known_squares: float | None = None  # of this rank's slice; None where it may have changed
         self.delayed = DelayedGradient(self)  # for the step after its own
         self._sharded_grads: list[ShardedGradient] = []
