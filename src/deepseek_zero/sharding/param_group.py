@@ -768,6 +768,7 @@ class Gradient:
                 "It was calculated before the ranks' gradients were added up.",
                 "assign to `.grad` what is calculated from it after the same backward.",
             )
+        self._refuse_partial_sum(name)
         part.values.copy_(mine)
         self._changed(number)
         self.state.is_edited = True
@@ -822,9 +823,19 @@ class Gradient:
 
     def edited(self, number: int, *, alike: bool) -> None:
         """Note that a handle's part was changed in place. alike: by the same on every rank."""
+        self._refuse_partial_sum(self.group.members[number].name)
         self._changed(number)
         if not alike:
             self.state.is_edited = True
+
+    def _refuse_partial_sum(self, name: str) -> None:
+        """Raise UsageError while each replica has a sum of its own: what is set now would count once for each."""
+        if self.group.comm_ctx.replicas is not None and self.state.reduced and not self.state.is_total:
+            raise UsageError(
+                f"the gradient of '{name}' was changed between the micro-batches of a step, on a mesh with replicas.",
+                "Until the step's last backward each replica has a sum of its own; a change would be added once for each.",
+                "change `.grad` after the last backward of the step.",
+            )
 
     def spread(self, what: str) -> Pending:
         """Make copies of a changed gradient equal: among replicas, and of each slice if ranks hold all. Collective."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.precision.policy import Policy
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
@@ -132,3 +133,21 @@ def test_replicas_meet_once_a_step(stage: int) -> None:
     for issued in run_ranks(4, body):
         for name in names:
             assert issued.count(f"reduce {name}") == STEPS, issued
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_gradient_is_not_changed_while_each_replica_has_its_own_sum(stage: int) -> None:
+    def step(rank: Rank) -> None:
+        model = small()
+        runtime = sharded(rank, model, Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2)
+        param = next(iter(model.parameters()))
+        for micro in range(2):
+            runtime.is_boundary = micro == 1
+            batch = batch_of(0, micro, rank.index)
+            model(batch.tokens, batch.targets).backward()
+            if micro == 0:
+                with pytest.raises(UsageError, match="between the micro-batches"):
+                    param.grad.mul_(2)
+        param.grad.mul_(2)  # the sum is everybody's now
+
+    run_ranks(4, step)
