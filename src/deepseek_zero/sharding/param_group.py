@@ -833,7 +833,7 @@ class Gradient:
         if self.group.comm_ctx.replicas is not None and self.state.reduced and not self.state.is_total:
             raise UsageError(
                 f"the gradient of '{name}' was changed between the micro-batches of a step, on a mesh with replicas.",
-                "Until the step's last backward each replica has a sum of its own; a change would be added once for each.",
+                "Until the last backward of a step each replica has its own sum, to which a change would be added.",
                 "change `.grad` after the last backward of the step.",
             )
 
