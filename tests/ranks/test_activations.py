@@ -167,7 +167,7 @@ def test_the_slab_of_offloaded_inputs_is_as_large_as_predicted(place: str) -> No
     predicted = BLOCKS * -(-needed // sector) * sector
     assert parking.reserved_bytes == parking.memory.reserved_bytes == predicted
     assert parking.peak_bytes == BLOCKS * needed and parking.unused_bytes == predicted - BLOCKS * needed
-    assert "activations: 60.0 KiB in one slab, 49.2 KiB used at most, gap 10.8 KiB" in engine.explain()
+    assert "activations: 60.0 KiB in one arena, 49.2 KiB used at most, gap 10.8 KiB" in engine.explain()
     engine.destroy()
 
 

@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import deepseek_zero as dz
-from deepseek_zero.base.memory import looks
+from deepseek_zero.base.memory import segment_views
 from deepseek_zero.sharding.sharded_parameter import ShardedParameter
 
 
@@ -196,7 +196,7 @@ class Peak(TorchDispatchMode):
             if isinstance(value, torch.Tensor) and not value.is_meta:
                 storage = value.untyped_storage()
                 if storage._cdata not in self.alive:  # what is only looked at is counted where it is held
-                    is_held = not any(storage.data_ptr() in addresses for addresses in looks())
+                    is_held = not any(storage.data_ptr() in addresses for addresses in segment_views())
                     self.alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes() * is_held)
         self.peak = max(self.peak, sum(count for _, count in self.alive.values()))
         return result

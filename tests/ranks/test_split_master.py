@@ -112,7 +112,7 @@ def test_between_steps_the_inner_optimizer_holds_no_values_and_the_same_paramete
     train_step(engine, Run(stage, "bf16"), 1)
     again = [param for group in engine.optimizer.inner.param_groups for param in group["params"]]
     assert all(map(lambda one, two: one is two, params, again))
-    for piece in engine.optimizer.pieces():
+    for piece in engine.optimizer.shards():
         state = engine.optimizer.state[piece.param]
         assert state["exp_avg"].shape == piece.param.shape and state["exp_avg"].is_contiguous()
 
@@ -135,7 +135,7 @@ def test_a_step_that_fails_leaves_the_masters_as_they_were(stage: int, monkeypat
         train_step(engine, run, 1)
     monkeypatch.undo()
     assert everything(engine)["master"] == before
-    assert all(piece.param.isnan().all() for piece in engine.optimizer.pieces())
+    assert all(piece.param.isnan().all() for piece in engine.optimizer.shards())
 
 
 # -- read and written from outside

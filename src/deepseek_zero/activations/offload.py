@@ -56,7 +56,7 @@ class ActivationOffload:
 
     @property
     def reserved_bytes(self) -> int:
-        return sum(slab.nbytes for slab in self.slabs)
+        return sum(arena.nbytes for arena in self.slabs)
 
     @property
     def unused_bytes(self) -> int:
@@ -87,7 +87,7 @@ class ActivationOffload:
         tickets = [self._stays[other].place.fetch() for other in wanted]
         found = self._passage.copy_in(number, stay)
         if stay.is_stored:
-            stay.place.drop()
+            stay.place.evict()
         if wanted and tickets[0].is_done():
             self._passage.prefetch(wanted[0], self._stays[wanted[0]])
         self._count_holes(stay)
@@ -122,8 +122,8 @@ class ActivationOffload:
             self._join()
         self._chunk_bytes = self._chunk_bytes or self._best_chunk()
         whole = rounded(nbytes, self._chunk_bytes)
-        for slab in self.slabs:
-            if (place := slab.take(whole)) is not None:
+        for arena in self.slabs:
+            if (place := arena.take(whole)) is not None:
                 return place
         count = 1 if self.slabs or self.checkpoints is None else self.checkpoints
         place = self._reserve(whole * count).take(whole)
@@ -133,7 +133,7 @@ class ActivationOffload:
     def _join(self) -> None:
         """Replace several arenas by one, while nothing is offloaded."""
         self._chunk_bytes = self._best_chunk()
-        nbytes = sum(rounded(slab.nbytes, self._chunk_bytes) for slab in self.slabs)
+        nbytes = sum(rounded(arena.nbytes, self._chunk_bytes) for arena in self.slabs)
         self._release_memory()
         self.memory = self._open()
         self._reserve(nbytes)
@@ -178,7 +178,7 @@ class ActivationOffload:
 
     def explain(self) -> str:
         """Return one line: the reserved bytes, and how many of them were never needed."""
-        slabs = "one slab" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
+        slabs = "one arena" if len(self.slabs) == 1 else f"{len(self.slabs)} slabs"
         return (
             f"activations: {format_bytes(self.reserved_bytes)} in {slabs}, {format_bytes(self.peak_bytes)} used at "
             f"most, gap {format_bytes(self.unused_bytes)}"
@@ -213,7 +213,7 @@ class OffloadedInputs:
     @property
     def extent(self) -> Extent:
         """Return the extent that the block is a range of."""
-        return self.place.slab.extent
+        return self.place.arena.extent
 
     @property
     def nbytes(self) -> int:
@@ -238,15 +238,15 @@ class ActivationCopy:
 
     def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
         """Copy tensors into their block; they are kept until the copy is over."""
-        bytes_, sources = stay.place.part(), list(tensors)
+        bytes_, sources = stay.place.write(), list(tensors)
         with self._copy_engine(stay).d2h(stay.extent, sources.clear):
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
     def copy_in(self, number: int, stay: OffloadedInputs) -> list[Tensor]:
         """Return new tensors with the block's bytes, for the device to use."""
-        crossing, found = self._coming.pop(number) if number in self._coming else self._start(stay)
-        crossing.wait_stream()
+        copy_event, found = self._coming.pop(number) if number in self._coming else self._start(stay)
+        copy_event.wait_stream()
         return found
 
     def prefetch(self, number: int, stay: OffloadedInputs) -> None:
@@ -260,15 +260,15 @@ class ActivationCopy:
 
     def synchronize(self) -> None:
         """Release the sources of all copies out: no more are sent for a while."""
-        for ferry in self._ferries.values():
-            ferry.synchronize()
+        for copy_engine in self._ferries.values():
+            copy_engine.synchronize()
 
     def _start(self, stay: OffloadedInputs) -> tuple[CopyEvent, list[Tensor]]:
-        bytes_, found = stay.place.look(), [form.empty() for form in stay.forms]
-        with self._copy_engine(stay).h2d(stay.extent) as crossing:
+        bytes_, found = stay.place.read(), [form.empty() for form in stay.forms]
+        with self._copy_engine(stay).h2d(stay.extent) as copy_event:
             for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
                 form.read(tensor, part)
-        return crossing, found
+        return copy_event, found
 
     def _copy_engine(self, stay: OffloadedInputs) -> CopyEngine:
         """Return the copy engine to the tensors' device; within one memory nothing is copied across."""
@@ -312,29 +312,29 @@ class Arena:
 class ArenaBlock:
     """The bytes [low, high) of an arena, with an extent's verbs."""
 
-    slab: Arena
+    arena: Arena
     low: int
     high: int
 
-    def part(self) -> Tensor:
+    def write(self) -> Tensor:
         """Return the bytes, to be written."""
-        return self.slab.extent.write(self.low, self.high)
+        return self.arena.extent.write(self.low, self.high)
 
-    def look(self) -> Tensor:
+    def read(self) -> Tensor:
         """Return the bytes, to be read; wait for their fetch."""
-        return self.slab.extent.read(self.low, self.high)
+        return self.arena.extent.read(self.low, self.high)
 
     def fetch(self) -> Work:
-        return self.slab.extent.fetch(self.low, self.high)
+        return self.arena.extent.fetch(self.low, self.high)
 
     def store(self) -> Work:
-        return self.slab.extent.store(self.low, self.high)
+        return self.arena.extent.store(self.low, self.high)
 
-    def drop(self) -> None:
-        self.slab.extent.evict(self.low, self.high)
+    def evict(self) -> None:
+        self.arena.extent.evict(self.low, self.high)
 
     def free(self) -> None:
-        self.slab.free(self)
+        self.arena.free(self)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class Segment:
             self.descriptor = -1
 
 
-def looks() -> list[range]:
+def segment_views() -> list[range]:
     """The addresses at which this process only sees pages that it shares, as the kernel lists them."""
     found = []
     with open("/proc/self/maps", encoding="utf-8") as maps:

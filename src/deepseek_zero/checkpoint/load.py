@@ -299,7 +299,7 @@ def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iter
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
     """The optimizer's shards with their numbers, those of one group together: in the order of the files."""
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
-    return sorted(enumerate(optimizer.pieces()), key=lambda item: order[id(item[1].group)])
+    return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
 
 def _moment_keys(reader: CheckpointReader, overlaps: list[ParamOverlap]) -> list[str]:

@@ -91,7 +91,7 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
         return  # the first replica has written the same
     shards_by_group: dict[int, list[MasterShard]] = {}
-    for shard in optimizer.pieces() if optimizer is not None else ():
+    for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
     cache = MomentCache()
     for group in runtime.groups:
@@ -214,7 +214,7 @@ def _owned_moment_items(
     optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, cache: MomentCache
 ) -> Iterator[WriteItem]:
     """The part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
-    shard, rank = overlap.piece, overlap.piece.rank
+    shard, rank = overlap.shard, overlap.shard.rank
     low, high = shard.group.layout.owned(overlap.slot, rank)
     start, stop = max(overlap.start, low - overlap.slot.start), min(overlap.stop, high - overlap.slot.start)
     if start < stop:
@@ -235,7 +235,7 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int
             "Only whole parameters can have a state of another shape.",
             'give the optimizer class the attribute granularity = "tensor".',
         )
-    group = overlap.piece.group
+    group = overlap.shard.group
     low, high = group.layout.bounds(rank)
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= overlap.slot.start < high:
@@ -246,7 +246,7 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
     """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
     found: dict[str, dict[str, Any]] = {}
-    for shard in optimizer.pieces():
+    for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
             if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
                 continue

@@ -705,15 +705,15 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     cpu_checkpointing: bool | Auto | None
     """Park inputs of checkpoints in host memory: DeepSpeed's word for device "cpu"."""
     contiguous_memory_optimization: bool | Auto | None
-    """Park inputs of checkpoints in one preallocated slab of the device's own memory."""
+    """Park inputs of checkpoints in one preallocated arena of the device's own memory."""
     number_checkpoints: float | Auto | None
-    """Checkpoints the slab must hold; null: learned from the first forward."""
+    """Checkpoints the arena must hold; null: learned from the first forward."""
     synchronize_checkpoint_boundary: bool | Auto | None
     """Wait for the device at every checkpoint."""
     profile: bool | Auto | None
     """Time forward and backward of each checkpoint of the first step, and log them once."""
     device: Literal["none", "cpu", "nvme"] | Auto | None
-    """Ours. Where inputs of checkpoints are parked between forward and backward, in one slab."""
+    """Ours. Where inputs of checkpoints wait between forward and backward, in one arena."""
     nvme_path: str | Auto | None
     """Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing."""
 

@@ -720,11 +720,11 @@ class ActivationCheckpointing(Section):
         False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
     )
     contiguous_memory_optimization: bool = effective(
-        False, "Park inputs of checkpoints in one preallocated slab of the device's own memory.", example=True
+        False, "Park inputs of checkpoints in one preallocated arena of the device's own memory.", example=True
     )
     number_checkpoints: int | None = effective(
         None,
-        "Checkpoints the slab must hold; null: learned from the first forward.",
+        "Checkpoints the arena must hold; null: learned from the first forward.",
         example=4,
         ge=1,
         needs={"activation_checkpointing.contiguous_memory_optimization": True},
@@ -736,7 +736,7 @@ class ActivationCheckpointing(Section):
         False, "Time forward and backward of each checkpoint of the first step, and log them once.", example=True
     )
     device: Literal["none", "cpu", "nvme"] = effective(
-        "none", "Ours. Where inputs of checkpoints are parked between forward and backward, in one slab.", example="cpu"
+        "none", "Ours. Where inputs of checkpoints wait between forward and backward, in one arena.", example="cpu"
     )
     nvme_path: str | None = effective(
         None,

@@ -16,7 +16,7 @@ from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..optim.sharded import StepSettings, unknown_parameter, update_settings_of, updates_in_backward
-from ..optim.speculative import works_by_piece
+from ..optim.speculative import works_by_shard
 from ..planner.plan import Machine, Plan, plan_model
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
@@ -87,7 +87,7 @@ def update_of(config: Config, parts: OptimizerParts, model: nn.Module, settings:
         parts.cls.__name__,
         groups,
         scales_grads=config.fp16.enabled or settings.max_norm > 0,
-        undoes=updates_in_backward(settings) and works_by_piece(parts.cls),
+        undoes=updates_in_backward(settings) and works_by_shard(parts.cls),
     )
 
 

@@ -39,11 +39,11 @@ def full_state(param: nn.Parameter, key: str) -> Tensor | None:
     if not isinstance(owner, ParamGroup) or not owner.trainable:
         return None
     slot, comm = _slot(owner, param), owner.comm_ctx.comm
-    pieces = list(_state_views(param, key))
+    shards = list(_state_views(param, key))
     full = torch.zeros(slot.numel, dtype=torch.float32, device=owner.comm_ctx.pool.device)
-    for cover, view in pieces:
+    for cover, view in shards:
         full[cover.start : cover.stop].copy_(view)
-    row = torch.tensor([sum(cover.stop - cover.start for cover, _ in pieces)])
+    row = torch.tensor([sum(cover.stop - cover.start for cover, _ in shards)])
     known = comm.all_gather_rows(row, f"{key} of {slot.name}") if comm.size > 1 else row
     if not int(known.sum()):
         return None
@@ -91,9 +91,9 @@ def set_local_state(param: nn.Parameter, value: Tensor, key: str) -> None:
 
 def _covers(optimizer: ShardedOptimizer, owner: ParamGroup, param: nn.Parameter) -> Iterator[ParamOverlap]:
     name = owner.name_of(param)
-    for piece in optimizer.pieces():
-        if piece.group is owner and name in piece.names:
-            yield from (cover for cover in piece.overlaps() if cover.slot.name == name)
+    for shard in optimizer.shards():
+        if shard.group is owner and name in shard.names:
+            yield from (cover for cover in shard.overlaps() if cover.slot.name == name)
 
 
 def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, Tensor]]:
@@ -101,8 +101,8 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return
     for cover in _covers(optimizer, owner, param):
-        state = optimizer.state.get(cover.piece.param, {}).get(key)
-        if isinstance(state, Tensor) and state.shape == cover.piece.param.shape:
+        state = optimizer.state.get(cover.shard.param, {}).get(key)
+        if isinstance(state, Tensor) and state.shape == cover.shard.param.shape:
             yield cover, cover.of(state)
 
 

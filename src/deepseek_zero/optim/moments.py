@@ -48,7 +48,7 @@ class Moments:
         self._inner, self._scratch = inner, scratch
         self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
         self._names: dict[int, list[str]] = {}
-        self._counted: set[int] = set()  # id of pieces whose moments the optimizer keeps itself
+        self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
 
     def extents(self) -> Iterable[Extent]:
         """Return the extents of offloaded moments."""
@@ -61,135 +61,135 @@ class Moments:
             if moment.tier is Tier.DEVICE:
                 yield moment.extent.memory
 
-    def extent_ranges(self, piece: MasterShard) -> Iterator[ExtentRange]:
+    def extent_ranges(self, shard: MasterShard) -> Iterator[ExtentRange]:
         """Yield the extent ranges of moments that a shard's update reads and writes."""
-        for name in self._names.get(id(piece.group), ()):
-            yield ExtentRange(self._found[id(piece.group), name].extent, piece.start, piece.stop)
+        for name in self._names.get(id(shard.group), ()):
+            yield ExtentRange(self._found[id(shard.group), name].extent, shard.start, shard.stop)
 
-    def storages(self, piece: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
+    def storages(self, shard: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
         """Yield the storage of each moment of a shard, and the scales of its blocks."""
-        state = self._inner.state.get(piece.param, {})
-        for name in self._names.get(id(piece.group), ()):
+        state = self._inner.state.get(shard.param, {})
+        for name in self._names.get(id(shard.group), ()):
             if name in state:
-                moment = self._found[id(piece.group), name]
-                yield ExtentRange(moment.extent, piece.start, piece.stop), moment.powers.get(id(piece))
+                moment = self._found[id(shard.group), name]
+                yield ExtentRange(moment.extent, shard.start, shard.stop), moment.powers.get(id(shard))
 
-    def load(self, piece: MasterShard, *, working: bool = True) -> None:
+    def load(self, shard: MasterShard, *, working: bool = True) -> None:
         """Load a shard's moments into the optimizer's state. working: for one tile's update, into buffers that tiles
         share.
         """
-        piece.group.guard.before_write()
-        if piece.param not in self._inner.state:
+        shard.group.guard.before_write()
+        if shard.param not in self._inner.state:
             return
-        for name in self._names.get(id(piece.group), ()):
-            moment, state = self._found[id(piece.group), name], self._inner.state[piece.param]
+        for name in self._names.get(id(shard.group), ()):
+            moment, state = self._found[id(shard.group), name], self._inner.state[shard.param]
             if not self._scratch.is_placeholder(state.get(name)):
                 continue
             if moment.kept is None:
-                values = moment.extent.write(piece.start, piece.stop)
+                values = moment.extent.write(shard.start, shard.stop)
             else:  # a copy: looking at it changes nothing that would have to be stored
-                values = moment.extent.read(piece.start, piece.stop)
-                shared = self._shared(piece, name, moment.dtype) if working else None
-                values = moment.kept.decode(values, moment.powers.get(id(piece)), shared)
-            state[name] = values.view(piece.param.shape)
+                values = moment.extent.read(shard.start, shard.stop)
+                shared = self._shared(shard, name, moment.dtype) if working else None
+                values = moment.kept.decode(values, moment.powers.get(id(shard)), shared)
+            state[name] = values.view(shard.param.shape)
 
-    def read(self, piece: MasterShard, name: str) -> Tensor:
+    def read(self, shard: MasterShard, name: str) -> Tensor:
         """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a copy."""
-        value: Tensor = self._inner.state[piece.param][name]
+        value: Tensor = self._inner.state[shard.param][name]
         if not self._scratch.is_placeholder(value):
             return value
-        moment = self._found[id(piece.group), name]
-        values = read_now(moment.extent, piece.start, piece.stop)
+        moment = self._found[id(shard.group), name]
+        values = read_now(moment.extent, shard.start, shard.stop)
         if moment.kept is None:
             return values
-        return moment.kept.decode(values, moment.powers.get(id(piece)), None)
+        return moment.kept.decode(values, moment.powers.get(id(shard)), None)
 
-    def store(self, piece: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
+    def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
         """Store the optimizer's state of a shard; values that are stored in another form are NaN until the next `load`.
 
         chance: random bits for values that are stored in fewer bits. keep: False after an update that failed.
         """
-        piece.group.guard.before_write()
-        state = self._inner.state.get(piece.param, {})
-        self._count(piece, state)
-        if not piece.group.plan.moments_external:
+        shard.group.guard.before_write()
+        state = self._inner.state.get(shard.param, {})
+        self._count(shard, state)
+        if not shard.group.plan.moments_external:
             return
         for name, value in state.items():
-            if not isinstance(value, Tensor) or value.shape != piece.param.shape or self._scratch.is_placeholder(value):
+            if not isinstance(value, Tensor) or value.shape != shard.param.shape or self._scratch.is_placeholder(value):
                 continue
-            moment = self._moment(piece, name, value.dtype)
-            own = moment.extent.memory[piece.start : piece.stop]
+            moment = self._moment(shard, name, value.dtype)
+            own = moment.extent.memory[shard.start : shard.stop]
             if moment.kept is not None:
-                own, powers = moment.extent.write(piece.start, piece.stop), self._scales(moment, piece)
+                own, powers = moment.extent.write(shard.start, shard.stop), self._scales(moment, shard)
                 if keep:
-                    moment.kept.encode(value.reshape(-1), own, powers, piece.chance(chance, name))
+                    moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
             elif value.data_ptr() != own.data_ptr():
-                moment.extent.write(piece.start, piece.stop).copy_(value.reshape(-1))
+                moment.extent.write(shard.start, shard.stop).copy_(value.reshape(-1))
             hidden = (
-                self._scratch.placeholder(value.shape, value.dtype, piece.master.update_device)
+                self._scratch.placeholder(value.shape, value.dtype, shard.master.update_device)
                 if moment.is_stored
                 else own.view(value.shape)
             )
             state[name] = hidden
 
-    def refuse_cut(self, piece: MasterShard) -> None:
+    def refuse_cut(self, shard: MasterShard) -> None:
         """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an exponent."""
-        if any(id(piece) in moment.powers for moment in self._found.values()):
+        if any(id(shard) in moment.powers for moment in self._found.values()):
             raise UsageError(
-                f"the optimizer's state of {', '.join(piece.names[:3])} is kept in 8 bits, and not all of it is to be "
+                f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not all of it is to be "
                 "updated.",
                 "Blocks of moments that reach from one parameter into the next share an exponent; updating one would "
                 "change the other's.",
                 "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
             )
 
-    def cut(self, piece: MasterShard, into: Sequence[MasterShard]) -> None:
+    def cut(self, shard: MasterShard, into: Sequence[MasterShard]) -> None:
         """Give the optimizer's state of a shard to the ranges it was cut into."""
-        piece.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this piece
-        state = self._inner.state.pop(piece.param, None)
-        self._counted.discard(id(piece))
+        shard.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this shard
+        state = self._inner.state.pop(shard.param, None)
+        self._counted.discard(id(shard))
         for part in into if state is not None else ():
-            low, high = part.start - piece.start, part.stop - piece.start
+            low, high = part.start - shard.start, part.stop - shard.start
             own = self._inner.state[part.param] = {}
             for name, value in state.items():
                 if not isinstance(value, Tensor):
                     own[name] = value
-                elif value.shape != piece.param.shape:
+                elif value.shape != shard.param.shape:
                     own[name] = value.clone()
                 elif self._scratch.is_placeholder(value):
                     own[name] = self._scratch.placeholder(part.param.shape, value.dtype, value.device)
                 else:
                     own[name] = value.view(-1)[low:high].view(part.param.shape)
 
-    def _shared(self, piece: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
+    def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
         """Return the buffer, shared by the shards of all tiles, in which a shard's moment is updated."""
-        return self._scratch.take(name, dtype, piece.master.update_device)[piece.at : piece.at + piece.numel]
+        return self._scratch.take(name, dtype, shard.master.update_device)[shard.at : shard.at + shard.numel]
 
-    def offload(self, piece: MasterShard, chance: StochasticRounding) -> None:
+    def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
         """Store moments that a checkpoint has loaded, and evict them to their tier."""
-        self.store(piece, chance, keep=True)
-        for left in [stretch.release() for stretch in self.extent_ranges(piece)]:
+        self.store(shard, chance, keep=True)
+        for left in [stretch.release() for stretch in self.extent_ranges(shard)]:
             if left is not None:
                 left.wait()  # or, on a disk that is slower than what is loaded from, all of them would be here
 
-    def _scales(self, moment: Moment, piece: MasterShard) -> Tensor | None:
+    def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
         if moment.kept is None or not moment.kept.has_scales:
             return None
-        if id(piece) not in moment.powers:
-            powers = torch.zeros(-(-piece.numel // BLOCK), dtype=torch.int8, device=piece.master.update_device)
-            moment.powers[id(piece)] = powers
-        return moment.powers[id(piece)]
+        if id(shard) not in moment.powers:
+            powers = torch.zeros(-(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device)
+            moment.powers[id(shard)] = powers
+        return moment.powers[id(shard)]
 
-    def _moment(self, piece: MasterShard, name: str, dtype: torch.dtype) -> Moment:
-        key = id(piece.group), name
+    def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
+        key = id(shard.group), name
         if key not in self._found:
-            plan, group = piece.group.plan, piece.group
+            plan, group = shard.group.plan, shard.group
             assert plan.moments is not None
             kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
             stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
-            numel = piece.master.buffer.memory.numel()
+            numel = shard.master.buffer.memory.numel()
             if plan.moments.tier is Tier.DEVICE:
-                extent = Extent(torch.zeros(numel, dtype=stored, device=piece.master.update_device))
+                extent = Extent(torch.zeros(numel, dtype=stored, device=shard.master.update_device))
                 self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
             else:
                 extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
@@ -197,11 +197,11 @@ class Moments:
             self._names.setdefault(id(group), []).append(name)
         return self._found[key]
 
-    def _count(self, piece: MasterShard, state: dict[str, Any]) -> None:
+    def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
         """Count what the optimizer allocates itself against the training device's budget."""
-        if state and id(piece) not in self._counted:
-            self._counted.add(id(piece))
-            rest = piece.group.plan.moments_external
+        if state and id(shard) not in self._counted:
+            self._counted.add(id(shard))
+            rest = shard.group.plan.moments_external
             tensors = [value for value in state.values() if isinstance(value, Tensor)]
-            nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != piece.param.shape)
-            self._scratch.budget.reserve_for(piece, nbytes, f"the optimizer's state of {piece.names[0]}")
+            nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != shard.param.shape)
+            self._scratch.budget.reserve_for(shard, nbytes, f"the optimizer's state of {shard.names[0]}")

@@ -36,7 +36,7 @@ from .prefetch import PrefetchSettings
 from .registry import granularity_of
 from .scratch import Scratch
 from .shards import MasterShard, ParamOverlap, Tile, Tiles, cuts_of
-from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_piece
+from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
 from .updater import Decision, DelayedUpdate, Updater, hypers_of, undecorated
 
 # Elements per optimizer call (4 MiB of fp32 on the CPU): what is touched at once, and what is kept for it, stays small,
@@ -106,7 +106,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if planned is None:
             relayout_whole(runtime, [group for group, uncut in zip(groups, whole, strict=True) if uncut])
         self.scratch = Scratch(runtime.comm_ctx.pool.device, budget=runtime.comm_ctx.tiers.budget)
-        self.pieces_by_group = (
+        self.shards_by_group = (
             [self._cut(group["params"], uncut) for group, uncut in zip(groups, whole, strict=True)]
             if planned is None
             else self._built(planned)
@@ -115,9 +115,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.names_by_group = list(map(trained_names, self.params_by_group))
         self.speculative: SpeculativeStep | None = None
         planned = planned or self._planned("", groups)  # by what class is not known yet
-        self.tiles = Tiles.of(planned, self.pieces_by_group)
+        self.tiles = Tiles.of(planned, self.shards_by_group)
         self.scratch.numel = planned.order.fullest
-        slices = [[piece.param for piece in pieces] for pieces in self.pieces_by_group]
+        slices = [[shard.param for shard in shards] for shards in self.shards_by_group]
         with undecorated():
             self.inner = make_inner([{**group, "params": own} for group, own in zip(groups, slices, strict=True)])
         self._has_states_at_once = bool(self.inner.state)  # Adagrad makes them when it is built
@@ -146,8 +146,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         self.finish()
-        for piece in self.pieces():
-            self.moments.load(piece, working=False)
+        for shard in self.shards():
+            self.moments.load(shard, working=False)
         return self.inner.state
 
     @property
@@ -164,9 +164,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return the factor that losses are multiplied by now."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
-    def pieces(self) -> list[MasterShard]:
+    def shards(self) -> list[MasterShard]:
         """Return every shard this rank updates."""
-        return [piece for pieces in self.pieces_by_group for piece in pieces]
+        return [shard for shards in self.shards_by_group for shard in shards]
 
     @property
     def plan(self) -> UpdatePlan:
@@ -181,9 +181,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         ]
         scales, undoes = self.scaler is not None or self.settings.max_norm > 0, self.speculative is not None
         settings = update_settings_of(self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes)
-        shards = [[piece.planned for piece in pieces] for pieces in self.pieces_by_group]
+        ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
-        return UpdatePlan.of(settings, shards, units, self.runtime.comm_ctx.pool.device)
+        return UpdatePlan.of(settings, ranges, units, self.runtime.comm_ctx.pool.device)
 
     def _compare_ranks(self) -> None:
         """Raise on every rank if ranks differ in how they will step; numbers of shards may differ. Collective."""
@@ -204,7 +204,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     def _built(self, planned: UpdatePlan) -> list[list[MasterShard]]:
         """Build the shards of a plan, by parameter group."""
         groups = {id(group.planned): group for group in self.runtime.trained_groups}
-        return [[self._piece(groups[id(shard.group)], shard) for shard in shards] for shards in planned.shards]
+        return [[self._shard(groups[id(each.group)], each) for each in ranges] for ranges in planned.shards]
 
     def _cut(self, params: Iterable[nn.Parameter], uncut: bool) -> list[MasterShard]:
         """Cut one parameter group into shards: neighbours merged, cut into tiles; whole tensors if the optimizer
@@ -217,14 +217,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 raise unknown_parameter()
             if owner.trainable:
                 wanted.setdefault(id(owner), (owner, []))[1].append(owner.index[id(param)])
-        pieces: list[MasterShard] = []
+        shards: list[MasterShard] = []
         for group in self.runtime.trained_groups:
             if id(group) in wanted:
                 names = frozenset(group.members[number].name for number in wanted[id(group)][1])
                 rank = self.runtime.comm_ctx.comm.rank
                 for span in shard_ranges(group.planned, rank, names, self.settings.tile_numel, uncut):
-                    pieces.append(self._piece(group, span))
-        return pieces
+                    shards.append(self._shard(group, span))
+        return shards
 
     # -- when parameters are frozen and unfrozen (sharding/runtime.py, Updates)
 
@@ -278,7 +278,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.finish()
         self.uncut.append(granularity_of(self.inner, group) != "element")
         self.params_by_group.append(group["params"])
-        self.pieces_by_group.append([])
+        self.shards_by_group.append([])
         self.names_by_group.append([])
         self.inner.add_param_group({**group, "params": []})
         _prefer_fused(self.inner)
@@ -292,16 +292,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         group = self.inner.param_groups[number]
         if self.uncut[number]:
             relayout_whole(self.runtime, [{"params": params}])
-        pieces = self._cut(params, self.uncut[number])
-        self.pieces_by_group[number] = [*self.pieces_by_group[number], *pieces]
+        shards = self._cut(params, self.uncut[number])
+        self.shards_by_group[number] = [*self.shards_by_group[number], *shards]
         self.names_by_group[number] = trained_names(self.params_by_group[number])
-        if self._has_states_at_once and pieces:
-            options = {**group, "params": [piece.param for piece in pieces]}
+        if self._has_states_at_once and shards:
+            options = {**group, "params": [shard.param for shard in shards]}
             with undecorated():
                 make: Any = type(self.inner)
                 self.inner.state.update(make([options]).state)
 
-    def _piece(self, group: ParamGroup, span: ShardRange) -> MasterShard:
+    def _shard(self, group: ParamGroup, span: ShardRange) -> MasterShard:
         assert group.master is not None
         values = None if group.master.is_copied_for_update else group.master.in_place_view(span.start, span.stop)
         if values is None:
@@ -314,29 +314,29 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
         Local; values and moments keep their bits.
         """
-        cuts = {piece: spans for piece in self.pieces() if len(spans := cuts_of(piece, apart)) > 1}
+        cuts = {shard: spans for shard in self.shards() if len(spans := cuts_of(shard, apart)) > 1}
         if not cuts:
             return
         self.finish()
-        for piece in cuts:
-            self.moments.refuse_cut(piece)
-        for number, pieces in enumerate(self.pieces_by_group):
-            self.pieces_by_group[number] = [each for piece in pieces for each in self._parts_of(piece, cuts.get(piece))]
+        for shard in cuts:
+            self.moments.refuse_cut(shard)
+        for number, shards in enumerate(self.shards_by_group):
+            self.shards_by_group[number] = [each for shard in shards for each in self._parts_of(shard, cuts.get(shard))]
         self._plan_work()
 
-    def _parts_of(self, piece: MasterShard, spans: list[ShardRange] | None) -> list[MasterShard]:
+    def _parts_of(self, shard: MasterShard, spans: list[ShardRange] | None) -> list[MasterShard]:
         if spans is None:
-            return [piece]
-        parts = [self._piece(piece.group, span) for span in spans]
-        self.moments.cut(piece, parts)
+            return [shard]
+        parts = [self._shard(shard.group, span) for span in spans]
+        self.moments.cut(shard, parts)
         return parts
 
     def _plan_work(self) -> None:
         """Plan the tiles anew after shards have changed."""
-        for group, pieces in zip(self.inner.param_groups, self.pieces_by_group, strict=True):
-            group["params"] = [piece.param for piece in pieces]
+        for group, shards in zip(self.inner.param_groups, self.shards_by_group, strict=True):
+            group["params"] = [shard.param for shard in shards]
         planned = self.plan
-        self.tiles = Tiles.of(planned, self.pieces_by_group)
+        self.tiles = Tiles.of(planned, self.shards_by_group)
         self.scratch.grow(planned.order.fullest)
         if self.speculative is not None:
             self.speculative.units = early_units(self.runtime, self.tiles)
@@ -443,7 +443,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if due is None:
             return
         self.updater.step_now(self.tiles.now, due)
-        # In unit order on every rank: a rank may own no piece of a group and still takes part in its gather.
+        # In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
         for each in pending:
             each.wait()
@@ -485,7 +485,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """
         self.state  # noqa: B018 - fetches offloaded states
         scaler = self.scaler.state_dict() if self.scaler else None
-        stretches = [[(piece.names[0], piece.start, piece.stop) for piece in pieces] for pieces in self.pieces_by_group]
+        stretches = [[(shard.names[0], shard.start, shard.stop) for shard in shards] for shards in self.shards_by_group]
         counts = {"updates": self.updater.updates, "steps": self.steps}
         return {"inner": self.inner.state_dict(), "scaler": scaler, **counts, "stretches": stretches}
 
@@ -506,16 +506,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """
         owners = {member.name: group for group in self.runtime.trained_groups for member in group.members}
         for number, saved in enumerate(stretches or ()):
-            here = {(piece.names[0], piece.start, piece.stop): piece for piece in self.pieces_by_group[number]}
-            pieces = []
+            here = {(shard.names[0], shard.start, shard.stop): shard for shard in self.shards_by_group[number]}
+            shards = []
             for name, start, stop in saved:
-                piece = here.get((name, start, stop))
-                if piece is None:
+                shard = here.get((name, start, stop))
+                if shard is None:
                     span = ShardRange(owners[name].planned, start, stop, (name,), (stop - start,))
-                    piece = self._piece(owners[name], span)
-                    piece.names = tuple(cover.slot.name for cover in piece.overlaps())
-                pieces.append(piece)
-            self.pieces_by_group[number] = pieces
+                    shard = self._shard(owners[name], span)
+                    shard.names = tuple(cover.slot.name for cover in shard.overlaps())
+                shards.append(shard)
+            self.shards_by_group[number] = shards
         self._plan_work()
 
     def load_inner(self, state: dict[str, Any]) -> None:
@@ -527,9 +527,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.inner.load_state_dict(state)
         loaded = set(self.inner.state)
         self.inner.state.update({param: each for param, each in kept.items() if param not in loaded})
-        for piece in self.pieces():
-            if piece.param in loaded:
-                self.moments.offload(piece, StochasticRounding(self.updater.updates))
+        for shard in self.shards():
+            if shard.param in loaded:
+                self.moments.offload(shard, StochasticRounding(self.updater.updates))
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self.inner!r})"
@@ -576,12 +576,12 @@ def _early_of(optimizer: ShardedOptimizer) -> SpeculativeStep | None:
             "It keeps gradients until zero_grad(), and with them a step may be repeated: updates have no other time.",
             "use initialize() and engine.step(), or leave both keys out.",
         )
-    if not works_by_piece(type(optimizer.inner)):
+    if not works_by_shard(type(optimizer.inner)):
         if settings.speculates:
             raise unsupported_optimizer(optimizer.inner)
         return None
-    foresight = SpeculationPolicy(optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates)
-    early = SpeculativeStep(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, foresight)
+    policy = SpeculationPolicy(optimizer.updater, optimizer.delayed, optimizer.scaler, settings.speculates)
+    early = SpeculativeStep(runtime, optimizer.updater, early_units(runtime, work), settings.undo_bytes, policy)
     return early
 
 
@@ -595,8 +595,8 @@ def early_units(runtime: Runtime, work: Tiles) -> dict[int, list[Tile]]:
 def reset_states(optimizer: ShardedOptimizer) -> dict[Tensor, dict[str, Any]]:
     """Reset the optimizer to before its first step; return the states that were there."""
     optimizer.finish()
-    for piece in optimizer.pieces():
-        piece.group.guard.before_write()
+    for shard in optimizer.shards():
+        shard.group.guard.before_write()
     before = dict(optimizer.inner.state)
     optimizer.inner.state.clear()
     return before

@@ -134,21 +134,21 @@ class ParamOverlap:
     slot: Slot
     start: int
     stop: int
-    piece: MasterShard
+    shard: MasterShard
     offset: int
     number: int
 
     @property
     def is_absent(self) -> bool:
         """Return whether the parameter has no gradient in the last step."""
-        return self.number in (self.piece.group.gradient.state.absent or ())
+        return self.number in (self.shard.group.gradient.state.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
         """Return the covered elements of a state as long as the shard: a flat view."""
         return state.view(-1)[self.offset : self.offset + self.stop - self.start]
 
 
-Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, piece)
+Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, shard)
 
 
 @dataclass(frozen=True)
@@ -162,35 +162,35 @@ class Tiles:
     later: dict[int, list[Tile]]
 
     @classmethod
-    def of(cls, plan: UpdatePlan, pieces_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
+    def of(cls, plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
         """Return the tiles of shards that were made of the plan's, in the same order."""
-        piece_of = {
-            id(shard): piece
-            for shards, pieces in zip(plan.shards, pieces_by_group, strict=True)
-            for shard, piece in zip(shards, pieces, strict=True)
+        shard_of = {
+            id(planned): shard
+            for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
+            for planned, shard in zip(ranges, shards, strict=True)
         }
 
-        def tile_of(planned: PlannedTile) -> Tile:
+        def tile_of(planned_tile: PlannedTile) -> Tile:
             tile, filled = Tile(), 0
-            for number, shard in planned:
-                piece = piece_of[id(shard)]
-                piece.at = filled
-                tile.append((number, piece))
-                filled += piece.numel
+            for number, planned in planned_tile:
+                shard = shard_of[id(planned)]
+                shard.at = filled
+                tile.append((number, shard))
+                filled += shard.numel
             return tile
 
         later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
         return cls(list(map(tile_of, plan.order.now)), later)
 
 
-def cuts_of(piece: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
+def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
     """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a whole tensor."""
-    covers = list(piece.overlaps())
+    covers = list(shard.overlaps())
     runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
     if len(runs) < 2:
-        return [piece.planned]
-    edges = [piece.start, *(piece.start + run[0].offset for run in runs[1:]), piece.stop]
+        return [shard.planned]
+    edges = [shard.start, *(shard.start + run[0].offset for run in runs[1:]), shard.stop]
     return [
-        ShardRange(piece.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,))
+        ShardRange(shard.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,))
         for run, low, high in zip(runs, edges, edges[1:], strict=False)
     ]

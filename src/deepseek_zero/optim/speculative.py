@@ -35,9 +35,9 @@ from .scratch import Scratch
 from .shards import MasterShard, Tile
 from .updater import Decision, DelayedUpdate, Updater, hypers_of
 
-# Of torch's and ours: their step over one piece reads and writes nothing but that piece, its entry in `state` and
+# Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry in `state` and
 # hyper-parameters that stay as they are.
-BY_PIECE = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split())
+BY_SHARD = frozenset("ASGD Adadelta Adagrad Adam AdamW Adamax Lamb Lion Muon NAdam RAdam RMSprop Rprop SGD".split())
 
 
 @dataclass
@@ -82,9 +82,9 @@ class SpeculativeStep:
         updater: Updater,
         units: Mapping[int, Sequence[Tile]],
         budget: int,
-        foresight: SpeculationPolicy,
+        policy: SpeculationPolicy,
     ) -> None:
-        self.runtime, self.updater, self.policy = runtime, updater, foresight
+        self.runtime, self.updater, self.policy = runtime, updater, policy
         self.units, self.budget = units, budget
         self.log = UndoLog(updater.inner, updater.moments, updater.scratch)
         self.stats = SpeculationStats()
@@ -104,7 +104,7 @@ class SpeculativeStep:
         if self._decision is None or unit.number not in self.chosen():
             return
         tiles = self.units[unit.number]
-        groups = list({piece.group: None for tile in tiles for _, piece in tile})
+        groups = list({shard.group: None for tile in tiles for _, shard in tile})
         if any(group.has_frozen for group in groups):
             return  # which of its parameters have a gradient is known when backward is over
         if any(self.updater.has_deferred(group) for group in groups):
@@ -128,7 +128,7 @@ class SpeculativeStep:
         if self._chosen is None:
             found, total = set(), 0
             for number, tiles in self.units.items():
-                nbytes = sum(self.log.bytes_of(piece) for tile in tiles for _, piece in tile)
+                nbytes = sum(self.log.bytes_of(shard) for tile in tiles for _, shard in tile)
                 if total + nbytes <= self.budget:
                     total += nbytes
                     found.add(number)
@@ -171,8 +171,8 @@ class SpeculativeStep:
         if not self.units:
             return ["updates in backward: none, since no unit but the root has all its states in another memory"]
         fit = len(self._chosen) if self._chosen is not None else "some"
-        tally = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
-        return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {tally}"]
+        stats = f"{self.stats.updated} updates, {self.stats.undone} of them undone"
+        return [f"updates in backward: {fit} of {len(self.units)} units fit undo_bytes, {stats}"]
 
     def _clear_deferred(self) -> None:
         for group in (group for groups in self._done.values() for group in groups):
@@ -184,17 +184,17 @@ class SpeculativeStep:
         self.log.clear()
 
 
-def works_by_piece(cls: type[Optimizer]) -> bool:
+def works_by_shard(cls: type[Optimizer]) -> bool:
     """Return whether an update of one shard can be undone without the others: true of the classes that are listed."""
     is_known = cls.__module__.partition(".")[0] in ("torch", "deepseek_zero")
-    return is_known and cls.__name__ in BY_PIECE
+    return is_known and cls.__name__ in BY_SHARD
 
 
 def unsupported_optimizer(optimizer: Optimizer) -> UsageError:
     return UsageError(
         f"super_offload cannot be used with {type(optimizer).__name__}.",
-        "Its step may change more than one piece's state, which could then not be undone by itself.",
-        f"use one of {', '.join(sorted(BY_PIECE))}, or leave super_offload out.",
+        "Its step may change more than one shard's state, which could then not be undone by itself.",
+        f"use one of {', '.join(sorted(BY_SHARD))}, or leave super_offload out.",
     )
 
 
@@ -205,7 +205,7 @@ class Before:
     state: the optimizer's entry, counters as numbers; None if there was none.
     """
 
-    piece: MasterShard
+    shard: MasterShard
     places: list[tuple[ExtentRange, Tensor]] = field(default_factory=list)
     powers: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     state: dict[str, Any] | None = None
@@ -221,33 +221,33 @@ class UndoLog:
         self._memory: Tensor | None = None
         self._used = 0
 
-    def bytes_of(self, piece: MasterShard) -> int:
+    def bytes_of(self, shard: MasterShard) -> int:
         """Return the bytes that `note` will take."""
-        places = sum(stretch.extent.memory.itemsize for stretch in self._written(piece)) * piece.numel
-        return places + sum(powers.nbytes for _, powers in self._moments.storages(piece) if powers is not None)
+        places = sum(stretch.extent.memory.itemsize for stretch in self._written(shard)) * shard.numel
+        return places + sum(powers.nbytes for _, powers in self._moments.storages(shard) if powers is not None)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate the buffer; raise `OutOfMemoryError` if memory_budget.device does not allow it."""
         self._memory = self._scratch.take("undo", torch.uint8, CPU, nbytes)
 
-    def note(self, piece: MasterShard) -> None:
+    def note(self, shard: MasterShard) -> None:
         """Copy the states of a shard that is about to be updated."""
-        before = Before(piece)
+        before = Before(shard)
         self._entries.append(before)
-        for stretch in self._written(piece):
+        for stretch in self._written(shard):
             before.places.append((stretch, self._copy(stretch.extent.read(stretch.low, stretch.high))))
-        for _, powers in self._moments.storages(piece):
+        for _, powers in self._moments.storages(shard):
             if powers is not None:
                 before.powers.append((powers, self._copy(powers)))
-        if piece.param in self._inner.state:
-            before.state = dict(self._inner.state[piece.param])
+        if shard.param in self._inner.state:
+            before.state = dict(self._inner.state[shard.param])
             counters = {key: value for key, value in before.state.items() if _counts(value)}
             before.counters = {key: value.item() for key, value in counters.items()}
 
     def undo(self) -> None:
         """Restore every shard that was noted."""
         for before in reversed(self._entries):
-            before.piece.group.guard.before_write()
+            before.shard.group.guard.before_write()
             for stretch, copy in before.places:
                 stretch.extent.write(stretch.low, stretch.high).view(torch.uint8).copy_(copy)
                 stretch.release()
@@ -265,16 +265,16 @@ class UndoLog:
     def _restore_state(self, before: Before) -> None:
         state = self._inner.state
         if before.state is None:
-            state.pop(before.piece.param, None)
+            state.pop(before.shard.param, None)
             return
-        state[before.piece.param] = before.state
+        state[before.shard.param] = before.state
         for key, number in before.counters.items():
             before.state[key].fill_(number)
 
-    def _written(self, piece: MasterShard) -> Iterator[ExtentRange]:
+    def _written(self, shard: MasterShard) -> Iterator[ExtentRange]:
         """Yield every range outside the optimizer's own counters that an update of this shard writes."""
-        yield from (stretch for stretch in piece.extent_ranges() if stretch.changes)
-        yield from (stretch for stretch, _ in self._moments.storages(piece))
+        yield from (stretch for stretch in shard.extent_ranges() if stretch.changes)
+        yield from (stretch for stretch, _ in self._moments.storages(shard))
 
     def _copy(self, values: Tensor) -> Tensor:
         assert self._memory is not None

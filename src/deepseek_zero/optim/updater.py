@@ -106,9 +106,9 @@ class Updater:
                 done += 1
         except Exception:
             # A first tile that fails leaves split masters as they were; others are changed where they lie.
-            in_place = any(piece.master.is_updated_in_place for tile in tiles for _, piece in tile)
+            in_place = any(shard.master.is_updated_in_place for tile in tiles for _, shard in tile)
             self._ended_halfway = done > 0 or in_place
-            for reflection in [each for tile in tiles for _, piece in tile for each in piece.staged_ranges()]:
+            for reflection in [each for tile in tiles for _, shard in tile for each in shard.staged_ranges()]:
                 reflection.mirror.clear()
             raise
 
@@ -119,7 +119,7 @@ class Updater:
         self._tiles, self.has_run = TilePrefetcher(tiles, self._staged_states, self.settings), True
         self._decision = replace(decision, hypers=decision.hypers or hypers_of(self.inner))
         self._tiles_left = Counter(
-            piece.group for tile in tiles for piece in {id(p.group): p for _, p in tile}.values()
+            shard.group for tile in tiles for shard in {id(p.group): p for _, p in tile}.values()
         )
         for group in self._tiles_left:
             group.gradient.is_deferred = True
@@ -130,8 +130,8 @@ class Updater:
         flow = TilePrefetcher(tiles, partial(self._staged_states, waiting=decision.is_waiting), self.settings)
         with self.guard_mixture():
             while (tile := flow.next()) is not None:
-                for _, piece in tile:
-                    note(piece)
+                for _, shard in tile:
+                    note(shard)
                 self._update(tile, decision)
                 flow.release(tile)
 
@@ -180,7 +180,7 @@ class Updater:
                 return False
             self._update(tile, self._decision)
             self._tiles.release(tile)
-        for group in {piece.group for _, piece in tile}:
+        for group in {shard.group for _, shard in tile}:
             self._tiles_left[group] -= 1
             if not self._tiles_left[group]:
                 group.set_pending(None)
@@ -189,38 +189,38 @@ class Updater:
         return True
 
     def _staged_states(self, tile: Tile, *, waiting: bool = False) -> Iterator[StagedState]:
-        for _, piece in tile:
-            if piece.is_absent(waiting=waiting):
+        for _, shard in tile:
+            if shard.is_absent(waiting=waiting):
                 continue
-            yield from piece.extent_ranges(waiting=waiting)
-            yield from piece.staged_ranges()
-            yield from self.moments.extent_ranges(piece)
+            yield from shard.extent_ranges(waiting=waiting)
+            yield from shard.staged_ranges()
+            yield from self.moments.extent_ranges(shard)
 
     def _update(self, tile: Tile, decision: Decision) -> None:
         shown, chance = list[MasterShard](), StochasticRounding(decision.number)
         self._is_busy, done = True, False
         try:
-            for _, piece in tile:
-                if (grad := piece.grad(waiting=decision.is_waiting)) is not None:
-                    piece.load_values(self.scratch)
-                    self.moments.load(piece)
-                    shown.append(piece)
-                    piece.param.grad = self._scaled(piece, grad, decision.factor)
+            for _, shard in tile:
+                if (grad := shard.grad(waiting=decision.is_waiting)) is not None:
+                    shard.load_values(self.scratch)
+                    self.moments.load(shard)
+                    shown.append(shard)
+                    shard.param.grad = self._scaled(shard, grad, decision.factor)
             for part in self._alike(tile, shown):
                 self._step_inner(part, decision.hypers)
             done = True
         finally:
-            for piece in shown:
-                piece.store_values(self.scratch, chance, keep=done)
-                self.moments.store(piece, chance, keep=done)
-                piece.param.grad = None
+            for shard in shown:
+                shard.store_values(self.scratch, chance, keep=done)
+                self.moments.store(shard, chance, keep=done)
+                shard.param.grad = None
             self._is_busy = False
 
-    def _scaled(self, piece: MasterShard, grad: Tensor, factor: float) -> Tensor:
-        dtype, home = piece.param.dtype, piece.master.update_device
+    def _scaled(self, shard: MasterShard, grad: Tensor, factor: float) -> Tensor:
+        dtype, home = shard.param.dtype, shard.master.update_device
         if grad.dtype == dtype and factor == 1.0 and grad.device == home:
             return grad
-        into = self.scratch.take("grads", dtype, home)[piece.at : piece.at + piece.numel].view(grad.shape)
+        into = self.scratch.take("grads", dtype, home)[shard.at : shard.at + shard.numel].view(grad.shape)
         if factor == 1.0:
             return into.copy_(grad)
         is_alike = grad.dtype == dtype and grad.device == into.device
@@ -230,7 +230,7 @@ class Updater:
         """Split a tile in two if some shards have states and others (unfrozen since) have not: torch's fused SGD
         refuses a mixture.
         """
-        new = {id(piece) for piece in shown if not self.inner.state.get(piece.param)}
+        new = {id(shard) for shard in shown if not self.inner.state.get(shard.param)}
         if not new or len(new) == len(shown):
             return [tile]
         return [[item for item in tile if (id(item[1]) in new) is is_new] for is_new in (False, True)]
@@ -242,7 +242,7 @@ class Updater:
         try:
             for number, group in enumerate(everything):
                 group.update(hypers[number] if hypers is not None else {})
-                group["params"] = [piece.param for owner, piece in tile if owner == number]
+                group["params"] = [shard.param for owner, shard in tile if owner == number]
             raw_step(self.inner)()
         finally:
             for number, (group, before) in enumerate(zip(everything, held, strict=True)):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..base.device import without_torch_function
-from ..base.memory import looks
+from ..base.memory import segment_views
 from ..base.quantities import unit_of
 
 STATES = ("weight", "grad", "master", "moments", "buffers")  # in the order of tables and pictures
@@ -54,7 +54,7 @@ def live_storages(device_type: str | None = None) -> dict[int, int]:
                     continue
                 found[storage.data_ptr()] = storage.nbytes()
     found.pop(0, None)
-    seen_only = looks()
+    seen_only = segment_views()
     return {at: nbytes for at, nbytes in found.items() if not any(at in addresses for addresses in seen_only)}
 
 

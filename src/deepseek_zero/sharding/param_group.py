@@ -257,15 +257,15 @@ class ParamGroup:
 
         def start() -> Pending:
             here, own = extent.read(0, numel), full.shard(self.comm_ctx.comm.rank)
-            with self.comm_ctx.copy_engine.h2d(extent) as crossing:
+            with self.comm_ctx.copy_engine.h2d(extent) as copy_event:
                 own.copy_(here, non_blocking=True)
                 pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.comm_ctx, what)
 
             def leave() -> None:
-                crossing.wait_stream()
+                copy_event.wait_stream()
                 extent.evict(0, numel)
 
-            if not crossing.is_done():
+            if not copy_event.is_done():
                 return pending.then(leave)
             leave()
             return pending

@@ -81,26 +81,26 @@ class StreamCopyEngine(CopyEngine):
 
     @contextmanager
     def h2d(self, extent: Extent) -> Iterator[CopyEvent]:
-        with self.on_side_stream(is_inward=True) as crossing:
-            yield crossing
-        extent.copy_event = crossing
+        with self.on_side_stream(is_inward=True) as copy_event:
+            yield copy_event
+        extent.copy_event = copy_event
 
     @contextmanager
     def d2h(self, extent: Extent, finish: Callable[[], None]) -> Iterator[None]:
         """Copy as `CopyEngine.d2h`; the source stays taken until the next copy has begun, since waiting at once would
         stop the device.
         """
-        with self.on_side_stream(is_inward=False) as crossing:
+        with self.on_side_stream(is_inward=False) as copy_event:
             yield
-        extent.copy_event = crossing
+        extent.copy_event = copy_event
         self.synchronize()
-        self._last_out = crossing, finish
+        self._last_out = copy_event, finish
 
     def synchronize(self) -> None:
         last, self._last_out = self._last_out, None
         if last is not None:
-            crossing, finish = last
-            crossing.wait_stream()  # the next user of the source is queued on the device behind this
+            copy_event, finish = last
+            copy_event.wait_stream()  # the next user of the source is queued on the device behind this
             finish()
 
     def staged_tile(self, there: Tensor, *, is_read: bool) -> StagedTile | None:
@@ -111,10 +111,10 @@ class StreamCopyEngine(CopyEngine):
         """Open a block whose copies wait for all that the device was asked for before, and for nothing after."""
         stream = self._h2d if is_inward else self._d2h
         stream.wait_stream(torch.accelerator.current_stream(self.device))
-        crossing = RecordedEvent(torch.Event(device=self.device), self.device)
+        copy_event = RecordedEvent(torch.Event(device=self.device), self.device)
         with stream:
-            yield crossing
-            stream.record_event(crossing.event)
+            yield copy_event
+            stream.record_event(copy_event.event)
 
     def pinned_buffer(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return host memory for at least so many elements, page-locked where that makes copies faster."""
@@ -122,13 +122,13 @@ class StreamCopyEngine(CopyEngine):
         given = self._pinned[dtype, size]
         if not given or (len(given) <= MAX_IN_FLIGHT and not given[0][0].is_done()):
             return torch.empty(size, dtype=dtype, pin_memory=self.device.type == "cuda")
-        crossing, room = given.pop(0)
-        crossing.wait()
+        copy_event, room = given.pop(0)
+        copy_event.wait()
         return room
 
-    def give(self, room: Tensor, crossing: CopyEvent) -> None:
+    def give(self, room: Tensor, copy_event: CopyEvent) -> None:
         """Return a pinned buffer for others to use when a copy is over."""
-        self._pinned[room.dtype, room.numel()].append((crossing, room))
+        self._pinned[room.dtype, room.numel()].append((copy_event, room))
 
 
 class StagedTile:
@@ -136,8 +136,8 @@ class StagedTile:
     late.
     """
 
-    def __init__(self, there: Tensor, ferry: StreamCopyEngine, is_read: bool) -> None:
-        self.on_device, self.copy_engine, self.is_read = there, ferry, is_read
+    def __init__(self, there: Tensor, copy_engine: StreamCopyEngine, is_read: bool) -> None:
+        self.on_device, self.copy_engine, self.is_read = there, copy_engine, is_read
         self._staged: dict[tuple[int, int], tuple[CopyEvent, Tensor]] = {}
 
     def fetch(self, low: int, high: int) -> Work:
@@ -146,28 +146,28 @@ class StagedTile:
             room = self.copy_engine.pinned_buffer(high - low, self.on_device.dtype)
             self._staged[low, high] = COMPLETED, room
             if self.is_read:
-                with self.copy_engine.on_side_stream(is_inward=False) as crossing:
+                with self.copy_engine.on_side_stream(is_inward=False) as copy_event:
                     room[: high - low].copy_(self.on_device[low:high], non_blocking=True)
-                self._staged[low, high] = crossing, room
+                self._staged[low, high] = copy_event, room
         return self._staged[low, high][0]
 
     def view(self, low: int, high: int) -> Tensor | None:
         """Return the fetched elements, to be written until `store`; None if nothing was fetched."""
         if (low, high) not in self._staged:
             return None
-        crossing, room = self._staged[low, high]
-        crossing.wait()
+        copy_event, room = self._staged[low, high]
+        copy_event.wait()
         return room[: high - low]
 
     def store(self, low: int, high: int) -> Work:
         """Copy the elements back; the device's next work sees them."""
         held = self.view(low, high)
         assert held is not None, "stored before it was fetched"
-        with self.copy_engine.on_side_stream(is_inward=True) as crossing:
+        with self.copy_engine.on_side_stream(is_inward=True) as copy_event:
             self.on_device[low:high].copy_(held, non_blocking=True)
-        crossing.wait_stream()
-        self._release(low, high, crossing)
-        return crossing
+        copy_event.wait_stream()
+        self._release(low, high, copy_event)
+        return copy_event
 
     def discard(self, low: int, high: int) -> None:
         """Release the elements without copying them back: they have not changed."""
@@ -179,8 +179,8 @@ class StagedTile:
         for low, high in list(self._staged):
             self.discard(low, high)
 
-    def _release(self, low: int, high: int, crossing: CopyEvent) -> None:
-        self.copy_engine.give(self._staged.pop((low, high))[1], crossing)
+    def _release(self, low: int, high: int, copy_event: CopyEvent) -> None:
+        self.copy_engine.give(self._staged.pop((low, high))[1], copy_event)
 
 
 def copy_engine_for(device: torch.device) -> CopyEngine:

@@ -75,8 +75,8 @@ class Extent:
 
     def wait_for_copy(self) -> None:
         """Wait until every copy to or from the training device is over."""
-        crossing, self.copy_event = self.copy_event, COMPLETED
-        crossing.wait()
+        copy_event, self.copy_event = self.copy_event, COMPLETED
+        copy_event.wait()
 
     def fetch(self, low: int, high: int) -> Work:
         """Start to bring elements [low, high) to their address; return a completed `Work` if they are there."""

@@ -1,4 +1,4 @@
-"""The parking: bytes come back as they went, one slab holds them in any order, nothing leaks, little is in memory."""
+"""The parking: bytes come back as they went, one arena holds them in any order, nothing leaks, little is in memory."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def here_bytes(parking: ActivationOffload) -> int:
 
 
 def state_of(stay: OffloadedInputs) -> set[State]:
-    extent = stay.place.slab.extent
+    extent = stay.place.arena.extent
     if not isinstance(extent, DiskExtent):
         return {State.HERE}
     return {chunk.state for chunk in extent._of(stay.place.low, stay.place.high)}
@@ -137,7 +137,7 @@ def test_the_first_cycle_teaches_the_size_and_after_it_nothing_is_reserved(openi
     assert [slab.nbytes for slab in parking.slabs] == [5 * NBYTES]
     assert parking.memory.reserved_bytes == parking.reserved_bytes == parking.peak_bytes == 5 * NBYTES
     assert parking.unused_bytes == 0 and parking.used_bytes == 0
-    assert parking.explain() == "activations: 320 KiB in one slab, 320 KiB used at most, gap 0 B"
+    assert parking.explain() == "activations: 320 KiB in one arena, 320 KiB used at most, gap 0 B"
 
 
 def test_a_given_number_is_reserved_at_once_and_what_is_too_small_grows(opening: Callable[[], Memory]) -> None:

@@ -50,7 +50,7 @@ def test_slices_give_the_same_bits_as_the_whole(cuts: tuple[int, ...]) -> None:
     start, grads = torch.randn(1031), [torch.randn(1031) for _ in range(4)]
     whole = start.clone()
     train([whole], [[grad] for grad in grads], lr=0.01, weight_decay=0.1)
-    slices = [piece.clone() for piece in start.tensor_split(cuts)]
+    slices = [shard.clone() for shard in start.tensor_split(cuts)]
     train(slices, [list(grad.tensor_split(cuts)) for grad in grads], lr=0.01, weight_decay=0.1)
     assert torch.equal(torch.cat(slices), whole)
 

@@ -214,12 +214,12 @@ def test_a_declared_granularity_is_believed_and_a_wrong_one_refused() -> None:
 def test_element_means_that_slices_on_a_block_boundary_give_the_same_bits(name: str) -> None:
     spec = resolve_optimizer(name, {})
     start, grads = torch.randn(3072), [torch.randn(3072) for _ in range(3)]
-    whole, slices = start.clone(), [piece.clone() for piece in start.split(1024)]
+    whole, slices = start.clone(), [shard.clone() for shard in start.split(1024)]
     together, apart = spec.build([whole]), spec.build(slices)
     for grad in grads:
         whole.grad = grad.clone()
-        for piece, part in zip(slices, grad.split(1024), strict=True):
-            piece.grad = part.clone()
+        for shard, part in zip(slices, grad.split(1024), strict=True):
+            shard.grad = part.clone()
         together.step()
         apart.step()
     assert torch.equal(torch.cat(slices), whole)

@@ -178,7 +178,7 @@ def unsupported_reason(contents: Contents) -> str:
         return "an update is owed (delayed_update_after), which DeepSpeed's layout has no place for"
     optimizer = contents.optimizer
     states = optimizer.inner.state if optimizer is not None else {}
-    for shard in optimizer.pieces() if optimizer is not None else ():
+    for shard in optimizer.shards() if optimizer is not None else ():
         for key, value in states.get(shard.param, {}).items():
             if (
                 isinstance(value, Tensor)
