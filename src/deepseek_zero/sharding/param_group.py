@@ -546,7 +546,8 @@ class Gradient:
         state.partial, state.arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
-        if state.reduced and state.is_total:  # a backward that nobody announced, after the replicas had met
+        has_replicas = group.comm_ctx.replicas is not None
+        if has_replicas and state.reduced and state.is_total:  # a backward that comes after the replicas have met
             self._carry(self.ensure_buffer().storage)
         pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=state.reduced)
         state.reduced, state.is_total = True, False
