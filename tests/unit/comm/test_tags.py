@@ -54,6 +54,21 @@ def test_a_slot_is_used_again_only_when_nothing_of_its_engine_is_under_way() -> 
     assert tags.free_slots() & 0b11 == 0b11
 
 
+def test_an_engine_may_be_collected_while_slots_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    tags, left = Tags(), iter(range(3, SLOTS))
+    is_busy = tags._is_busy
+
+    def collects(engine: str) -> bool:
+        tags.release(f"engine {next(left)}")  # as the garbage collector does, between any two lines
+        return is_busy(engine)
+
+    for engine in range(3):
+        make(tags, engine)
+        tags.release(f"engine {engine}")
+    monkeypatch.setattr(tags, "_is_busy", collects)
+    assert tags.free_slots() & 0b111 == 0b111
+
+
 def test_a_world_without_room_for_another_engine_says_so() -> None:
     tags = Tags()
     for engine in range(SLOTS - 1):

@@ -40,7 +40,8 @@ class Tags:
     def free_slots(self) -> int:
         """Return as bits, slot 1 first, the slots in which this rank has nothing under way, and no engine."""
         with self._changed:
-            for engine in [engine for engine in self._left if not self._is_busy(engine)]:
+            # A copy: the garbage collector may end another engine of this thread meanwhile, which is released here.
+            for engine in [engine for engine in tuple(self._left) if not self._is_busy(engine)]:
                 self._left.discard(engine)
                 self._slots.pop(engine, None)
             taken = set(self._slots.values())
