@@ -32,6 +32,8 @@ from ..tiers.tier import CopyEvent, Extent, Memory, Work
 CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
 AHEAD = 2  # checkpoints that are read before backward asks for them
 BEHIND = 2  # checkpoints that may be on their way to the disk
+ALIGNMENT = 64  # bytes at which a tensor begins
+SMALLEST_BYTES = 4096  # of a tensor that is worth a place
 HOLES_BYTES = 64 << 20  # of offloaded and restored tensors, after which the heap's holes are returned to the system
 
 
@@ -197,9 +199,6 @@ class OffloadHandle:
 
     def __del__(self) -> None:
         self.parking._dropped.append(self.number)
-
-
-ALIGNMENT = 64  # bytes at which a tensor begins
 
 
 @dataclass
@@ -386,9 +385,6 @@ class TensorMeta:
         """Copy `nbytes` bytes into a tensor of this dtype, shape and strides: the inverse of `write`."""
         target, source = self._gapless(tensor, bytes_.view(self.dtype))
         target.copy_(source, non_blocking=True)
-
-
-SMALLEST_BYTES = 4096  # of a tensor that is worth a place
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..planner.volume import StepVolume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
-from ..sharding.param_group import offloaded_extents
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent
 
@@ -52,7 +51,7 @@ def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
     """Return the extents of an engine's offloaded states."""
     found = list(optimizer.moments.extents()) if optimizer is not None else []
-    return found + [extent for group in runtime.groups for extent in offloaded_extents(group)]
+    return found + [extent for group in runtime.groups for extent in group.offloaded_extents()]
 
 
 def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:

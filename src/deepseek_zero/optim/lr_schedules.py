@@ -28,6 +28,18 @@ from ..base.log import log_once
 from .registry import checked_arguments, nearest
 from .updater import undecorated
 
+__all__ = [
+    "SCHEDULES",
+    "VALID_LR_SCHEDULES",
+    "LRRangeTest",
+    "OneCycle",
+    "Schedule",
+    "WarmupCosineLR",
+    "WarmupDecayLR",
+    "WarmupLR",
+    "resolve_schedule",
+]
+
 PerGroup = float | Sequence[float]
 
 
@@ -396,18 +408,6 @@ def _total(total: Any, warmup: int) -> int:
         log_once(f"total_num_steps {steps} is less than warmup_num_steps {warmup}: the run ends inside the warm-up.")
     return steps
 
-
-__all__ = [
-    "SCHEDULES",
-    "VALID_LR_SCHEDULES",
-    "LRRangeTest",
-    "OneCycle",
-    "Schedule",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "resolve_schedule",
-]
 
 SCHEDULES: dict[str, type[Schedule]] = {
     cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)

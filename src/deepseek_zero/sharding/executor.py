@@ -289,8 +289,7 @@ class Executor:
 
     def _wait_for_total(self, unit: Unit) -> None:
         unit.wait_for_reduce()
-        if (updates := self.updates()) is not None:
-            updates.after_reduce(unit)
+        self._update(unit)
 
     def refuse_unused(self) -> None:
         """Raise if a trainable parameter got no gradient in this backward (ignore_unused_parameters: false)."""
@@ -312,7 +311,7 @@ class Executor:
 
     def wait_for_reduce(self) -> None:
         """Wait for the reduction in flight."""
-        self._update(self._wait_in_flight())
+        self._after_reduce(self._wait_in_flight())
 
     def _reduce_next(self) -> Unit:
         unit = self.units[self.reduces[self._reduced]]
@@ -325,7 +324,7 @@ class Executor:
         unit.reduce_grads()
         unit.reduced_in_backward = True
         self._in_flight = unit
-        self._update(landed)  # when the next one is on its way, since other ranks wait for that
+        self._after_reduce(landed)  # when the next one is on its way, since other ranks wait for that
         if not self.settings.overlap:
             self.wait_for_reduce()
 
@@ -337,7 +336,11 @@ class Executor:
             self._in_flight = None
         return landed
 
-    def _update(self, landed: Unit | None) -> None:
-        """The U behind an S; where there are replicas, it comes behind their sum."""
-        if landed is not None and self.comm.replicas is None and (updates := self.updates()) is not None:
-            updates.after_reduce(landed)
+    def _after_reduce(self, landed: Unit | None) -> None:
+        """Run the U behind an S; where there are replicas, it comes behind their sum."""
+        if landed is not None and self.comm.replicas is None:
+            self._update(landed)
+
+    def _update(self, unit: Unit) -> None:
+        if (updates := self.updates()) is not None:
+            updates.after_reduce(unit)

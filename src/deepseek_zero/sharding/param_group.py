@@ -30,6 +30,9 @@ from .master_weight import MasterWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshard
 
+NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
+_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
+
 
 @dataclass(eq=False)
 class ParamInfo:
@@ -128,7 +131,7 @@ class ParamGroup:
             self.master.write_consuming(0, values.numel(), values)
             del values  # the pool never lends a buffer that is still viewed
         self.comm_ctx.pool.give(full.storage)
-        for extent in (extents := offloaded_extents(self)):
+        for extent in (extents := self.offloaded_extents()):
             extent.store(0, extent.memory.numel()).wait()
         if extents:
             trim_heap()  # of the values it was built from
@@ -213,6 +216,13 @@ class ParamGroup:
             member.param.__class__ = member.param_class
             member.param.data = member.placeholder
         return flat
+
+    def offloaded_extents(self) -> list[Extent]:
+        """Return the extents of weight, master and gradients that are offloaded."""
+        buffers = [buffer for buffer in (self.weight, self.gradient.buffer) if buffer is not None]
+        found = [buffer.extent for buffer in buffers if buffer.extent is not None]
+        found += self.gradient.delayed.extents
+        return found + (self.master.extents() if self.master is not None else [])
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Flush this update before any read of the group's states; None: nothing is pending."""
@@ -421,14 +431,6 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
     )
 
 
-def offloaded_extents(group: ParamGroup) -> list[Extent]:
-    """Return the extents of weight, master and gradients that are offloaded."""
-    buffers = [buffer for buffer in (group.weight, group.gradient.buffer) if buffer is not None]
-    found = [buffer.extent for buffer in buffers if buffer.extent is not None]
-    found += group.gradient.delayed.extents
-    return found + (group.master.extents() if group.master is not None else [])
-
-
 def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
     """Expand the placeholder to each member's shape: the data of a sharded parameter."""
     for member in members:
@@ -441,9 +443,6 @@ def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: b
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
         comm.all_gather(full.storage, "gather", what).wait()
-
-
-NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 
 
 @dataclass
@@ -927,9 +926,6 @@ def _finite_or_wide(total: float, values: Tensor) -> float:
     if total == total and total != float("inf"):
         return total
     return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
-_TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
 
 
 class DelayedGradient:
