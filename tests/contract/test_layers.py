@@ -1,16 +1,22 @@
-"""The layers of pyproject.toml hold, and the check would notice if they did not."""
+"""The layers of pyproject.toml hold, no imports form a ring, and the checks would notice if it were not so."""
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+# Imports that close a ring and are to go: parts of the engine name the engine that they are parts of.
+ENGINE = "deepseek_zero.engine"
+KNOWN = {(f"{ENGINE}.{part}", f"{ENGINE}.engine") for part in ("observe", "preemption", "saving")}
 
 
 def test_the_layers_hold() -> None:
@@ -35,6 +41,77 @@ def test_a_forbidden_import_is_noticed(tmp_path: Path, room: str, line: str, bro
     assert done.returncode == 1
     kept_or_broken = [found for found in done.stdout.splitlines() if broken in found]
     assert any("BROKEN" in found for found in kept_or_broken), done.stdout + done.stderr
+
+
+def test_no_file_imports_itself_by_way_of_others() -> None:
+    graph = import_graph(ROOT / "src" / "deepseek_zero")
+    for file, imported in KNOWN:
+        graph.get(file, set()).discard(imported)
+    assert len(graph) > 200
+    ring = first_ring(graph)
+    assert not ring, " imports\n".join(ring)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "if TYPE_CHECKING:\n    from .above import Kind",
+        "def late():\n    from .above import Kind",
+        "from . import above",
+        "from deepseek_zero.base import above",
+        "import deepseek_zero.base.above",
+        "from .. import zero",
+        "from ..zero import Init",
+    ],
+)
+def test_a_ring_of_imports_is_noticed(tmp_path: Path, line: str) -> None:
+    """Two files of a room, and a page of imports above them, with one import too many in the lower one."""
+    package = tmp_path / "deepseek_zero"
+    (package / "base").mkdir(parents=True)
+    files = {"__init__": "", "zero": "from .base.above import verb", "base/__init__": "", "base/below": ""}
+    for name, text in {**files, "base/above": "from .below import verb"}.items():
+        (package / f"{name}.py").write_text(text)
+    assert first_ring(import_graph(package)) == []
+    (package / "base" / "below.py").write_text(line)
+    ring = first_ring(import_graph(package))
+    assert {"deepseek_zero.base.above", "deepseek_zero.base.below"} <= set(ring)
+
+
+def import_graph(package: Path) -> dict[str, set[str]]:
+    """Map every file of a package to those it imports, by dotted name; also for type checkers and in functions."""
+    paths = {_dotted(package, path): path for path in package.rglob("*.py")}
+    graph = {}
+    for name, path in paths.items():
+        room = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        graph[name] = {each for each in _imported(tree, room, set(paths)) if each != name}
+    return graph
+
+
+def first_ring(graph: dict[str, set[str]]) -> list[str]:
+    """The files of one ring, in the order of their imports, the first one again at the end; none without a ring."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
+def _dotted(package: Path, path: Path) -> str:
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.AST, room: str, known: set[str]) -> Iterator[str]:
+    """Yield the files that a file in `room` imports: of `from a import b` the file a.b where it is one, else a."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from {alias.name for alias in node.names} & known
+        elif isinstance(node, ast.ImportFrom):
+            above = room.split(".")[: len(room.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield from next(({each} for each in (f"{base}.{alias.name}", base) if each in known), set())
 
 
 def _lint(source: Path) -> subprocess.CompletedProcess[str]:

@@ -40,7 +40,7 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
-from .format import LATEST, MANIFEST, NEWEST, Manifest, run_and_gather
+from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag, run_and_gather
 from .layouts import SLICES, Layout, is_checkpoint, layout_of
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
@@ -162,6 +162,17 @@ def tag_folder(directory: Path, tag: str) -> Path:
     folder = directory / tag
     replaced = replaced_path(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
+
+
+def existing_folder(directory: Path, tag: str) -> Path:
+    """The folder of a tag; CheckpointError, which lists the tags there are, where it does not exist."""
+    folder = tag_folder(directory, checked_tag(tag))
+    if folder.exists():
+        return folder
+    raise CheckpointError(
+        f"{directory} holds no checkpoint {tag!r}.",
+        fix=f"choose one of: {', '.join(sorted(tags_in(directory))) or 'none is there'}.",
+    )
 
 
 def replaced_path(folder: Path) -> Path:

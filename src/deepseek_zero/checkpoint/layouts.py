@@ -16,21 +16,17 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ..base.errors import CheckpointError
 from . import LAYOUT_MODULES
+from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
 from .safetensors_file import RUN_KEY, read_header
 from .torch_file import read_state_dict, torch_records
-
-if TYPE_CHECKING:
-    from .load import Loaded, LoadSettings
-    from .save import SaveSettings
-    from .state import Contents
 
 
 class StateReader(Protocol):

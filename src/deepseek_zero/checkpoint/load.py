@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -24,7 +23,8 @@ from ..optim.shards import MasterShard, ParamOverlap
 from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
-from .catalogue import tag_folder, tags_in
+from .catalogue import existing_folder
+from .contents import Contents, Loaded, LoadSettings
 from .format import (
     BUFFER,
     DELAYED,
@@ -34,50 +34,15 @@ from .format import (
     WEIGHT,
     WHOLE,
     Manifest,
-    checked_tag,
     run_and_gather,
 )
+from .layouts import StateReader
 from .read import CheckpointReader, StateRange, plain_values
 from .safetensors_file import dtype_named
-from .state import Contents, exact_extents, persistent_buffers, restore_rng
+from .state import exact_extents, persistent_buffers, restore_rng
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
-
-
-@dataclass(frozen=True)
-class LoadSettings:
-    """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.
-
-    rng: restore random generators, at the world size they were saved with.  verify: compare every byte with its
-    checksum before anything changes; each rank reads its part of the files, and moments twice only where they replace
-    others.
-    """
-
-    strict: bool = True
-    moments: bool = True
-    rng: bool = True
-    verify: bool = True
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """The plain values of a checkpoint that was loaded, as they were saved."""
-
-    folder: Path
-    trainer: dict[str, Any]
-    client: Any
-
-
-def existing_folder(directory: Path, tag: str) -> Path:
-    """The folder of a tag; CheckpointError, which lists the tags there are, where it does not exist."""
-    folder = tag_folder(directory, checked_tag(tag))
-    if folder.exists():
-        return folder
-    raise CheckpointError(
-        f"{directory} holds no checkpoint {tag!r}.",
-        fix=f"choose one of: {', '.join(sorted(tags_in(directory))) or 'none is there'}.",
-    )
 
 
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
@@ -277,7 +242,7 @@ IMPLEMENTATION_OPTIONS = frozenset({"params", "param_names", "fused", "foreach",
 GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the shard
 
 
-def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[StateRange]:
+def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, member.name):
@@ -288,7 +253,7 @@ def weight_ranges(reader: CheckpointReader, contents: Contents) -> Iterator[Stat
                 yield WEIGHT, member.name, "", start, stop
 
 
-def moment_ranges(reader: CheckpointReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
+def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
     for _, shard in _shards_by_group(optimizer):
         overlaps = list(shard.overlaps())
         for key in _moment_keys(reader, overlaps):
@@ -302,11 +267,11 @@ def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
 
-def _moment_keys(reader: CheckpointReader, overlaps: list[ParamOverlap]) -> list[str]:
+def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap]) -> list[str]:
     return list(dict.fromkeys(key for overlap in overlaps for key in reader.keys(MOMENT, overlap.slot.name)))
 
 
-def restore_weights(reader: CheckpointReader, contents: Contents) -> None:
+def restore_weights(reader: StateReader, contents: Contents) -> None:
     """Write masters, and weights without one, from the ranges that this rank holds; any world size may have saved them.
 
     Weights with a master follow in `ParamGroup.refresh`.
@@ -344,7 +309,7 @@ def store_weights(group: ParamGroup) -> None:
         pending.wait()
 
 
-def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Contents) -> None:
+def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
     """Write each rank's own buffers at the world size they were saved with, rank 0's at any other."""
     comm = contents.runtime.comm
     rank = comm.rank if comm.size == manifest.world_size else 0
@@ -354,7 +319,7 @@ def restore_buffers(reader: CheckpointReader, manifest: Manifest, contents: Cont
 
 
 def read_states(
-    reader: CheckpointReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
+    reader: StateReader, manifest: Manifest, optimizer: ShardedOptimizer, before: dict[Tensor, dict[str, Any]]
 ) -> Iterator[GroupStates]:
     """Yield the states that the optimizer will have, group by group.  before: its old ones, whose memory is reused."""
     for group, shards in groupby(_shards_by_group(optimizer), key=lambda item: item[1].group):
@@ -365,7 +330,7 @@ def read_states(
 
 
 def restore_optimizer(
-    reader: CheckpointReader,
+    reader: StateReader,
     manifest: Manifest,
     groups: list[dict[str, Any]],
     optimizer: ShardedOptimizer,
@@ -401,7 +366,7 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
     optimizer.cut_apart(saved)
 
 
-def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimizer) -> None:
+def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
     """Write the gradients whose update comes a step late; the trainer's own values say whether one is due."""
     for group in optimizer.runtime.trained_groups:
         known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
@@ -414,9 +379,7 @@ def restore_delayed_gradients(reader: CheckpointReader, optimizer: ShardedOptimi
                     view[at - low : at - low + part.numel()].copy_(part)
 
 
-def _shard_state(
-    reader: CheckpointReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]
-) -> dict[str, Any]:
+def _shard_state(reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]) -> dict[str, Any]:
     overlaps = list(shard.overlaps())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, overlaps):
@@ -426,9 +389,7 @@ def _shard_state(
     return state | _numbers(manifest, [overlap.slot.name for overlap in overlaps])
 
 
-def _moment(
-    reader: CheckpointReader, shard: MasterShard, overlaps: list[ParamOverlap], key: str, before: Any
-) -> Tensor:
+def _moment(reader: StateReader, shard: MasterShard, overlaps: list[ParamOverlap], key: str, before: Any) -> Tensor:
     """Read one state of a shard from what was saved of its parameters, with zeros between them."""
     value: Tensor | None = None
     for overlap in overlaps:

@@ -32,12 +32,12 @@ from ..optim.prefetch import PrefetchSettings, TilePrefetcher
 from ..sharding.param_group import ParamGroup
 from . import files
 from .catalogue import remove_replaced, replaced_path
+from .contents import Contents, SaveSettings
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save
 from .layouts import is_checkpoint
 from .safetensors_file import StreamingWriter, TensorInfo, dtype_name
 from .staging import StagedOutput
 from .state import (
-    Contents,
     WriteGroup,
     WriteItem,
     capture_rng,
@@ -50,21 +50,6 @@ from .state import (
 )
 
 NOW, IN_BACKGROUND = "at once", "behind"
-
-
-@dataclass(frozen=True)
-class SaveSettings:
-    """latest: point `latest` at this checkpoint.  tag_validation: Ignore, Warn or Fail when ranks name different tags.
-
-    wait: return when the checkpoint is on the disk; else write while training goes on, where no state rests on a disk.
-    snapshot_bytes: how much each rank may copy meanwhile of states that a step is about to change.
-    """
-
-    latest: bool = True
-    exclude_frozen: bool = False
-    tag_validation: str = "Warn"
-    wait: bool = True
-    snapshot_bytes: int = 1 << 30
 
 
 class PendingSave:

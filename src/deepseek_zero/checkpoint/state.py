@@ -25,22 +25,10 @@ from ..optim.sharded import ShardedOptimizer
 from ..optim.shards import MasterShard, ParamOverlap
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup
-from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent
+from .contents import Contents
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
 from .safetensors_file import dtype_name
-
-
-@dataclass
-class Contents:
-    """The states that a checkpoint is made of.  trainer: counters, scaler and schedule; client: the caller's own; both
-    are plain values.
-    """
-
-    runtime: Runtime
-    optimizer: ShardedOptimizer | None
-    trainer: dict[str, Any] = field(default_factory=dict)
-    client: Any = None
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:

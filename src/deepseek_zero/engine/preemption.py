@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from ..base.errors import UsageError
 from ..base.launch import SAVED_EXIT_CODE, is_ending, say_that_we_save
 from ..base.log import log_once
-from ..checkpoint.save import SaveSettings
+from ..checkpoint.contents import SaveSettings
 from .saving import save_checkpoint
 
 if TYPE_CHECKING:

@@ -21,15 +21,16 @@ from ..checkpoint.catalogue import (
     Retention,
     WriterLock,
     apply_retention,
+    existing_folder,
     latest_tag,
     newest_good_of_all,
     tags_in,
 )
+from ..checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
 from ..checkpoint.format import LATEST, NEWEST, checked_tag, run_and_gather, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
-from ..checkpoint.load import IMPLEMENTATION_OPTIONS, Loaded, LoadSettings, existing_folder, load
-from ..checkpoint.save import PendingSave, SaveSettings
-from ..checkpoint.state import Contents
+from ..checkpoint.load import IMPLEMENTATION_OPTIONS, load
+from ..checkpoint.save import PendingSave
 from ..comm.collectives import Comm
 from .data import ShardedLoader
 

@@ -15,9 +15,9 @@ from torch.utils.data.distributed import DistributedSampler
 from ...base.errors import NotBuiltError
 from ...base.given import path_of, refuse
 from ...base.log import log_once
+from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES
-from ...checkpoint.save import SaveSettings
 from ...comm.context import local_rank
 from ...engine import accumulate, exporting, saving
 from ...engine.compiling import compile_units, restore

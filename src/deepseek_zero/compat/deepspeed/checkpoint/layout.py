@@ -17,11 +17,10 @@ from torch import Tensor
 from ....base.errors import CheckpointError
 from ....checkpoint import files
 from ....checkpoint.catalogue import remove_replaced
+from ....checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
 from ....checkpoint.format import MOMENT, FileRecord, Manifest, run_and_gather
 from ....checkpoint.layouts import EngineLayout, OpenCheckpoint
 from ....checkpoint.load import (
-    Loaded,
-    LoadSettings,
     check,
     replace_states,
     restore_buffers,
@@ -30,9 +29,9 @@ from ....checkpoint.load import (
     split_as_saved,
 )
 from ....checkpoint.read import open_checkpoint
-from ....checkpoint.save import SaveSettings, publish, refuse_foreign_files, save
+from ....checkpoint.save import publish, refuse_foreign_files, save
 from ....checkpoint.staging import StagedOutput
-from ....checkpoint.state import Contents, is_scalar_state
+from ....checkpoint.state import is_scalar_state
 from ....checkpoint.torch_file import torch_records
 from ....checkpoint.verify import FileSubset, raise_faults, verify
 from ....optim.sharded import ShardedOptimizer
@@ -118,12 +117,11 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
         return ""
 
     def fill() -> str:
-        reader: Any = found  # reads as load.Reader does
-        restore_weights(reader, contents)
-        restore_buffers(reader, found.manifest, contents)
+        restore_weights(found, contents)
+        restore_buffers(found, found.manifest, contents)
         if settings.moments and contents.optimizer is not None:
             groups = _known(found.plain["groups"], contents.optimizer)
-            restore_optimizer(reader, found.manifest, groups, contents.optimizer)
+            restore_optimizer(found, found.manifest, groups, contents.optimizer)
         return ""
 
     def check_bytes() -> str:
