@@ -17,6 +17,7 @@ from torch import Tensor
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.engine.memory import predicted_bytes, predicted_volume
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, TwoLevels
@@ -280,6 +281,10 @@ def test_a_checkpoint_crosses_meshes_bit_by_bit(tmp_path: Path, stage: int) -> N
                 assert values.keys() == found[kind].keys()
                 assert all(torch.equal(values[name], found[kind][name]) for name in values), (number, kind)
             engine.save_checkpoint(tmp_path / str(number))
+            (manifest,) = (tmp_path / str(number)).glob("*/manifest.json")
+            saved_on = Manifest.read(manifest)
+            assert saved_on.mesh == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1} | mesh
+            assert saved_on.world_size == ranks
             dist.barrier()
             dist.destroy_process_group()
         store = dist.FileStore(str(tmp_path / f"all{number}"), WORLD)

@@ -87,8 +87,11 @@ class SavedChunk:
 
 @dataclass
 class Manifest:
-    """The JSON beside the tensors. `parameters` and `buffers`: name -> shape, dtype; `scalars`: name -> optimizer
-    numbers.
+    """The JSON beside the tensors.
+
+    parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra: what version 2 did
+    not have from the start, by name, so that older releases of the library still read the file: "names" of the state
+    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh".
     """
 
     world_size: int
@@ -106,6 +109,14 @@ class Manifest:
     format: str = FORMAT
     version: int = VERSION
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def mesh(self) -> dict[str, int] | None:
+        """The sizes of the axes of the mesh it was saved on; None where the file does not say.
+
+        A load needs nothing of it: what ranks wrote is found by name and flat range.
+        """
+        return self.extra.get("mesh")
 
     def text(self) -> str:
         """The manifest as JSON, with its own checksum."""

@@ -28,6 +28,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
+from ..base.mesh import AXES
 from ..optim.prefetch import PrefetchSettings, TilePrefetcher
 from ..sharding.param_group import ParamGroup
 from . import files
@@ -282,7 +283,11 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         excluded=[name for name, facts in parameters.items() if settings.exclude_frozen and not facts["trained"]],
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
-        extra={"names": state_names(runtime.model), "groups": optimizer.names_by_group if optimizer else []},
+        extra={
+            "names": state_names(runtime.model),
+            "groups": optimizer.names_by_group if optimizer else [],
+            "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
+        },
     )
 
 

@@ -107,12 +107,13 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
         facts |= {
             "ranks": manifest.world_size if has_states else None,
             "stage": manifest.stage if has_states else None,
+            "mesh": manifest.mesh,
             "optimizer": manifest.optimizer,
             "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
             "chunks": len(manifest.chunks),
             "chunks_without_checksum": num_without_checksum(manifest),
             "format": f"{manifest.format} {manifest.version}" if layout is SLICES else manifest.format,
-            "run": getattr(manifest, "run", None),
+            "run": manifest.run,
         }
     return facts
 
@@ -158,6 +159,8 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
     table.add_row("step", f"{facts['step']}, {saved}" if facts["step"] is not None else f"not said, {saved}")
     if facts["ranks"] is not None:
         table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
+        if facts["mesh"] is not None:
+            table.add_row("mesh", _format_mesh(facts["mesh"]))
         table.add_row("optimizer", facts["optimizer"] or "none named")
     table.add_row("parameters", format_count(facts["num_parameters"]))
     table.add_row(
@@ -167,6 +170,10 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
         table.add_row("checksums", f"{facts['chunks_without_checksum']} chunks have none")
     table.add_row("format", facts["format"] + (f", run {facts['run']}" if facts["run"] else ""))
     return table
+
+
+def _format_mesh(sizes: dict[str, int]) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in sizes.items() if size != 1) or "one rank"
 
 
 def _tensors_table(tensors: dict[str, dict[str, Any]]) -> Table:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner, Result
 import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import CheckpointError, UsageError
+from deepseek_zero.checkpoint.format import MANIFEST, Manifest
 from deepseek_zero.checkpoint.torch_file import torch_records
 from tests.crash import flip
 
@@ -91,6 +92,37 @@ def test_one_checkpoint_is_shown_with_its_tensors_and_its_plan(directory: Path) 
         assert found["plan"]
     shown = call("inspect", directory / "global_step3").output
     assert all(word in shown for word in ("0.weight", "5 x 6", "exp_avg, exp_avg_sq", "1.running_mean", "buffer"))
+
+
+def rewrite(folder: Path, **extra: Any) -> None:
+    """Write the manifest of a checkpoint again with other values in `extra`; None: without this one."""
+    manifest = Manifest.read(folder / MANIFEST)
+    manifest.extra = {name: value for name, value in (manifest.extra | extra).items() if value is not None}
+    (folder / MANIFEST).write_text(manifest.text())
+
+
+def test_the_mesh_that_a_checkpoint_was_saved_on_is_shown_where_the_file_says_it(directory: Path) -> None:
+    folder = directory / "global_step3"
+    assert data_of("inspect", folder)["mesh"] == {"pp": 1, "dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1}
+    assert "one rank" in call("inspect", folder).output
+    rewrite(folder, mesh={"pp": 1, "dp_replicate": 2, "dp_shard": 4, "sp": 1, "tp": 1})
+    assert "dp_replicate=2 x dp_shard=4" in call("inspect", folder).output
+    rewrite(folder, mesh=None)
+    assert data_of("inspect", directory)["checkpoints"][0]["mesh"] is None
+    shown = call("inspect", folder)
+    assert shown.exit_code == 0 and not any(line.startswith("mesh") for line in shown.output.splitlines())
+    assert call("verify", folder).exit_code == 0
+
+
+def test_a_checkpoint_without_a_mesh_is_loaded_as_one_with(directory: Path) -> None:
+    found = []
+    for mesh in ({"dp_replicate": 2, "an axis of a later version": 3}, None):
+        rewrite(directory / "global_step3", mesh=mesh)
+        engine, *_ = deepseek_zero.initialize(model=model(), config=CONFIG)
+        path, _ = engine.load_checkpoint(directory)
+        assert path is not None and path.endswith("global_step3") and engine.global_steps == 3
+        found.append(engine.module_state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
 
 def test_verify_ends_with_0_where_all_is_good_and_1_where_a_file_is_damaged(directory: Path) -> None:
