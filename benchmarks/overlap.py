@@ -30,7 +30,7 @@ import deepseek_zero as dz
 from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
 from benchmarks.model import Batches, build_model
 from benchmarks.systems.common import take_a_core
-from deepseek_zero.comm.meter import Event
+from deepseek_zero.base.meter import Event
 from deepseek_zero.report.explain import exposed_seconds, overlap_share, under_way_seconds
 from deepseek_zero.report.plots import BLUE, INK, ORANGE, save_figure, style_axes
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import deepseek_zero
 from deepseek_zero.base.log import log_first
-from deepseek_zero.comm.transports import local_sockets
+from deepseek_zero.comm.transports import shared_memory
 from deepseek_zero.tiers import disk
 
 OPEN = os.open
@@ -87,7 +87,7 @@ def test_ranks_of_a_host_that_may_not_connect_say_why_they_take_gloo(tmp_path: P
     def forbidden() -> Any:
         raise PermissionError(errno.EPERM, "Operation not permitted")
 
-    with patch.object(local_sockets, "_listen", forbidden if dist.get_rank() == 1 else local_sockets._listen):
+    with patch.object(shared_memory, "_listen", forbidden if dist.get_rank() == 1 else shared_memory._listen):
         engine = engine_on(tmp_path)
     why = "ranks of this host cannot share memory: [Errno 1] Operation not permitted"
     assert transport_of(engine) == f"between ranks: gloo ({why})"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.base.errors import CheckpointError, DeepSeekZeroError, UsageError
-from deepseek_zero.optim.clip import clip_factor
+from deepseek_zero.optim.sharded import clip_factor
 from tests.models import Batch, batch_of, seeded
 from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, Reference

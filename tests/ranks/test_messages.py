@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from deepseek_zero.comm.meter import Event
+from deepseek_zero.base.meter import Event
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 

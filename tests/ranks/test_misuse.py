@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import deepseek_zero
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
 from deepseek_zero.comm import context
-from deepseek_zero.comm.transports import base, local_sockets
+from deepseek_zero.comm.transports import base, shared_memory
 from tests.plain import (
     BACKWARD,
     STAGE_1,
@@ -432,7 +432,7 @@ def test_on_several_hosts_the_board_stands_at_the_launchers_address() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("LOCAL_WORLD_SIZE")
         patch.setenv("MASTER_ADDR", "localhost")
-        patch.setattr(local_sockets, "host_key", lambda: f"host {here()}")
+        patch.setattr(shared_memory, "host_key", lambda: f"host {here()}")
         patch.setattr("socket.gethostbyname", raises)  # often 127.0.1.1, where other hosts find nobody
         engine = engine_for(seeded(Model), STAGE_1)
     world = context.WorldContext.of_this_world()

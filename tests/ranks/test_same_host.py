@@ -31,11 +31,10 @@ from deepseek_zero.base.log import logger
 from deepseek_zero.base.memory import Segment
 from deepseek_zero.comm import context
 from deepseek_zero.comm.collectives import Comm, scatter
-from deepseek_zero.comm.transports import local_sockets
+from deepseek_zero.comm.transports import shared_memory
 from deepseek_zero.comm.transports.composed import Hierarchical
 from deepseek_zero.comm.transports.gloo import Gloo
-from deepseek_zero.comm.transports.local_sockets import INLINE_BYTES
-from deepseek_zero.comm.transports.shared_memory import SharedMemory
+from deepseek_zero.comm.transports.shared_memory import INLINE_BYTES, SharedMemory
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
@@ -47,7 +46,7 @@ LARGE = 50_000  # elements: more than a message carries
 def hosts(key_of: Callable[[int], str]) -> Iterator[None]:
     """Links made anew, with the ranks on the hosts that key_of says."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local_sockets, "host_key", lambda: key_of(dist.get_rank()))
+        patch.setattr(shared_memory, "host_key", lambda: key_of(dist.get_rank()))
         patch.setattr(context.WorldContext, "_current", None)
         yield
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..base.nested import map_tensors
 from ..planner.schedule import enclosing
-from ..sharding.outputs import map_tensors
+from ..sharding.executor import Unit
 from ..sharding.runtime import Runtime
-from ..sharding.unit import Unit
 from .offload import replaced
 from .recompute import checkpoint
 

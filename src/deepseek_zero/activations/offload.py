@@ -26,8 +26,7 @@ from ..base.device import backward_id, queue_backward_callback
 from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
-from ..tiers.copy_engine import CopyEngine, copy_engine_for
-from ..tiers.tier import CopyEvent, Extent, Memory, Work
+from ..tiers.tier import CopyEngine, CopyEvent, Extent, Memory, Work, copy_engine_for
 
 CHUNKS = 16  # that the largest checkpoint's inputs are moved in: work for all threads of a disk, little to round up
 AHEAD = 2  # checkpoints that are read before backward asks for them

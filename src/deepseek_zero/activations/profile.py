@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..base.device import queue_backward_callback
 from ..base.log import log_once
+from ..base.nested import tensors_in
 from ..base.quantities import format_seconds
-from ..sharding.outputs import tensors_in
 
 
 @dataclass

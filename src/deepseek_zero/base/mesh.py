@@ -12,6 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -91,7 +92,7 @@ class Mesh:
         """All ranks."""
         return math.prod(self.sizes)
 
-    @property
+    @cached_property
     def data_size(self) -> int:
         """Ranks that see different batches; the batch of a step is micro-batch x accumulation x this."""
         return self.dp_replicate * self.dp_shard

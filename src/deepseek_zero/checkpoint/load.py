@@ -19,7 +19,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
-from ..optim.shards import MasterShard, ParamOverlap
+from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime

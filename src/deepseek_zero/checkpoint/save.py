@@ -29,7 +29,7 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
-from ..optim.prefetch import PrefetchSettings, TilePrefetcher
+from ..optim.updater import PrefetchSettings, TilePrefetcher
 from ..sharding.param_group import ParamGroup
 from . import files
 from .catalogue import remove_replaced, replaced_path

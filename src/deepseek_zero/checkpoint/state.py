@@ -20,9 +20,8 @@ from torch import Tensor, nn
 
 from ..base.device import is_persistent_buffer
 from ..base.errors import CheckpointError
-from ..optim.prefetch import ExtentRange
 from ..optim.sharded import ShardedOptimizer
-from ..optim.shards import MasterShard, ParamOverlap
+from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
 from ..planner.spec import R
 from ..sharding.param_group import ParamGroup
 from ..tiers.tier import Extent

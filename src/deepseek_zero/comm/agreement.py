@@ -1,4 +1,4 @@
-"""Compares what ranks are about to do before they do it, and tells all of them if one cannot.
+"""Compares what ranks are about to do before they do it, and raises on all of them if one cannot.
 
 Differences found here are named; found later they would be wrong gradients or ranks that wait for each other.
 """
@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
@@ -33,16 +32,6 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     at = next((k for k, (a, b) in enumerate(zip(first, other, strict=False)) if a != b), min(len(first), len(other)))
     a, b = (found[at] if at < len(found) else "nothing" for found in (first, other))
     raise ModelMismatchError(f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix)
-
-
-@contextmanager
-def propagate_errors(comm: Comm) -> Iterator[None]:
-    """Open a block whose error is told to the ranks that wait for this one."""
-    try:
-        yield
-    except Exception as error:
-        comm.post_error(error)
-        raise
 
 
 def run_on_all_ranks(comm: Comm, what: str, action: Callable[[], T]) -> T:

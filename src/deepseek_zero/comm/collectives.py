@@ -14,7 +14,8 @@ import operator
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -26,10 +27,10 @@ from torch import Tensor
 from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import Mesh, shares_gpu
+from ..base.meter import Event, Meter
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
-from .meter import Event, Meter
 from .transports.base import (
     ConnectionLost,
     SingleRank,
@@ -96,7 +97,7 @@ DONE = Pending(no_wait)
 @dataclass
 class _Engine:
     """State that all communicators of one engine share. name: the topic of its errors. gave_up: a wait ended in an
-    error of other ranks' making.
+    error of other ranks' making. has_raised: an error of this rank's own was posted.
     """
 
     trains: bool
@@ -104,6 +105,7 @@ class _Engine:
     world: WorldContext | None = None
     name: str = "engine"
     gave_up: bool = False
+    has_raised: bool = False
 
 
 class Comm:
@@ -135,6 +137,7 @@ class Comm:
         self._owners: Partition | None = None
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
+        self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
         self._transport: Transport = SingleRank(device)
         if world is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             world = WorldContext.of_this_world()
@@ -178,6 +181,7 @@ class Comm:
         found = copy(self)
         found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
         found._shard, found.replicas, found._owners, found._barrier, found._last = None, None, None, None, None
+        found._lanes = {}
         if self._world is None or len(ranks) == 1:
             found._world, found._transport = None, SingleRank(self.device)
         else:
@@ -190,7 +194,7 @@ class Comm:
         slots, free, idle = _agreed(whole, world, nccl, uses_gloo=engine.uses_gloo)
         self._number = next(world.engines)  # made in the same order on every rank of this world
         engine.name = engine.name if axis else f"engine {self._number - 1}"
-        self.name = f"{engine.name} {axis}".strip()
+        self.name, self._lanes = f"{engine.name} {axis}".strip(), {}
         world.tags.take(self.name, slots)
         self._host_transport = world.gloo_over(self.ranks) if engine.uses_gloo else world.fastest_over(self.ranks)
         self._transport = self._host_transport
@@ -265,7 +269,9 @@ class Comm:
     def wait_until_read(self, tensor: Tensor) -> None:
         """Wait until no other rank reads this buffer any more, so that it may be written."""
         if self._world is not None and self._last is not None and self._transport.is_read(tensor):
-            self._wait(self._world, lambda: self._transport.wait_until_read(tensor), replace(self._last, arrived=[]))
+            issued = replace(self._last, arrived=[])
+            lane = lane_of(issued.lane.name)
+            self._wait(self._world, lambda: self._transport.wait_until_read(tensor), issued, lane)
 
     def progress(self) -> None:
         """Take in messages that other ranks have sent, without waiting; called often, so only while something is
@@ -367,34 +373,44 @@ class Comm:
         engine = self._engine
         if engine.world is not None and not engine.gave_up:
             first_line = (str(error).splitlines() or [""])[0]
+            engine.has_raised = True
             engine.world.recorder.post(raised_in(engine.name), f"{type(error).__name__}: {first_line}"[:300])
 
     def withdraw_error(self) -> None:
         """Withdraw a posted error: this rank goes on after all."""
         engine = self._engine
         engine.gave_up = False
-        if engine.world is not None:
+        if engine.has_raised and engine.world is not None:
+            engine.has_raised = False
             engine.world.recorder.withdraw(raised_in(engine.name))
 
     def _issue(self, lane_name: str, what: str, start: Callable[[CollectiveId], Wait]) -> Pending:
         world = self._world
         if world is None:  # a world of one: every slice is already here
             return DONE
-        world.recorder.withdraw("waiting")  # a wait that ended in an error left its line for the others to read
-        lane = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
-        issued = self._last = IssuedCollective(lane, lane.next(what), what, time.perf_counter())
+        if world.recorder.is_waiting:  # a wait that ended in an error left its line for the others to read
+            world.recorder.withdraw("waiting")
+        lane = self._lanes.get(lane_name) or self._first_use(world, lane_name)
+        issued = self._last = IssuedCollective(lane, lane.issued, what, time.perf_counter())
+        lane.log.append((lane.issued, what))
+        lane.issued += 1
         cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived)
         wait = self._until_evidence(world, issued, lambda: start(cid))
-        return Pending(lambda: self._wait(world, wait, issued))
+        return Pending(lambda: self._wait(world, wait, issued, lane_name))
 
-    def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
+    def _first_use(self, world: WorldContext, lane_name: str) -> Lane:
+        lane = self._lanes[lane_name] = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
+        return lane
+
+    def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective, lane: str) -> None:
         began, summed = time.perf_counter(), self.meter.sum_seconds
         self._until_evidence(world, issued, wait)
-        ended, lane = time.perf_counter(), lane_of(issued.lane.name)
+        ended = time.perf_counter()
         self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and issued.arrived:
             self.meter.events.append(Event(lane, issued.what, issued.issued, issued.arrived[0], (began, ended)))
-        world.recorder.withdraw("waiting")
+        if world.recorder.is_waiting:
+            world.recorder.withdraw("waiting")
 
     def _until_evidence(self, world: WorldContext, issued: IssuedCollective, action: Callable[[], T]) -> T:
         """Call what may have to wait for other ranks, until there is evidence that it waits in vain.
@@ -429,6 +445,16 @@ class Comm:
             "A rank was killed, ran out of memory or lost its network.",
             "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
         )
+
+
+@contextmanager
+def propagate_errors(comm: Comm) -> Iterator[None]:
+    """Open a block whose error is told to the ranks that wait for this one."""
+    try:
+        yield
+    except Exception as error:
+        comm.post_error(error)
+        raise
 
 
 def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, source: int = 0) -> None:

@@ -27,9 +27,8 @@ from .ids import engine_of
 from .transports.base import Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags
-from .transports.local_sockets import connect_local
 from .transports.nccl import NcclGroups
-from .transports.shared_memory import HostPages, SharedMemory
+from .transports.shared_memory import HostPages, SharedMemory, connect_local
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
@@ -43,12 +42,7 @@ class Lane:
     name: str
     number: int
     issued: int = 0
-    log: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=LOG_LENGTH))
-
-    def next(self, name: str) -> int:
-        self.log.append((self.issued, name))
-        self.issued += 1
-        return self.issued - 1
+    log: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=LOG_LENGTH))  # (sequence, name)
 
 
 class WorldContext:

@@ -76,6 +76,7 @@ class FlightRecorder:
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size, self._store = rank, size, store
         self._said: dict[str, str] = {}
+        self.is_waiting = False  # this rank's line under "waiting" stands
         self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
         self._suspicion: tuple[tuple[int, str, int], ...] = ()
         self._looks = 0  # running, that saw this suspicion
@@ -87,6 +88,8 @@ class FlightRecorder:
         """
         if self._is_gone or self._said.get(topic, "") == text:
             return
+        if topic == "waiting":
+            self.is_waiting = bool(text)
         try:
             self._store.set(f"{topic}/{self.rank}", text)
             self._said[topic] = text

@@ -20,11 +20,6 @@ class CollectiveId(NamedTuple):
     check: int  # 32 bits of the name: a rank that strayed stands in the same place under another name
     arrived: list[float]
 
-    @property
-    def tag(self) -> int:
-        """Return the identity in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
-        return (self.lane_number << 40 | self.sequence) << 32 | self.check
-
 
 def lane_number(engine: int, lane: str) -> int:
     """Return the number of a lane. engine: 0 for the world, then in the order that all ranks make them in."""

@@ -1,7 +1,7 @@
 """Saves when the job is asked to end: a signal on one rank becomes one save of all ranks, then one exit code.
 
-a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/clip.py) -> the same decision
-on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
+a signal on any rank -> noted -> this rank's word in the verdict of its next step (optim/sharded.py) -> the same
+decision on every rank, behind the same step -> save_checkpoint -> SystemExit(85) out of engine.step()
 
 There is no collective and no wait for it. A rank that is gone says no word, so the ranks it leaves behind never save:
 when our launcher ends them, it says so first (base/launch.py), and the signal then means what it meant before.

@@ -12,8 +12,8 @@ import torch
 
 from ..activations.recompute import RecomputeSettings
 from ..checkpoint.catalogue import Retention
-from ..optim.prefetch import PrefetchSettings
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
+from ..optim.updater import PrefetchSettings
 from ..planner.spec import PlanSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy

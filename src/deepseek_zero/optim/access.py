@@ -18,7 +18,7 @@ from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup, complete
 from ..sharding.sharded_parameter import owner_of
 from .sharded import ShardedOptimizer
-from .shards import ParamOverlap
+from .updater import ParamOverlap
 
 
 def optimizer_of(param: nn.Parameter) -> ShardedOptimizer | None:

@@ -18,10 +18,9 @@ import torch
 
 from ..base.log import log_once
 from ..precision.loss_scale import LossScaler
+from ..sharding.executor import Unit
 from ..sharding.nonfinite import NonFiniteDetector
 from ..sharding.runtime import Runtime
-from ..sharding.unit import Unit
-from .clip import Verdict
 
 NOBODY = 1 << 30
 LATER = "If the next step is like it, the unit where it begins is named."
@@ -38,25 +37,25 @@ class NonFiniteReport:
         self.watches = watches or not self.is_usual
         self.in_a_row = 0
 
-    def after_step(self, verdict: Verdict, *, skipped: bool, step: int) -> Unit | None:
-        """Take the verdict of a step and return the unit that non-finite numbers begin in, if known. Collective from
-        the second such step in a row on.
+    def after_step(self, squares: Sequence[float], *, is_finite: bool, skipped: bool, step: int) -> Unit | None:
+        """Return the unit that non-finite numbers begin in, if known. Collective from the second such step in a row on.
+
+        To be called after a step that was not finite, and after the first that was again. squares: of each trained
+        group, the sum of its gradient's squares.
         """
-        if verdict.is_finite and self.in_a_row == 0:
-            return None
         watcher, self.runtime.nonfinite = self.runtime.nonfinite, None
-        if verdict.is_finite:
+        if is_finite:
             self.in_a_row = 0
             return None
         self.in_a_row += 1
-        unit = self._unit_named(verdict, watcher) if watcher is not None else None
+        unit = self._unit_named(squares, watcher) if watcher is not None else None
         if self.watches:
             self.runtime.nonfinite = NonFiniteDetector()
         if not self.is_usual and self.in_a_row & (self.in_a_row - 1) == 0:  # the 1st, 2nd, 4th, 8th, ...
-            log_once(self._describe(verdict, unit, skipped=skipped, step=step), logging.WARNING)
+            log_once(self._describe(squares, unit, skipped=skipped, step=step), logging.WARNING)
         return unit
 
-    def _describe(self, verdict: Verdict, unit: Unit | None, *, skipped: bool, step: int) -> str:
+    def _describe(self, squares: Sequence[float], unit: Unit | None, *, skipped: bool, step: int) -> str:
         times = "" if self.in_a_row == 1 else f" for {self.in_a_row} steps in a row"
         done = (
             "so the step was skipped and no state has changed."
@@ -67,15 +66,15 @@ class NonFiniteReport:
             what = "What belongs to no unit" if unit is self.runtime.root else f"Unit '{unit.name}'"
             where = f"{what} was the first to make such a number of finite ones."
         else:
-            where = self._reached(verdict)
+            where = self._reached(squares)
         fix = "look at the loss and the batch of this step; a smaller learning rate or gradient_clipping may help."
         what = f"step {step}: the gradient is not finite (NaN or infinite){times}, {done}"
         return f"{what}  {where}".rstrip() + f"\n  What to do: {fix}"
 
-    def _reached(self, verdict: Verdict) -> str:
+    def _reached(self, squares: Sequence[float]) -> str:
         if len(self.runtime.units) == 1:
             return ""
-        sick = self._nonfinite_units(verdict)
+        sick = self._nonfinite_units(squares)
         units = {self.runtime.unit_of(group).number for group in self.runtime.trained_groups}
         if sick == units:
             return f"It is so in every unit, as after a loss that is not finite.  {LATER}"
@@ -83,21 +82,21 @@ class NonFiniteReport:
         first = self.runtime.units[order[1] if len(order) > 1 and order[0] == 0 else order[0]].name
         return f"It is so in {len(sick)} of {len(units)} units; the first of them in backward is '{first}'.  {LATER}"
 
-    def _nonfinite_units(self, verdict: Verdict) -> set[int]:
+    def _nonfinite_units(self, squares: Sequence[float]) -> set[int]:
         """Return the numbers of the units whose gradients are not finite."""
         return {
             self.runtime.unit_of(group).number
-            for group, square in zip(self.runtime.trained_groups, verdict.by_group, strict=True)
+            for group, square in zip(self.runtime.trained_groups, squares, strict=True)
             if not math.isfinite(square)
         }
 
-    def _unit_named(self, verdict: Verdict, watcher: NonFiniteDetector) -> Unit | None:
+    def _unit_named(self, squares: Sequence[float], watcher: NonFiniteDetector) -> Unit | None:
         """Return the unit where non-finite numbers begin, on the rank that saw it first. Collective."""
         runtime = self.runtime
         forward, backward = runtime.executor.schedule.forward.order, runtime.executor.schedule.backward.order
         seen = [
             watcher.origin_in_forward(forward),
-            watcher.origin_in_backward(backward, self._nonfinite_units(verdict)),
+            watcher.origin_in_backward(backward, self._nonfinite_units(squares)),
         ]
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
         row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])

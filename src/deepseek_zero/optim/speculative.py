@@ -26,14 +26,10 @@ from ..base.errors import UsageError
 from ..base.memory import return_pages
 from ..precision.loss_scale import LossScaler
 from ..sharding.buffer import has_pages_to_return
+from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Phase, Runtime
-from ..sharding.unit import Unit
-from .moments import Moments
-from .prefetch import ExtentRange
-from .scratch import Scratch
-from .shards import MasterShard, Tile
-from .updater import Decision, DelayedUpdate, Updater, hypers_of
+from .updater import Decision, DelayedUpdate, ExtentRange, MasterShard, Moments, Scratch, Tile, Updater, hypers_of
 
 # Of torch's and ours: their step over one shard reads and writes nothing but that shard, its entry in `state` and
 # hyper-parameters that stay as they are.

@@ -1,12 +1,21 @@
-"""Runs the inner optimizer over tiles of master shards: at the step, in a later forward, or a step late.
+"""Runs the inner optimizer over tiles of master shards, whatever memory their states lie in and whenever they are due.
+
+The path of one update: `Tiles` are lists of `MasterShard`s, cut by planner/update.py; `TilePrefetcher` fetches the
+states of the next tiles while one is updated, and stores those of the last ones behind it; `MasterShard` brings the
+master into `Scratch`, where it is not updated in place, `Moments` brings the optimizer's own states; `Updater` calls
+the inner optimizer and has everything stored again.
 
 A step that has its verdict (norm, overflow) may defer the update of weights that are offloaded: the next forward
-flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Every read of an
-element flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  The step's
+flushes it unit by unit, in the tiles' order, so that states travel while units compute.  Every read of an element
+flushes its update first, so no result changes; `Updater.flush` updates all that is deferred.  The step's
 hyper-parameters and gradients are kept until then.
 
-`undecorated` and `raw_step` call torch's optimizers without the decorators that
-import torch's compiler (a second, and 70 MB per rank).
+Moments may lie in another memory, in fewer bits, or both: one extent per group and kind of moment.  Any torch optimizer
+will do: every state it makes in its first step with as many elements as a shard is taken over; counters and states of
+another shape stay where they are.
+
+`undecorated` and `raw_step` call torch's optimizers without the decorators that import torch's compiler (a second, and
+70 MB per rank).
 
 `DelayedUpdate` is ZeRO-Offload's delayed parameter update.  With w(t) the weights that step t computes with, g(t) its
 gradient and d(t) what step t decided about it (norm, clipping, loss scale, hyper-parameters), from step K on
@@ -20,28 +29,524 @@ and defers none.
 from __future__ import annotations
 
 import inspect
+import itertools
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..base.clock import PhaseClock
 from ..base.errors import UsageError
-from ..precision.compact import StochasticRounding
-from ..sharding.param_group import ParamGroup
-from .moments import Moments
-from .prefetch import PrefetchSettings, StagedState, TilePrefetcher
-from .scratch import Scratch
-from .shards import MasterShard, Tile
+from ..base.meter import PhaseClock
+from ..planner.layout import Slot
+from ..planner.spec import R
+from ..planner.update import ShardRange, UpdatePlan
+from ..planner.update import Tile as PlannedTile
+from ..precision.compact import BLOCK, StochasticRounding, StorageFormat, storage_format
+from ..precision.policy import scratch_numel
+from ..sharding.param_group import MasterWeight, ParamGroup
+from ..tiers.budget import DeviceBudget
+from ..tiers.tier import Extent, StagedTile, Tier, Work, read_now
 
+T = TypeVar("T")
 Hypers = list[dict[str, Any]]  # of each parameter group, without its parameters
+
+
+@dataclass
+class Scratch:
+    """grads: gradients cast, unscaled and clipped. masters: masters joined from their halves (precision/policy.py).
+
+    device: the training device, whose memory is counted in `budget`.
+    """
+
+    device: torch.device
+    numel: int = 0
+    budget: DeviceBudget = field(default_factory=DeviceBudget)
+    kept: dict[tuple[str, torch.device], Tensor] = field(default_factory=dict)
+
+    def take(self, what: str, dtype: torch.dtype, home: torch.device, numel: int | None = None) -> Tensor:
+        """Return the buffer of that name on the update's device, with arbitrary contents; allocated on first use."""
+        found = self.kept.get((what, home))
+        if found is None or found.dtype != dtype:
+            numel = self.numel if numel is None else numel
+            self._count(home, numel * dtype.itemsize, "what an optimizer's step works in")
+            self._count(home, -found.nbytes if found is not None else 0, "")
+            self.kept[what, home] = found = torch.empty(numel, dtype=dtype, device=home)
+        return found
+
+    def grow(self, numel: int) -> None:
+        """Make room for tiles of so many elements; a buffer that is too small is allocated anew on its next use."""
+        if numel <= self.numel:
+            return
+        self.numel = numel
+        for key in [key for key in self.kept if key[0] not in ("nothing", "undo")]:
+            self._count(key[1], -self.kept.pop(key).nbytes, "")
+
+    def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
+        """Return a tensor of that shape without values: NaN, of 4 bytes in all."""
+        key = "nothing", home
+        if key not in self.kept:
+            self._count(home, dtype.itemsize, "what stands for values that are elsewhere")
+            self.kept[key] = torch.full((), float("nan"), dtype=dtype, device=home)
+        return self.kept[key].expand(shape)
+
+    def is_placeholder(self, value: object) -> bool:
+        """Return whether this is a placeholder for values that are stored elsewhere."""
+        if not isinstance(value, Tensor):
+            return False
+        nothing = self.kept.get(("nothing", value.device))
+        return nothing is not None and value.data_ptr() == nothing.data_ptr()
+
+    def _count(self, home: torch.device, nbytes: int, what: str) -> None:
+        if home == self.device:
+            self.budget.reserve(nbytes, what)
+
+
+@dataclass(eq=False)
+class MasterShard:
+    """A range of one group's master that the inner optimizer treats as one parameter.
+
+    start, stop: elements of the master (and of the reduced gradient) on this rank. names: the parameters it covers. If
+    the master is split, `param` holds values during a step only, and NaN between steps.
+    """
+
+    group: ParamGroup
+    start: int
+    stop: int
+    param: nn.Parameter
+    names: tuple[str, ...]
+    at: int = 0  # where its scratch begins in the tile's
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def planned(self) -> ShardRange:
+        """Return the shard as data."""
+        return ShardRange(self.group.planned, self.start, self.stop, self.names, tuple(self.param.shape))
+
+    @property
+    def master(self) -> MasterWeight:
+        assert self.group.master is not None
+        return self.group.master
+
+    @property
+    def rank(self) -> int:
+        return self.group.comm_ctx.comm.rank
+
+    def grad(self, *, waiting: bool = False) -> Tensor | None:
+        """Return the last step's gradient, or with `waiting` the delayed one, in `param`'s shape; None without one."""
+        gradient = self.group.gradient
+        if self.is_absent(waiting=waiting):
+            return None
+        part = (gradient.delayed if waiting else gradient).read(self.start, self.stop)
+        return None if part is None else part.view(self.param.shape)
+
+    def extent_ranges(self, *, waiting: bool = False) -> Iterator[ExtentRange]:
+        """Yield the extent ranges of master, weight and gradient that the update of this shard reads or writes."""
+        for extent in self.master.extents():
+            yield ExtentRange(extent, self.start, self.stop)
+        gradient = self.group.gradient
+        buffer = gradient.delayed.buffer if waiting else gradient.buffer
+        if buffer is not None and buffer.extent is not None:
+            yield ExtentRange(buffer.extent, self.start, self.stop, changes=False)
+
+    def staged_ranges(self) -> Iterator[StagedRange]:
+        """Yield the weight ranges that the training device holds and the host updates."""
+        if self.master.staged is not None:
+            yield StagedRange(self.master.staged, self.start, self.stop)
+
+    def overlaps(self) -> Iterator[ParamOverlap]:
+        """Return the range of each parameter that the shard covers."""
+        low = 0 if self.master.placement is R else self.group.layout.bounds(self.rank)[0]
+        first, last = low + self.start, low + self.stop
+        for number, member in enumerate(self.group.members):
+            slot = member.slot
+            start, stop = max(slot.start, first), min(slot.stop, last)
+            if start < stop:
+                yield ParamOverlap(slot, start - slot.start, stop - slot.start, self, start - first, number)
+
+    def is_absent(self, *, waiting: bool = False) -> bool:
+        """Return whether no parameter of the shard has a gradient (all frozen or dropped): its update is skipped."""
+        gradient = self.group.gradient
+        absent = (gradient.delayed.absent if waiting else gradient.state.absent) or set()
+        return bool(absent) and all(cover.number in absent for cover in self.overlaps())
+
+    def chance(self, chance: StochasticRounding, state: str) -> Tensor:
+        """Return random bits for each element: int16, flat."""
+        parts = [
+            chance.of(f"{state} of {cover.slot.name}", cover.start, cover.stop - cover.start)
+            for cover in self.overlaps()
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def load_values(self, scratch: Scratch) -> None:
+        """Load the master values into `param`, where the optimizer changes them."""
+        self.group.guard.before_write()
+        values, home = self.master.in_place_view(self.start, self.stop), self.master.update_device
+        if values is None:
+            into = scratch.take("masters", self.master.dtype, home)[self.at : self.at + self.numel]
+            helper = None
+            if self.master.is_split:
+                helper = scratch.take("join", torch.int32, home, scratch_numel(home, scratch.numel))
+            values = self.master.read(self.start, self.stop, into, helper)
+        self.param.data = values.view(self.param.shape)
+
+    def store_values(self, scratch: Scratch, chance: StochasticRounding, *, keep: bool) -> None:
+        """Undo `load_values`. keep: first write the values of `param` into the master."""
+        if keep and self.master.in_place_view(self.start, self.stop) is None:
+            random = self.chance(chance, "weight") if self.master.is_rounded else None
+            self.master.write_consuming(self.start, self.stop, self.param.data.reshape(-1), random)
+        if keep:
+            self.master.copy_to_weight(self.start, self.stop)
+        if self.master.is_copied_for_update:
+            self.param.data = scratch.placeholder(self.param.shape, self.param.dtype, self.master.update_device)
+
+
+@dataclass(frozen=True)
+class ParamOverlap:
+    """Elements [start, stop) of one parameter that a shard covers, from `offset` of the shard on.
+
+    number: of the parameter in its group.
+    """
+
+    slot: Slot
+    start: int
+    stop: int
+    shard: MasterShard
+    offset: int
+    number: int
+
+    @property
+    def is_absent(self) -> bool:
+        """Return whether the parameter has no gradient in the last step."""
+        return self.number in (self.shard.group.gradient.state.absent or ())
+
+    def of(self, state: Tensor) -> Tensor:
+        """Return the covered elements of a state as long as the shard: a flat view."""
+        return state.view(-1)[self.offset : self.offset + self.stop - self.start]
+
+
+Tile = list[tuple[int, MasterShard]]  # (number of the user's parameter group, shard)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of an optimizer, in the order of `UpdatePlan.order`.
+
+    now: updated at the step, before it returns. later: may be updated at other times, by number of the unit.
+    """
+
+    now: list[Tile]
+    later: dict[int, list[Tile]]
+
+    @classmethod
+    def of(cls, plan: UpdatePlan, shards_by_group: Sequence[Sequence[MasterShard]]) -> Tiles:
+        """Return the tiles of shards that were made of the plan's, in the same order."""
+        shard_of = {
+            id(planned): shard
+            for ranges, shards in zip(plan.shards, shards_by_group, strict=True)
+            for planned, shard in zip(ranges, shards, strict=True)
+        }
+
+        def tile_of(planned_tile: PlannedTile) -> Tile:
+            tile, filled = Tile(), 0
+            for number, planned in planned_tile:
+                shard = shard_of[id(planned)]
+                shard.at = filled
+                tile.append((number, shard))
+                filled += shard.numel
+            return tile
+
+        later = {unit: list(map(tile_of, tiles)) for unit, tiles in plan.order.later.items()}
+        return cls(list(map(tile_of, plan.order.now)), later)
+
+
+def cuts_of(shard: MasterShard, apart: Callable[[ParamOverlap], Any]) -> list[ShardRange]:
+    """Return the ranges of a shard whose parameters agree in `apart`: one if all do, or if it is a whole tensor."""
+    covers = list(shard.overlaps())
+    runs = [list(run) for _, run in itertools.groupby(covers, key=apart)]
+    if len(runs) < 2:
+        return [shard.planned]
+    edges = [shard.start, *(shard.start + run[0].offset for run in runs[1:]), shard.stop]
+    return [
+        ShardRange(shard.group.planned, low, high, tuple(cover.slot.name for cover in run), (high - low,))
+        for run, low, high in zip(runs, edges, edges[1:], strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class ExtentRange:
+    """Elements [low, high) of one state.  changes: the update writes them."""
+
+    extent: Extent
+    low: int
+    high: int
+    changes: bool = True
+
+    def fetch(self) -> Work:
+        return self.extent.fetch(self.low, self.high)
+
+    def release(self) -> Work | None:
+        if self.changes:
+            return self.extent.store(self.low, self.high)
+        self.extent.evict(self.low, self.high)
+        return None
+
+
+@dataclass(frozen=True)
+class StagedRange:
+    """Elements [low, high) of a weight that the training device has and the host updates."""
+
+    mirror: StagedTile
+    low: int
+    high: int
+
+    def fetch(self) -> Work:
+        return self.mirror.fetch(self.low, self.high)
+
+    def release(self) -> Work:
+        return self.mirror.store(self.low, self.high)
+
+
+StagedState = ExtentRange | StagedRange  # what comes before a tile's turn, and leaves behind it
+
+
+@dataclass(eq=False)
+class Moment:
+    """One kind of moment of one group. kept: its storage format; None: as the optimizer has it.
+
+    powers: the scales of 8-bit blocks, by id of the shard; they stay on the device.
+    """
+
+    extent: Extent
+    tier: Tier
+    dtype: torch.dtype  # that the optimizer works in
+    kept: StorageFormat | None
+    powers: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_stored(self) -> bool:
+        """Return whether the optimizer sees no values between steps."""
+        return self.kept is not None or self.extent.is_offloaded
+
+
+class Moments:
+    """The moments of one optimizer."""
+
+    def __init__(self, inner: Optimizer, scratch: Scratch) -> None:
+        self._inner, self._scratch = inner, scratch
+        self._found: dict[tuple[int, str], Moment] = {}  # by (id of the group, name)
+        self._names: dict[int, list[str]] = {}
+        self._counted: set[int] = set()  # id of shards whose moments the optimizer keeps itself
+
+    def extents(self) -> Iterable[Extent]:
+        """Return the extents of offloaded moments."""
+        return (moment.extent for moment in self._found.values() if moment.tier is not Tier.DEVICE)
+
+    def on_device(self) -> Iterator[Tensor]:
+        """Return the moments on the training device."""
+        for moment in self._found.values():
+            yield from moment.powers.values()
+            if moment.tier is Tier.DEVICE:
+                yield moment.extent.memory
+
+    def extent_ranges(self, shard: MasterShard) -> Iterator[ExtentRange]:
+        """Yield the extent ranges of moments that a shard's update reads and writes."""
+        for name in self._names.get(id(shard.group), ()):
+            yield ExtentRange(self._found[id(shard.group), name].extent, shard.start, shard.stop)
+
+    def storages(self, shard: MasterShard) -> Iterator[tuple[ExtentRange, Tensor | None]]:
+        """Yield the storage of each moment of a shard, and the scales of its blocks."""
+        state = self._inner.state.get(shard.param, {})
+        for name in self._names.get(id(shard.group), ()):
+            if name in state:
+                moment = self._found[id(shard.group), name]
+                yield ExtentRange(moment.extent, shard.start, shard.stop), moment.powers.get(id(shard))
+
+    def load(self, shard: MasterShard, *, working: bool = True) -> None:
+        """Load a shard's moments into the optimizer's state. working: for one tile's update, into buffers that tiles
+        share.
+        """
+        shard.group.guard.before_write()
+        if shard.param not in self._inner.state:
+            return
+        for name in self._names.get(id(shard.group), ()):
+            moment, state = self._found[id(shard.group), name], self._inner.state[shard.param]
+            if not self._scratch.is_placeholder(state.get(name)):
+                continue
+            if moment.kept is None:
+                values = moment.extent.write(shard.start, shard.stop)
+            else:  # a copy: looking at it changes nothing that would have to be stored
+                values = moment.extent.read(shard.start, shard.stop)
+                shared = self._shared(shard, name, moment.dtype) if working else None
+                values = moment.kept.decode(values, moment.powers.get(id(shard)), shared)
+            state[name] = values.view(shard.param.shape)
+
+    def read(self, shard: MasterShard, name: str) -> Tensor:
+        """Return one moment as fp32 (or as the optimizer has it), whatever is deferred: a view or a copy."""
+        value: Tensor = self._inner.state[shard.param][name]
+        if not self._scratch.is_placeholder(value):
+            return value
+        moment = self._found[id(shard.group), name]
+        values = read_now(moment.extent, shard.start, shard.stop)
+        if moment.kept is None:
+            return values
+        return moment.kept.decode(values, moment.powers.get(id(shard)), None)
+
+    def store(self, shard: MasterShard, chance: StochasticRounding, *, keep: bool) -> None:
+        """Store the optimizer's state of a shard; values that are stored in another form are NaN until the next `load`.
+
+        chance: random bits for values that are stored in fewer bits. keep: False after an update that failed.
+        """
+        shard.group.guard.before_write()
+        state = self._inner.state.get(shard.param, {})
+        self._count(shard, state)
+        if not shard.group.plan.moments_external:
+            return
+        for name, value in state.items():
+            if not isinstance(value, Tensor) or value.shape != shard.param.shape or self._scratch.is_placeholder(value):
+                continue
+            moment = self._moment(shard, name, value.dtype)
+            own = moment.extent.memory[shard.start : shard.stop]
+            if moment.kept is not None:
+                own, powers = moment.extent.write(shard.start, shard.stop), self._scales(moment, shard)
+                if keep:
+                    moment.kept.encode(value.reshape(-1), own, powers, shard.chance(chance, name))
+            elif value.data_ptr() != own.data_ptr():
+                moment.extent.write(shard.start, shard.stop).copy_(value.reshape(-1))
+            hidden = (
+                self._scratch.placeholder(value.shape, value.dtype, shard.master.update_device)
+                if moment.is_stored
+                else own.view(value.shape)
+            )
+            state[name] = hidden
+
+    def refuse_cut(self, shard: MasterShard) -> None:
+        """Raise if a shard's moments cannot be cut: in 8 bits, blocks of neighbours share an exponent."""
+        if any(id(shard) in moment.powers for moment in self._found.values()):
+            raise UsageError(
+                f"the optimizer's state of {', '.join(shard.names[:3])} is kept in 8 bits, and not all of it is to be "
+                "updated.",
+                "Blocks of moments that reach from one parameter into the next share an exponent; updating one would "
+                "change the other's.",
+                "freeze whole units (blocks), or set optimizer.moments to bf16 or fp32.",
+            )
+
+    def cut(self, shard: MasterShard, into: Sequence[MasterShard]) -> None:
+        """Give the optimizer's state of a shard to the ranges it was cut into."""
+        shard.group.guard.before_write()  # a checkpoint that is written meanwhile reads it by this shard
+        state = self._inner.state.pop(shard.param, None)
+        self._counted.discard(id(shard))
+        for part in into if state is not None else ():
+            low, high = part.start - shard.start, part.stop - shard.start
+            own = self._inner.state[part.param] = {}
+            for name, value in state.items():
+                if not isinstance(value, Tensor):
+                    own[name] = value
+                elif value.shape != shard.param.shape:
+                    own[name] = value.clone()
+                elif self._scratch.is_placeholder(value):
+                    own[name] = self._scratch.placeholder(part.param.shape, value.dtype, value.device)
+                else:
+                    own[name] = value.view(-1)[low:high].view(part.param.shape)
+
+    def _shared(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the buffer, shared by the shards of all tiles, in which a shard's moment is updated."""
+        return self._scratch.take(name, dtype, shard.master.update_device)[shard.at : shard.at + shard.numel]
+
+    def offload(self, shard: MasterShard, chance: StochasticRounding) -> None:
+        """Store moments that a checkpoint has loaded, and evict them to their tier."""
+        self.store(shard, chance, keep=True)
+        for left in [stretch.release() for stretch in self.extent_ranges(shard)]:
+            if left is not None:
+                left.wait()  # or, on a disk that is slower than what is loaded from, all of them would be here
+
+    def _scales(self, moment: Moment, shard: MasterShard) -> Tensor | None:
+        if moment.kept is None or not moment.kept.has_scales:
+            return None
+        if id(shard) not in moment.powers:
+            powers = torch.zeros(-(-shard.numel // BLOCK), dtype=torch.int8, device=shard.master.update_device)
+            moment.powers[id(shard)] = powers
+        return moment.powers[id(shard)]
+
+    def _moment(self, shard: MasterShard, name: str, dtype: torch.dtype) -> Moment:
+        key = id(shard.group), name
+        if key not in self._found:
+            plan, group = shard.group.plan, shard.group
+            assert plan.moments is not None
+            kept = storage_format(plan.moments_format, name) if dtype == torch.float32 else None
+            stored, what = kept.dtype if kept is not None else dtype, f"{name} of {group.members[0].name}"
+            numel = shard.master.buffer.memory.numel()
+            if plan.moments.tier is Tier.DEVICE:
+                extent = Extent(torch.zeros(numel, dtype=stored, device=shard.master.update_device))
+                self._scratch.budget.reserve_for(extent, extent.memory.nbytes, what)
+            else:
+                extent = group.comm_ctx.tiers.reserve(plan.moments.tier, numel, stored, what)
+            self._found[key] = Moment(extent, plan.moments.tier, dtype, kept)
+            self._names.setdefault(id(group), []).append(name)
+        return self._found[key]
+
+    def _count(self, shard: MasterShard, state: dict[str, Any]) -> None:
+        """Count what the optimizer allocates itself against the training device's budget."""
+        if state and id(shard) not in self._counted:
+            self._counted.add(id(shard))
+            rest = shard.group.plan.moments_external
+            tensors = [value for value in state.values() if isinstance(value, Tensor)]
+            nbytes = sum(value.nbytes for value in tensors if not rest or value.shape != shard.param.shape)
+            self._scratch.budget.reserve_for(shard, nbytes, f"the optimizer's state of {shard.names[0]}")
+
+
+@dataclass(frozen=True)
+class PrefetchSettings:
+    """ahead: tiles that are fetched before their turn. behind: tiles that may still be stored when the next is
+    updated.
+    """
+
+    ahead: int = 2
+    behind: int = 2
+
+
+class TilePrefetcher(Generic[T]):
+    """Yields tiles in order, each with its states in place: `next` returns one to update, `release` stores it.
+
+    Stores of the last tiles may still be under way after the end.
+    """
+
+    def __init__(
+        self, tiles: Sequence[T], touched: Callable[[T], Iterable[StagedState]], settings: PrefetchSettings
+    ) -> None:
+        self._touched, self._settings = touched, settings
+        self._upcoming = iter(tiles)
+        self._coming: deque[tuple[T, list[Work]]] = deque()
+        self._going: deque[list[Work | None]] = deque()
+
+    def next(self) -> T | None:
+        """Return the next tile with its states fetched; None after the last."""
+        for early in islice(self._upcoming, self._settings.ahead + 1 - len(self._coming)):
+            self._coming.append((early, [stretch.fetch() for stretch in self._touched(early)]))
+        if not self._coming:
+            return None
+        tile, tickets = self._coming.popleft()
+        for ticket in tickets:
+            ticket.wait()
+        return tile
+
+    def release(self, tile: T) -> None:
+        """Store what the update of a tile has changed."""
+        self._going.append([stretch.release() for stretch in self._touched(tile)])
+        while len(self._going) > self._settings.behind:
+            for left in self._going.popleft():
+                if left is not None:
+                    left.wait()
 
 
 @dataclass(frozen=True)

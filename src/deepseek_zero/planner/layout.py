@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import prod
+from typing import NamedTuple
 
 from ..base.device import PerDevice
 
@@ -133,15 +134,21 @@ def whole_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, bloc
 LAYOUTS = {"element": even_layout, "tensor": whole_layout}
 
 
-def message_numel(layout: FlatLayout, bucket_numel: int) -> int:
-    """Elements of one reduction message: a slice, or as much of it as a bucket over all ranks allows."""
-    return min(max(BLOCK, bucket_numel // layout.ranks // BLOCK * BLOCK), layout.slice_numel)
+class Messages(NamedTuple):
+    """How one reduction is cut.  numel: elements of a message for each rank.  in_flight: messages under way at once."""
+
+    numel: int
+    in_flight: int
 
 
-def messages_under_way(layout: FlatLayout, bucket_numel: int) -> int:
-    """Reduction messages that are under way at once: the next one travels while one is waited for and added up."""
-    messages = -(-layout.slice_numel // max(1, message_numel(layout, bucket_numel)))
-    return min(messages, 1 if layout.ranks == 1 else MAX_IN_FLIGHT)
+@cache
+def messages_of(slice_numel: int, ranks: int, bucket_numel: int) -> Messages:
+    """A message is a slice, or as much of it as a bucket over all ranks allows; the next one travels while one is
+    waited for and added up.
+    """
+    numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel)
+    count = -(-slice_numel // max(1, numel))
+    return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

@@ -16,7 +16,7 @@ import torch
 
 from ..base.device import CPU
 from ..tiers.tier import Tier
-from .layout import SUM_TILE_NUMEL, FlatLayout, message_numel, messages_under_way
+from .layout import SUM_TILE_NUMEL, FlatLayout, messages_of
 from .schedule import ActionKind, Schedule, enclosing, plan_schedule
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
@@ -99,11 +99,11 @@ class _StepReplay:
         assert group.plan.grad is not None
         dtype, slice_numel = group.plan.grad.dtype, group.layout.slice_numel
         parts = FlatLayout((), -(-slice_numel // self.replicas), self.replicas)
-        message = message_numel(parts, self.settings.bucket_numel)
+        message = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).numel
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
         if self.replicas_in_place or not slice_numel:
             return found
-        under_way = messages_under_way(parts, self.settings.bucket_numel)
+        under_way = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).in_flight
         return found + [(dtype, message * (self.replicas - 1))] * under_way
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
@@ -124,7 +124,7 @@ class _StepReplay:
         for group in unit.trained:
             held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
-            under_way = messages_under_way(group.layout, self.settings.bucket_numel)
+            under_way = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).in_flight
             taken += [] if self.in_place else [self._inbox(group)] * under_way
             self.ledger.take(taken)
             self.in_flight += held + taken
@@ -147,12 +147,12 @@ class _StepReplay:
     def _staging(self, group: GroupPlan) -> tuple[Size, int]:
         """One message's sum, before it crosses; how many there are."""
         assert group.plan.grad is not None
-        message = message_numel(group.layout, self.settings.bucket_numel)
+        message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
     def _inbox(self, group: GroupPlan) -> Size:
         """One message from every other rank."""
-        message = message_numel(group.layout, self.settings.bucket_numel)
+        message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
         return self._travel(group)[0], message * (group.ranks - 1)
 
     def _wait_in_flight(self) -> None:

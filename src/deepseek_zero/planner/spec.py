@@ -103,7 +103,7 @@ class ShardPlan:
 
     @property
     def master_is_split(self) -> bool:
-        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/split.py)."""
+        """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/policy.py)."""
         return self.master is not None and self.master.dtype == torch.int16
 
     @property

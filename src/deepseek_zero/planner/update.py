@@ -16,7 +16,7 @@ import torch
 
 from ..base.device import CPU
 from ..precision.compact import BLOCK, storage_dtype
-from ..precision.split import scratch_numel
+from ..precision.policy import scratch_numel
 from ..tiers.tier import Tier
 from .memory import Moments, group_bytes, moments_for
 from .spec import R, ShardPlan

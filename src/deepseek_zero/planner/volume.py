@@ -1,4 +1,4 @@
-"""What a step will send, in bytes, from plan and schedule alone; comm/meter.py counts what is sent.
+"""What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
     gathers  = micro-batches x (gathers the schedule lists) x slice x (N-1), in the weight's dtype
     reduces  = micro-batches (sharded gradients) or 1 (whole ones) x slice x (N-1), in the dtype that travels

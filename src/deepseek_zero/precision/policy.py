@@ -1,13 +1,20 @@
-"""The number format of each state, and the one cast from master to weight.
+"""The number format of each state, and the casts between master and weight.
 
-Owns dtypes and casts; knows nothing of ranks.
+Owns dtypes and casts; knows nothing of ranks.  An fp32 master may be kept as the bf16 number nearest to it and 16 more
+bits, so that it needs 2 bytes beside its weight:
+
+    weight    = the master rounded half up in magnitude (what cast_master writes)
+    remainder = the low 16 bits of the master, read as a signed integer
+    master    = (bits of the weight << 16) + remainder
+
+Rounding up carries into the upper half exactly when the lower half, read as signed, is negative, so the sum gives the
+bits back: of every finite number, and of infinity (the largest finite numbers round to it and come back).  NaN stays
+NaN in both; which NaN is not kept.  Everything runs in tiles that stay in a core's cache, in few passes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,7 +32,7 @@ class Policy:
     gradients travel in, None = the dtype they have (no rounding on the way). accumulate: dtype of a gradient that
     sums micro-batches. autocast: dtype of a torch.autocast region around forward, None = no region. auto_cast: cast
     floating inputs to compute. master: how a bf16 weight's master is kept: "fp32" whole, "split" only what the weight
-    lacks (split.py), "none" not at all (compact.py rounds the weight by chance). moments: bits they are kept in,
+    lacks (`split`), "none" not at all (compact.py rounds the weight by chance). moments: bits they are kept in,
     "fp32", "bf16" or "8bit".
     """
 
@@ -71,7 +78,7 @@ def cast_master(master: Tensor, weight: Tensor) -> None:
     """Write an fp32 master into the weight (any floating dtype), elementwise; both flat and of one length.
 
     bf16 rounds half up in magnitude: add half of the last kept bit to the magnitude and cut. It differs from
-    round-to-nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (split.py).
+    round-to-nearest-even only on exact ties, and it is what makes fp32 = bf16 + 16 bits lossless (`split`).
     """
     if weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
         weight.copy_(master)
@@ -105,35 +112,39 @@ def settle_nan(bits: Tensor) -> None:
     bits.copy_(torch.where(is_nan, (bits & -0x10000) | 0x00400000, bits))
 
 
-def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
-    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep others."""
-    if dtype is None:
-        return value
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
-    return map_inputs(value, cast)
+def scratch_numel(device: torch.device, numel: int) -> int:
+    """Return the elements of scratch (4 bytes each) that `join` of so many elements uses."""
+    return min(CAST_TILE.on(device), numel)
 
 
-def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's stay as they are."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, Mapping):
-        items = {key: map_inputs(item, change) for key, item in value.items()}
-        return items if type(value) is dict else _rebuilt(value, items)
-    if isinstance(value, (list, tuple)):
-        changed = [map_inputs(item, change) for item in value]
-        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
-    if is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init}
-        return replace(value, **changes)
-    return value
+def join(
+    weight: Tensor, remainder: Tensor, out: Tensor, scratch: Tensor | None = None, *, is_exposed: bool = True
+) -> None:
+    """Write the fp32 master of a bf16 weight and its int16 remainder into `out`. All are flat and of one length.
+
+    scratch: see `scratch_numel`. is_exposed: a program may have changed the weight without the remainder (a mask that
+    zeroed it). That can make the sum NaN where the weight is not; then the master is the weight.
+    """
+    tile = scratch_numel(out.device, out.numel())
+    if scratch is None:
+        scratch = torch.empty(tile, dtype=torch.int32, device=out.device)
+    wide = scratch.view(torch.int32)[:tile]
+    parts = (weight, weight.view(torch.int16), remainder, out, out.view(torch.int32))
+    for values, upper, lower, master, bits in zip(*(part.split(max(tile, 1)) for part in parts), strict=True):
+        bits.copy_(lower)
+        bits.add_(wide[: upper.numel()].copy_(upper), alpha=1 << 16)
+        if is_exposed and has_nan(master):
+            master.copy_(torch.where(master.isnan(), values.float(), master))
 
 
-def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    try:
-        return type(value)(items)  # type: ignore[call-arg]
-    except TypeError:
-        return items
+def split(master: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    """Write the bf16 weight and int16 remainder of an fp32 master, whose own contents are lost: it is the scratch. All
+    are flat.
+    """
+    tile = max(CAST_TILE.on(master.device), 1)
+    parts = (master, master.view(torch.int32), weight.view(torch.int16), remainder)
+    for values, bits, upper, lower in zip(*(part.split(tile) for part in parts), strict=True):
+        if has_nan(values):
+            settle_nan(bits)
+        lower.copy_(bits)  # an integer is cut to its low half
+        upper.copy_(bits.add_(HALF).bitwise_right_shift_(SIXTEEN))

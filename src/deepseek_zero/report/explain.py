@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..base.clock import AWAY
+from ..base.meter import AWAY, Event, Meter
 from ..base.quantities import format_bytes, format_count, format_seconds
-from ..comm.meter import Event, Meter
-from ..tiers.traffic import TransferEvent
+from ..tiers.tier import TransferEvent
 from .links import Link
 
 Span = tuple[float, float]  # from when to when, in seconds of time.perf_counter

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..base.clock import AWAY
-from ..comm.meter import Meter
-from ..tiers.tier import Tier, Tiers
-from ..tiers.traffic import Traffic
+from ..base.meter import AWAY, Meter
+from ..tiers.tier import Tier, Tiers, Traffic
 
 NAMES = {Tier.HOST: "host", Tier.NVME: "disk"}
 

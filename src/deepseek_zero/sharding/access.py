@@ -21,7 +21,7 @@ from ..planner.spec import R, S
 from .buffer import FlatBuffer, move
 from .init import InitShard
 from .param_group import ParamGroup
-from .sharded_parameter import owner_of, reshard, unshard
+from .sharded_parameter import owner_of
 
 
 def groups_of(params: Iterable[nn.Parameter]) -> list[ParamGroup]:
@@ -89,7 +89,7 @@ class GatheredParameters:
                 self._copies.append(copy)
                 buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
                 for member in group.members:
-                    unshard(member.param, member.param_class, buffer.view(member.slot))
+                    member.unshard(buffer.view(member.slot))
         if self.modifier_rank is None:
             self._marks = [_mark(group, copy) for group, copy in zip(self.groups, self._copies, strict=True)]
         return self
@@ -136,10 +136,10 @@ class GatheredParameters:
             for member in group.members:
                 if group.is_sharded and group.unsharded is None:
                     with without_torch_function():
-                        reshard(member.param, member.placeholder)
+                        member.reshard()
                 else:
                     source = group.unsharded if group.unsharded is not None else group.weight
-                    unshard(member.param, member.param_class, source.view(member.slot))
+                    member.unshard(source.view(member.slot))
         self.groups, self.building, self._copies, self._marks = [], [], [], []
 
 

@@ -18,11 +18,10 @@ from ..base.device import storage_users
 from ..base.memory import return_pages
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.shared_memory import SharedWeights
-from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, message_numel, messages_under_way
+from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..tiers.budget import DeviceBudget
-from ..tiers.copy_engine import CopyEngine, copy_engine_for
-from ..tiers.tier import COMPLETED, CopyEvent, Extent, Tier, Tiers, Work, read_now
+from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, Work, copy_engine_for, read_now
 
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
@@ -212,8 +211,8 @@ class FlatBuffer:
         """Return a flat view of the elements that a rank owns."""
         if self.spec.placement is S:
             return self.storage
-        low, high = self.layout.bounds(rank)
-        return self.storage[low:high]
+        numel = self.layout.slice_numel
+        return self.storage[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
         """Return a view of a parameter's elements in its own shape. Only of a buffer that holds every element."""
@@ -364,9 +363,8 @@ def _reduce_scatter(
     comm, layout = comm_ctx.comm, source.layout
     if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
         return DONE
-    step = message_numel(layout, comm_ctx.bucket_numel)
+    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    depth = messages_under_way(layout, comm_ctx.bucket_numel)
     count = 0 if comm.reads_in_place else depth
     inboxes = [comm_ctx.pool.take(step * (comm.size - 1), source.storage.dtype) for _ in range(count)]
 

@@ -1,12 +1,13 @@
 """Runs the program of a step: the actions of planner/schedule.py, when torch's hooks say that they may run.
 
-Two lanes carry collectives, each in the program's order on every rank: "gather" (G) and "reduce" (S).  Every rank runs
-the whole program, actions of units that it skips included.  Releases (R) are decided here and nowhere else, updates (U)
-are the optimizer's, which `Updates` stands for.
+A `Unit` is parameter groups that are gathered, released and reduced together (a transformer block, say), and owns their
+state machine.  `Executor` is the order in which units move.  Two lanes carry collectives, each in the program's order
+on every rank: "gather" (G) and "reduce" (S).  Every rank runs the whole program, actions of units that it skips
+included.  Releases (R) are decided here and nowhere else, updates (U) are the optimizer's, which `Updates` stands for.
 
 A model that strays from the program is served on demand: a unit that is used before its turn has the program run up to
-it; one that is used again is gathered again.  Until the ranks have agreed on an order, the order of uses is
-recorded; so is who reads whose parameters.
+it; one that is used again is gathered again.  Until the ranks have agreed on an order, the order of uses is recorded;
+so is who reads whose parameters.
 
 A gradient that arrives after its unit was reduced (a block shared by two reentrant checkpoints) is added in a second
 reduction, which all ranks agree on before the step.
@@ -16,18 +17,173 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from ..base.errors import UsageError
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, Pending
 from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
 from ..planner.spec import PlanSettings, S
+from ..planner.units import UnitPlan
 from .buffer import OrderedIssueQueue
-from .param_group import ParamGroup
+from .param_group import ParamGroup, ParamInfo, gathers_a_copy
 from .tuning import Tuner
-from .unit import Unit, UnitState
+
+
+class UnitState(Enum):
+    """The states of a unit."""
+
+    SHARDED = "at rest"  # each rank holds its slices; parameters are AtRest
+    UNSHARDING = "gathering"  # the all-gather is under way; the buffer belongs to the transport
+    UNSHARDED = "in use"  # parameters view the gathered buffer
+
+
+MOVES = {
+    (UnitState.SHARDED, UnitState.UNSHARDING),
+    (UnitState.UNSHARDING, UnitState.UNSHARDED),
+    (UnitState.UNSHARDED, UnitState.SHARDED),
+}
+
+
+class Unit:
+    """Groups of parameters that move together. `module`: its forward needs them; the root unit has the remaining ones.
+
+    is_tile: a unit for the sake of memory alone, wherever it stands (auto_wrap_policy.py).
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, groups: Sequence[ParamGroup], number: int, *, is_tile: bool = False
+    ) -> None:
+        self.name, self.module, self.number = name, module, number
+        self._state = UnitState.SHARDED
+        self._gathers: list[Pending] = []
+        self._reduces: list[Pending] = []
+        self.arrived: set[int] = set()  # id(param) of gradients that arrived in the backward under way
+        self.set_groups(groups)
+        self.reduced_in_backward = False
+        self.is_promoted = False  # precision "auto" found that 16 bits do not do here
+        self.is_tile = is_tile
+
+    def set_groups(self, groups: Sequence[ParamGroup]) -> None:
+        """Replace the unit's groups."""
+        self.groups = list(groups)
+        self.sharded = [group for group in self.groups if group.is_sharded]
+        self.trained = [group for group in self.groups if group.trainable]
+        trained = [(member, group) for group in self.trained for member in group.members]
+        self.group_of = {id(member.param): group for member, group in trained}
+        self.expected: set[int] = {id(member.param) for member, _ in trained if not member.is_frozen}
+
+    @property
+    def has_frozen_shards(self) -> bool:
+        return any(group.is_idle or not group.trainable for group in self.sharded)
+
+    @property
+    def has_pending_update(self) -> bool:
+        """Return whether an update of a sharded weight is still pending."""
+        return any(group.guard.pending is not None for group in self.sharded)
+
+    @property
+    def state(self) -> UnitState:
+        return self._state
+
+    def _enter(self, state: UnitState) -> None:
+        if (self._state, state) not in MOVES:
+            raise AssertionError(f"unit '{self.name}' cannot go from {self._state.value} to {state.value}")
+        self._state = state
+
+    @property
+    def planned(self) -> UnitPlan:
+        """Return the plans of its groups as they are now."""
+        return UnitPlan(self.name, tuple(group.planned for group in self.groups), self.is_tile)
+
+    @property
+    def gathered_numel(self) -> int:
+        """Return the elements that a gather brings to this rank."""
+        return sum(group.layout.padded_numel for group in self.sharded)
+
+    @property
+    def is_copied(self) -> bool:
+        """Return whether a gather makes copies, which a release frees; else weights are used in the memory they lie
+        in.
+        """
+        return any(map(gathers_a_copy, self.sharded))
+
+    @property
+    def numel(self) -> int:
+        """Return the elements of all its groups, padding included: the largest message about it."""
+        return sum(group.layout.padded_numel for group in self.groups)
+
+    def explain(self) -> list[str]:
+        """Return one line per group: memory and dtype of weight, gradient, master and moments."""
+        return [
+            f"  {self.number:>3} {self.name:<28} {group.layout.numel:>12,} elements  "
+            + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
+            for group in self.groups
+        ]
+
+    def members(self) -> list[ParamInfo]:
+        return [member for group in self.groups for member in group.members]
+
+    def promote_to_fp32(self) -> None:
+        """Compute in fp32 from now on. Collective; the unit must be sharded."""
+        self.is_promoted = True
+        for group in self.trained:
+            group.promote_to_fp32(self.name)
+
+    # -- weights
+
+    def unshard(self) -> None:
+        """Start the all-gathers of its groups; do nothing if they are under way or done. Collective within the
+        gather lane.
+        """
+        if self._state is UnitState.SHARDED and self.sharded:
+            self._enter(UnitState.UNSHARDING)
+            self._gathers = [group.gather(self.name) for group in self.sharded]
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gathers and point the parameters at the gathered weights; raise `PeerError` if a rank
+        failed.
+        """
+        if self._state is UnitState.UNSHARDING:
+            for pending in self._gathers:
+                pending.wait()
+            self._gathers = []
+            self._enter(UnitState.UNSHARDED)
+            for group in self.sharded:
+                group.point_to_unsharded()
+
+    def reshard(self) -> None:
+        """Shard the parameters again; a gather under way is waited for first, since the transport still writes its
+        buffer.
+        """
+        self.wait_for_unshard()
+        if self._state is UnitState.UNSHARDED:
+            self._enter(UnitState.SHARDED)
+            for group in self.sharded:
+                group.reshard()
+
+    # -- gradients
+
+    @property
+    def is_complete(self) -> bool:
+        """Return whether every gradient that is expected in this backward has arrived."""
+        return bool(self.trained) and len(self.expected) <= len(self.arrived) and self.expected <= self.arrived
+
+    def reduce_grads(self) -> None:
+        """Start to sum the ranks' gradients. Collective within the reduce lane."""
+        self._reduces += [group.gradient.reduce(self.name) for group in self.trained if not group.is_idle]
+
+    def sum_over_replicas(self) -> None:
+        """Start to sum the replicas' sums. Collective among them."""
+        self._reduces += [group.gradient.sum_over_replicas(self.name) for group in self.trained if not group.is_idle]
+
+    def wait_for_reduce(self) -> None:
+        for pending in self._reduces:
+            pending.wait()
+        self._reduces = []
 
 
 class Updates(Protocol):
@@ -52,7 +208,8 @@ class Executor:
         self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
         self.updates: Callable[[], Updates | None] = lambda: None
         self._around = enclosing([unit.name for unit in units])
-        self.tuner = Tuner(settings, [unit.numel for unit in units], comm)
+        tuner = Tuner(settings, [unit.numel for unit in units], comm)
+        self.tuner = tuner if tuner.knobs else None  # None: no size is open
         self.order_is_agreed = False
         self._recorded: list[int] = []
         self._externals: dict[int, list[Unit]] = {}

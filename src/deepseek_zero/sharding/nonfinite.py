@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .outputs import map_tensors
+from ..base.nested import map_tensors
 
 
 class NonFiniteDetector:

@@ -1,9 +1,11 @@
 """The parameters of one unit that share a plan, and their flat buffers: weight, master and gradient.
 
-`ParamGroup` owns the weight's and the master's storage and its movements; `Gradient` collects from autograd, reduces
-over the ranks, and exposes `.grad`; `DelayedGradient` is the reduced gradient of an earlier step, for delayed updates:
-two buffers are swapped, so that one is updated from while the other collects.  None of them knows hooks or order
-(runtime.py, executor.py), nor optimizers (optim/sharded.py), which work on the slices they show.
+`ParamGroup` owns the weight's storage and its movements; `MasterWeight` the values that the optimizer updates, wherever
+they lie: a buffer of their own, the weight's storage (fp32 training), or the live bf16 weight and a buffer of
+remainders (precision/policy.py).  `Gradient` collects from autograd, reduces over the ranks, and exposes `.grad`;
+`DelayedGradient` is the reduced gradient of an earlier step, for delayed updates: two buffers are swapped, so that one
+is updated from while the other collects.  None of them knows hooks or order (runtime.py, executor.py), nor optimizers
+(optim/sharded.py), which work on the slices they show.
 """
 
 from __future__ import annotations
@@ -20,18 +22,19 @@ from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages, trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
 from ..planner.layout import FlatLayout, Slot
-from ..planner.spec import P, R, S, ShardPlan, Spec
+from ..planner.spec import P, Placement, R, S, ShardPlan, Spec
 from ..planner.units import GroupPlan
-from ..precision.policy import cast_master
-from ..tiers.tier import Extent, Tier
+from ..precision.compact import round_to_bf16
+from ..precision.policy import cast_master, join, split
+from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, all_reduce, has_pages_to_return, move
 from .init import take_values
-from .master_weight import MasterWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
-from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshard
+from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
+_WRITE_NUMEL = 1 << 20  # values that are copied at once before they are split
 
 
 @dataclass(eq=False)
@@ -51,6 +54,16 @@ class ParamInfo:
     @property
     def name(self) -> str:
         return self.slot.name
+
+    def unshard(self, data: Tensor) -> None:
+        """Let the parameter view `data`, in the class it had before wrapping."""
+        self.param.__class__ = self.param_class
+        self.param.data = data
+
+    def reshard(self) -> None:
+        """Let the parameter be a sharded one, which holds a placeholder of its shape."""
+        self.param.data = self.placeholder
+        self.param.__class__ = ShardedParameter
 
 
 class ParamGroup:
@@ -138,9 +151,9 @@ class ParamGroup:
         for member in self.members:
             set_owner(member.param, self)
             if self.is_sharded:
-                reshard(member.param, member.placeholder)
+                member.reshard()
             else:
-                unshard(member.param, member.param_class, self.weight.view(member.slot))
+                member.unshard(self.weight.view(member.slot))
 
     def _take_from_first_replica(self, full: FlatBuffer) -> None:
         """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
@@ -154,7 +167,7 @@ class ParamGroup:
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
-            unshard(member.param, member.param_class, full.view(member.slot))
+            member.unshard(full.view(member.slot))
         self.planned = self.planned.relayout(granularity)
         self.gradient = Gradient(self)
         self.build()
@@ -166,7 +179,7 @@ class ParamGroup:
         source = self.master.values() if self.master is not None else self.weight
         full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
         for member in self.members:
-            unshard(member.param, member.param_class, full.view(member.slot).clone())
+            member.unshard(full.view(member.slot).clone())
             clear_owner(member.param)
 
     def _whole(self, source: FlatBuffer) -> Tensor:
@@ -193,9 +206,9 @@ class ParamGroup:
         for member in self.members:
             with without_torch_function():
                 if self.is_sharded:
-                    reshard(member.param, member.placeholder)
+                    member.reshard()
                 else:
-                    unshard(member.param, member.param_class, self.weight.view(member.slot))
+                    member.unshard(self.weight.view(member.slot))
         self.refresh(what).wait()
 
     def _packed(self, dtype: torch.dtype) -> Tensor:
@@ -289,7 +302,7 @@ class ParamGroup:
             if self.weight.common is not None:
                 self._views = views
             for member, view in zip(self.members, views, strict=True):
-                unshard(member.param, member.param_class, view)
+                member.unshard(view)
 
     def reshard(self) -> None:
         """Shard every parameter and return the gathered buffer to the pool. Local."""
@@ -297,7 +310,7 @@ class ParamGroup:
             return
         with without_torch_function():
             for member in self.members:
-                reshard(member.param, member.placeholder)
+                member.reshard()
         full, self.unsharded = self.unsharded, None
         if self.weight.common is not None:
             self.weight.common.release()
@@ -383,81 +396,162 @@ class ParamGroup:
         return full.view(slot.shape)
 
 
-def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
-    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
-    comm = group.comm_ctx.comm
-    if comm.size == 1:
-        return
-    parts: list[Any] = []
-    for rank in range(comm.size):
-        start, stop = group.layout.owned(slot, rank)
-        parts.append(full[start - slot.start : max(start, stop) - slot.start])
-    comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
+@dataclass(eq=False)
+class MasterWeight:
+    """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split` and `weight` holds the
+    upper halves.
 
+    weight: this rank's part of the live weight, None if the master is that weight. is_exposed: programs see it between
+    steps and may change it.
+    """
 
-def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx: CommContext) -> ParamGroup:
-    """Build a group as planned, from whole parameters by full name.  Collective."""
-    members = [ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots]
-    return ParamGroup(members, planned, comm_ctx)
+    buffer: FlatBuffer
+    rank: int
+    dtype: torch.dtype  # of the values
+    weight: FlatBuffer | None = None
+    is_split: bool = False
+    is_exposed: bool = True
+    update_device: torch.device = CPU  # where it is updated
+    copy_engine: CopyEngine = field(default_factory=CopyEngine)
+    staged: StagedTile | None = field(init=False, default=None)  # of what the host updates and the device has
 
+    def __post_init__(self) -> None:
+        if self.update_device == CPU:
+            self.staged = self.copy_engine.staged_tile(
+                self._on_device.memory, is_read=self.weight is None or self.is_split
+            )
 
-def gathers_a_copy(group: ParamGroup) -> bool:
-    """Return whether a gather brings the weight into a lent buffer; else it is used in the memory it lies in."""
-    return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
+    @property
+    def _on_device(self) -> FlatBuffer:
+        """Return the buffer that computing needs: the weight."""
+        return self.buffer if self.weight is None else self.weight
 
+    @property
+    def is_rounded(self) -> bool:
+        """Return whether the weight is the only copy, in fewer bits than the values have."""
+        return not self.is_split and self.buffer.spec.dtype != self.dtype
 
-def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
-    """Return the part of a weight whose values this rank's master has."""
-    if plan.master is None or plan.master.placement is plan.weight.placement:
-        return weight
-    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard)
+    @property
+    def is_copied_for_update(self) -> bool:
+        """Return whether the values do not lie in one place on the update's device between steps."""
+        return not self.is_updated_in_place or self.buffer.is_offloaded
 
+    @property
+    def is_updated_in_place(self) -> bool:
+        """Return whether an optimizer works on the values themselves, not on a copy."""
+        return not self.is_split and not self.is_rounded and self.buffer.memory.device == self.update_device
 
-def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
-    """Return an empty master beside a weight, or on it; None if nothing is trained."""
-    if plan.master is None or plan.moments is None:
-        return None
-    layout, rank = weight.layout, comm_ctx.comm.rank
-    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
-    beneath = weight_shard(weight, plan, rank)
-    if plan.master_is_weight:
-        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard)
-        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
-    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
-    buffer.guard = weight.guard
-    exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
-    return MasterWeight(
-        buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
-    )
+    @property
+    def placement(self) -> Placement:
+        return self.buffer.spec.placement
 
+    # -- where a parameter lies
 
-def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
-    """Expand the placeholder to each member's shape: the data of a sharded parameter."""
-    for member in members:
-        member.placeholder = placeholder.expand(member.slot.shape)
+    def local_range(self, slot: Slot) -> tuple[int, int, int]:
+        """Return (start, stop, place): the range of a parameter that is held here, and the place of its first
+        element.
+        """
+        if self.placement is R:
+            return 0, slot.numel, slot.start
+        place, end = self.owned_range(slot)
+        start = place + self.buffer.layout.bounds(self.rank)[0] - slot.start
+        return start, start + end - place, place
 
+    def owned_range(self, slot: Slot) -> tuple[int, int]:
+        """Return the range [place, end) of a parameter's elements that this rank owns; every element has one owner."""
+        layout = self.buffer.layout
+        start, stop = layout.owned(slot, self.rank)
+        low = 0 if self.placement is R else layout.bounds(self.rank)[0]
+        return start - low, max(start, stop) - low
 
-def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
-    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone. Collective."""
-    slices = [full.shard(rank) for rank in range(comm.size)]
-    scatter(comm, slices, slices[comm.rank], what)
-    if not only_own:
-        comm.all_gather(full.storage, "gather", what).wait()
+    # -- values
 
+    def in_place_view(self, place: int, end: int) -> Tensor | None:
+        """Return a flat view of the values, to be written; None if they lie in two halves, or are updated elsewhere."""
+        return self.buffer.write(place, end) if self.is_updated_in_place else None
 
-@dataclass
-class ReductionState:
-    """The parts of the gradient that have arrived since the last step."""
+    def read(self, place: int, end: int, out: Tensor | None = None, scratch: Tensor | None = None) -> Tensor:
+        """Return elements [place, end), flat, in the master's dtype: a view if they lie together, a copy (in `out`)
+        if they are joined.
+        """
+        lower = self._at_update_device(self.buffer, place, end)
+        if not self.is_split or self.weight is None:
+            return lower.to(self.dtype) if out is None else out.copy_(lower)
+        if out is None:
+            out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        upper = self._at_update_device(self.weight, place, end).to(lower.device)
+        join(upper, lower, out, scratch, is_exposed=self.is_exposed)
+        return out
 
-    arrived: set[int] = field(default_factory=set)  # indices of members that are in `partial`
-    reduced: bool = False  # `buffer` holds a reduced sum
-    partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
-    reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
-    carried_sum: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
-    absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
-    is_total: bool = False  # the sum is over the replicas, too; always so where there are none
-    carried_is_total: bool = False
-    is_edited: bool = False  # by values that may differ between ranks
+    def read_now(self, place: int, end: int) -> Tensor:
+        """Return the values as `read` does, whatever update is pending: a view or a copy, to be read only."""
+        lower = self.buffer.read_now(place, end)
+        if not self.is_split or self.weight is None:
+            return lower.to(self.dtype)
+        out = torch.empty(end - place, dtype=self.dtype, device=lower.device)
+        join(self.weight.read_now(place, end).to(lower.device), lower, out, is_exposed=self.is_exposed)
+        return out
+
+    def write(self, place: int, end: int, values: Tensor) -> None:
+        """Write new values, flat, into master and this rank's part of the weight. Local."""
+        if not self.is_split:
+            cast_master(values, self.buffer.write(place, end))
+            self.copy_to_weight(place, end)
+            return
+        for start in range(place, end, _WRITE_NUMEL):
+            part = values[start - place : start - place + _WRITE_NUMEL]
+            self.write_consuming(start, start + part.numel(), part.to(self.dtype, copy=True))
+
+    def write_consuming(self, place: int, end: int, values: Tensor, chance: Tensor | None = None) -> None:
+        """Write as `write`; `values` (in the master's dtype) are scratch afterwards. chance: random bits, if it
+        `is_rounded`.
+        """
+        self.buffer.guard.before_write()
+        lower = self._at_update_device(self.buffer, place, end)
+        if chance is not None:
+            round_to_bf16(values, lower, chance)
+            return
+        if not self.is_split or self.weight is None:
+            cast_master(values, lower)
+            return
+        upper = self._at_update_device(self.weight, place, end)
+        near = staging_like(upper, lower)
+        split(values.to(lower.device), near, lower)
+        if near is not upper:
+            upper.copy_(near)
+
+    def copy_to_weight(self, place: int, end: int) -> None:
+        """Cast the values into this rank's part of the weight, unless the weight is the master, or half of it."""
+        if self.weight is not None and not self.is_split:
+            self.buffer.guard.before_write()
+            values, upper = self.buffer.elements(place, end), self._at_update_device(self.weight, place, end)
+            near = staging_like(upper, values)
+            cast_master(values, near)
+            if near is not upper:
+                upper.copy_(near)
+
+    def _at_update_device(self, buffer: FlatBuffer, place: int, end: int) -> Tensor:
+        """Return these elements on the update's device: the staged copy of an update under way, else the buffer's."""
+        came = self.staged.view(place, end) if self.staged is not None and buffer is self._on_device else None
+        return buffer.elements(place, end) if came is None else came
+
+    def extents(self) -> list[Extent]:
+        """Return the extents that hold offloaded values."""
+        found = [self.buffer.extent, self.weight.extent if self.weight is not None else None]
+        return [extent for extent in found if extent is not None]
+
+    def take_changed(self, changed: Tensor, weight: Tensor) -> None:
+        """Take a new weight's values where a mask is true; the caller changes the weight itself."""
+        storage = self.buffer.write(0, self.buffer.memory.numel())
+        places = changed.to(storage.device)
+        storage[places] = 0 if self.is_split else weight[changed].to(storage)
+
+    def values(self) -> FlatBuffer:
+        """Return all values of this rank, flat: the buffer itself, or a copy."""
+        if not self.is_split and not self.is_rounded:
+            return self.buffer
+        spec = replace(self.buffer.spec, dtype=self.dtype)
+        return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.storage.numel()))
 
 
 class Gradient:
@@ -885,49 +979,6 @@ class Gradient:
         return sums
 
 
-def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """Return one rank's summand of a norm, and the function that combines the ranks'."""
-    if order == float("inf"):
-        return own.max() if own.numel() else own.new_zeros(()), torch.max
-    if order == -float("inf"):
-        return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
-    return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
-
-
-def home_of(gradient: Gradient) -> torch.device:
-    """Return the device on which an optimizer works on the gradient."""
-    master = gradient.group.master
-    assert master is not None
-    return master.update_device
-
-
-def sum_of_squares(values: Tensor, home: torch.device) -> float:
-    """Return the sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
-
-    A function of the slice alone, calculated on the device of its update, so that every stage finds the same bits.
-    """
-    if values.device != home:
-        values = values.to(home)
-    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-    tiles = values.split(NORM_TILE_NUMEL.on(home)) if values.numel() else ()
-    if len(tiles) == 1 and values.dtype == wide:
-        return _finite_or_wide(float(torch.dot(values, values)), values)
-    scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=home)
-    dots = torch.empty(len(tiles), dtype=wide, device=home)
-    for tile, dot in zip(tiles, dots, strict=True):
-        # A cast that stays in cache and a dot product: 7 times faster than a norm that casts on its way.
-        same = tile if tile.dtype == wide else scratch[: len(tile)].copy_(tile)
-        torch.dot(same, same, out=dot)
-    return _finite_or_wide(float(dots.double().sum()), values)
-
-
-def _finite_or_wide(total: float, values: Tensor) -> float:
-    """fp32 squares overflow from 1e19 on: a sum that did is taken again in float64."""
-    if total == total and total != float("inf"):
-        return total
-    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
-
-
 class DelayedGradient:
     """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it, allocated on first
     use.
@@ -986,8 +1037,135 @@ class DelayedGradient:
         return self.buffer
 
 
+@dataclass
+class ReductionState:
+    """The parts of the gradient that have arrived since the last step."""
+
+    arrived: set[int] = field(default_factory=set)  # indices of members that are in `partial`
+    reduced: bool = False  # `buffer` holds a reduced sum
+    partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
+    reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
+    carried_sum: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
+    absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
+    is_total: bool = False  # the sum is over the replicas, too; always so where there are none
+    carried_is_total: bool = False
+    is_edited: bool = False  # by values that may differ between ranks
+
+
+def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:
+    """Complete a parameter-sized flat tensor whose owned part each rank has filled in.  Collective."""
+    comm = group.comm_ctx.comm
+    if comm.size == 1:
+        return
+    parts: list[Any] = []
+    for rank in range(comm.size):
+        start, stop = group.layout.owned(slot, rank)
+        parts.append(full[start - slot.start : max(start, stop) - slot.start])
+    comm.exchange([parts[comm.rank]] * comm.size, parts, "gather", what).wait()
+
+
+def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx: CommContext) -> ParamGroup:
+    """Build a group as planned, from whole parameters by full name.  Collective."""
+    members = [ParamInfo(params[slot.name], slot, type(params[slot.name])) for slot in planned.layout.slots]
+    return ParamGroup(members, planned, comm_ctx)
+
+
+def gathers_a_copy(group: ParamGroup) -> bool:
+    """Return whether a gather brings the weight into a lent buffer; else it is used in the memory it lies in."""
+    return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
+
+
+def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:
+    """Return the part of a weight whose values this rank's master has."""
+    if plan.master is None or plan.master.placement is plan.weight.placement:
+        return weight
+    return FlatBuffer(weight.layout, replace(plan.weight, placement=S), weight.shard(rank), guard=weight.guard)
+
+
+def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> MasterWeight | None:
+    """Return an empty master beside a weight, or on it; None if nothing is trained."""
+    if plan.master is None or plan.moments is None:
+        return None
+    layout, rank = weight.layout, comm_ctx.comm.rank
+    home = comm_ctx.pool.device if plan.moments.tier is Tier.DEVICE else CPU
+    beneath = weight_shard(weight, plan, rank)
+    if plan.master_is_weight:
+        buffer = FlatBuffer(layout, plan.master, beneath.memory, extent=beneath.extent, guard=weight.guard)
+        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
+    buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
+    buffer.guard = weight.guard
+    exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
+    return MasterWeight(
+        buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
+    )
+
+
+def set_placeholders(members: Sequence[ParamInfo], placeholder: Tensor) -> None:
+    """Expand the placeholder to each member's shape: the data of a sharded parameter."""
+    for member in members:
+        member.placeholder = placeholder.expand(member.slot.shape)
+
+
+def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: bool) -> None:
+    """Write rank 0's values of a whole buffer to every rank; `only_own`: each rank's slice alone. Collective."""
+    slices = [full.shard(rank) for rank in range(comm.size)]
+    scatter(comm, slices, slices[comm.rank], what)
+    if not only_own:
+        comm.all_gather(full.storage, "gather", what).wait()
+
+
+def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """Return one rank's summand of a norm, and the function that combines the ranks'."""
+    if order == float("inf"):
+        return own.max() if own.numel() else own.new_zeros(()), torch.max
+    if order == -float("inf"):
+        return own.min() if own.numel() else own.new_full((), float("inf")), torch.min
+    return (own != 0).double().sum() if order == 0.0 else own.pow(order).sum(), torch.sum
+
+
+def home_of(gradient: Gradient) -> torch.device:
+    """Return the device on which an optimizer works on the gradient."""
+    master = gradient.group.master
+    assert master is not None
+    return master.update_device
+
+
+def sum_of_squares(values: Tensor, home: torch.device) -> float:
+    """Return the sum of squares: fp32 inside tiles that stay in a core's cache, float64 over the tiles.
+
+    A function of the slice alone, calculated on the device of its update, so that every stage finds the same bits.
+    """
+    if values.device != home:
+        values = values.to(home)
+    wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+    tiles = values.split(NORM_TILE_NUMEL.on(home)) if values.numel() else ()
+    if len(tiles) == 1 and values.dtype == wide:
+        return _finite_or_wide(float(torch.dot(values, values)), values)
+    scratch = torch.empty(len(tiles[0]) if tiles else 0, dtype=wide, device=home)
+    dots = torch.empty(len(tiles), dtype=wide, device=home)
+    for tile, dot in zip(tiles, dots, strict=True):
+        # A cast that stays in cache and a dot product: 7 times faster than a norm that casts on its way.
+        same = tile if tile.dtype == wide else scratch[: len(tile)].copy_(tile)
+        torch.dot(same, same, out=dot)
+    return _finite_or_wide(float(dots.double().sum()), values)
+
+
+def _finite_or_wide(total: float, values: Tensor) -> float:
+    """fp32 squares overflow from 1e19 on: a sum that did is taken again in float64."""
+    if total == total and total != float("inf"):
+        return total
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64)) ** 2
+
+
 def _change_places(left: Tensor, right: Tensor) -> None:
     for mine, yours in zip(left.split(_TILE_NUMEL), right.split(_TILE_NUMEL), strict=True):
         held = mine.clone()
         mine.copy_(yours)
         yours.copy_(held)
+
+
+def staging_like(upper: Tensor, lower: Tensor) -> Tensor:
+    """Return the buffer through which a weight is written: itself, or one on `lower`'s device, so that it is copied
+    across once.
+    """
+    return upper if upper.device == lower.device else torch.empty_like(upper, device=lower.device)

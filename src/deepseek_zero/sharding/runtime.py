@@ -38,24 +38,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.clock import BETWEEN
 from ..base.device import backward_id, ends_recomputation, held_by, queue_backward_callback, without_torch_function
 from ..base.errors import UsageError
-from ..comm.agreement import agree, propagate_errors
+from ..base.meter import BETWEEN
+from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
+from ..comm.agreement import agree
+from ..comm.collectives import propagate_errors
 from ..planner.plan import Plan
 from ..planner.spec import PlanSettings
 from ..planner.units import plan_group
 from ..precision.loss_scale import LossScaler
-from ..precision.policy import LOW_PRECISION, cast_inputs, map_inputs
+from ..precision.policy import LOW_PRECISION
 from .buffer import CommContext
-from .executor import Executor, Updates
+from .executor import Executor, Unit, UnitState, Updates
 from .nonfinite import NonFiniteDetector
-from .outputs import map_tensors, tensors_in
 from .param_group import ParamGroup, ParamInfo, build_group
 from .saved_tensor_hooks import weight_hooks
 from .sharded_parameter import Hook
 from .state_dict import shard_state_dicts
-from .unit import Unit, UnitState
 
 _SCALERS: weakref.WeakSet[LossFactor] = weakref.WeakSet()  # of the engines in this process that scale their losses
 
@@ -260,7 +260,8 @@ class Runtime:
             self.executor.agree_on_order()
         if self.comm.meter.end_step():
             self.comm_ctx.tiers.start_counting()
-        if (changed := self.executor.tuner.after_step()) is not None:
+        tuner = self.executor.tuner
+        if tuner is not None and (changed := tuner.after_step()) is not None:
             self.resize(changed)
 
     def resize(self, settings: PlanSettings) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
-from .sharded_parameter import Hook, reshard, unshard
-from .unit import Unit, UnitState
+from .executor import Unit, UnitState
+from .sharded_parameter import Hook
 
 
 def shard_state_dicts(units: Sequence[Unit]) -> list[Any]:
@@ -95,7 +95,7 @@ class _Loader:
                 if not group.is_sharded:
                     for member in group.members:
                         with without_torch_function():
-                            reshard(member.param, member.placeholder)
+                            member.reshard()
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
         if self.outermost is not module:
@@ -104,4 +104,4 @@ class _Loader:
         for group in self.unit.groups:
             if not group.is_sharded:
                 for member in group.members:
-                    unshard(member.param, member.param_class, group.weight.view(member.slot))
+                    member.unshard(group.weight.view(member.slot))

@@ -23,11 +23,11 @@ from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Memory, Tier, Tiers
 from .buffer import CommContext, Pool
+from .executor import Unit
 from .init import materialise
 from .param_group import ParamGroup, build_group
 from .runtime import Runtime
 from .sharded_parameter import owner_of
-from .unit import Unit
 
 
 def refuse_wrapped(model: nn.Module) -> None:

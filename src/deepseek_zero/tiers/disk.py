@@ -30,8 +30,7 @@ from ..base.capabilities import Capability
 from ..base.errors import StorageError
 from ..base.memory import PAGE, private_pages, return_pages
 from ..base.quantities import format_bytes
-from .tier import COMPLETED, Extent, Work
-from .traffic import Traffic, TransferEvent
+from .tier import COMPLETED, Extent, Traffic, TransferEvent, Work
 
 # Offsets, lengths and addresses are multiples of PAGE, which every disk in use takes.
 SECTOR = 512  # the least that a disk reads or writes

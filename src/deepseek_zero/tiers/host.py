@@ -15,8 +15,7 @@ from ..base.device import default_device
 from ..base.errors import OutOfMemoryError
 from ..base.memory import PAGE, lock_pages, private_pages
 from ..base.quantities import format_bytes
-from .tier import Extent
-from .traffic import Traffic
+from .tier import Extent, Traffic
 
 _CGROUP = Path("/sys/fs/cgroup")
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from deepseek_zero.base.clock import BETWEEN, PhaseClock
+from deepseek_zero.base.meter import BETWEEN, PhaseClock
 
 
 def test_phases_add_up_to_the_time_that_passed_and_the_first_step_does_not_count(

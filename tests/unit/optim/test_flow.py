@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from deepseek_zero.optim.prefetch import ExtentRange, PrefetchSettings, TilePrefetcher
+from deepseek_zero.optim.updater import ExtentRange, PrefetchSettings, TilePrefetcher
 from deepseek_zero.tiers.tier import Extent, Work
 
 

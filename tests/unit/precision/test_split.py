@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.precision.policy import CAST_TILE, cast_master
-from deepseek_zero.precision.split import join, scratch_numel, split
+from deepseek_zero.precision.policy import CAST_TILE, cast_master, join, scratch_numel, split
 
 INTERESTING_LOW = (0, 1, 2, 0x3FFF, 0x4000, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xBFFF, 0xC000, 0xFFFE, 0xFFFF)
 SOME_HIGH = (0x0000, 0x0001, 0x007F, 0x0080, 0x3F80, 0x3FFF, 0x7F00, 0x7F7F, 0x7F80, 0x7F81, 0x7FC0, 0x7FFF)

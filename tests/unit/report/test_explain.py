@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepseek_zero.base.clock import AWAY, PhaseClock
-from deepseek_zero.comm.meter import Event, Meter
+from deepseek_zero.base.meter import AWAY, Event, Meter, PhaseClock
 from deepseek_zero.report.explain import (
     Advice,
     exposed_seconds,
@@ -18,7 +17,7 @@ from deepseek_zero.report.explain import (
     where_steps_went,
 )
 from deepseek_zero.report.links import Link
-from deepseek_zero.tiers.traffic import TransferEvent
+from deepseek_zero.tiers.tier import TransferEvent
 
 PHASES = {"forward": 3.0, "backward": 5.0, "optimizer": 1.5, "outside": 0.5}
 

@@ -6,11 +6,9 @@ from typing import cast
 
 import pytest
 
-from deepseek_zero.base.clock import AWAY, PhaseClock
-from deepseek_zero.comm.meter import Meter
+from deepseek_zero.base.meter import AWAY, Meter, PhaseClock
 from deepseek_zero.report.links import links_of
-from deepseek_zero.tiers.tier import Memory, Tier, Tiers
-from deepseek_zero.tiers.traffic import Traffic
+from deepseek_zero.tiers.tier import Memory, Tier, Tiers, Traffic
 
 
 class Moved:

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from deepseek_zero.base.errors import PeerError
 from deepseek_zero.planner.schedule import ActionKind
+from deepseek_zero.sharding.executor import UnitState
 from deepseek_zero.sharding.runtime import Runtime
-from deepseek_zero.sharding.unit import UnitState
 from tests.in_process import Deadlock, Rank, World, optimizer_over, run_ranks, sharded
 from tests.reference import OPTIMIZERS
 

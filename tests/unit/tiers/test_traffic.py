@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from deepseek_zero.base.clock import AWAY
-from deepseek_zero.tiers.traffic import STRETCH_BYTES, Traffic, TransferEvent
+from deepseek_zero.base.meter import AWAY
+from deepseek_zero.tiers.tier import STRETCH_BYTES, Traffic, TransferEvent
 
 
 class Clock:

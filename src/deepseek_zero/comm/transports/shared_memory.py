@@ -1,30 +1,51 @@
 """Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its owner's memory.
 
-Buffers that travel come from `empty`. An offer is a message that says where in its owner's segment a piece is; its
-reader answers when it has read. Sharded weights lie in `SharedWeights`, pages that every rank maps whole, so that
-gathering them moves nothing. Other ranks map pages copy-on-write: no in-place edit leaves its process.
+Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment a piece is; its
+reader answers when it has read.  Sharded weights lie in `SharedWeights`, pages that every rank maps whole, so that
+gathering them moves nothing.  Other ranks map pages copy-on-write: no in-place edit leaves its process.
+
+`LocalSockets` carries the messages, which bring order, descriptors and the news of a death.  A message passes through
+the kernel, which orders memory on every machine: bytes that a rank wrote into shared pages before it sent are there
+when the other has received.  A process that ends, however it ends, closes its sockets, so its end is known and not
+guessed.
 """
 
 from __future__ import annotations
 
+import array
 import itertools
+import json
+import os
+import secrets
+import select
+import socket
+import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...base.memory import Segment, SegmentView
+from ..bootstrap import Hosts, all_gather_text
 from ..ids import CollectiveId, engine_of
 from . import base
 from .base import ConnectionLost, Use, Wait
-from .local_sockets import INLINE_BYTES, Kind, LocalSockets, Message
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
+CONNECT_SECONDS = 30.0
+RETRY_SECONDS = 0.001  # between attempts to send to a rank whose queue is full
+INLINE_BYTES = 1 << 14  # pieces up to this size travel in the message itself
+_HEADER = struct.Struct("<BxxxIQQQQ")
+_HELLO = struct.Struct("<I")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 
 @dataclass
@@ -53,10 +74,10 @@ class ExportedSegment:
 
 @dataclass(eq=False)
 class ImportedSegment:
-    """A segment of another rank's, as this one sees it. reader: the engine that reads it here."""
+    """A segment of another rank's, as this one sees it. lane: of its last reader here."""
 
     data: Tensor
-    reader: str = ""
+    lane: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,24 +149,24 @@ class HostPages:
     def end_engine(self, engine: str) -> None:
         """Release what one engine mapped of other ranks' memory, and its own segments that are gone."""
         with self._lock:
-            for place in [place for place, imported in self._imported.items() if imported.reader == engine]:
+            for place in [place for place, imported in self._imported.items() if engine_of(imported.lane) == engine]:
                 del self._imported[place]
             self._unmap_forgotten()
 
     def share_pages(self, nbytes: int, ranks: Sequence[int], cid: CollectiveId) -> Callable[[], Segment]:
         """Let the first of these ranks make pages that all of them can map.  Collective among them."""
-        first = min(ranks)
+        first, tag = min(ranks), tag_of(cid)
         if self.rank == first:
             with self._lock:
-                segment = self._received_pages[cid.tag] = Segment.create(nbytes)
+                segment = self._received_pages[tag] = Segment.create(nbytes)
                 for peer in ranks:
                     if peer != self.rank:
-                        message = Message(Kind.SHARED, cid.tag, nbytes=nbytes, descriptor=segment.descriptor)
+                        message = Message(Kind.SHARED, tag, nbytes=nbytes, descriptor=segment.descriptor)
                         self.sockets.send(peer, message)
 
         def wait() -> Segment:
-            self._until(lambda: cid.tag in self._received_pages, lambda: {first})
-            return self._received_pages.pop(cid.tag)
+            self._until(lambda: tag in self._received_pages, lambda: {first})
+            return self._received_pages.pop(tag)
 
         return wait
 
@@ -160,7 +181,7 @@ class HostPages:
         use: Callable[[Mapping[int, Tensor]], None],
     ) -> Wait:
         """Offer a piece to each of these ranks and take one from each rank that has a box; then use what came."""
-        tag = cid.tag
+        tag = tag_of(cid)
         with self._lock:
             for peer, piece in pieces.items():
                 self._offer(peer, piece, tag)
@@ -298,7 +319,7 @@ class HostPages:
         dtype = receive.like.dtype
         if offer.kind is Kind.OFFER:
             imported = self._imported[peer, offer.segment]
-            imported.reader = engine_of(receive.cid.lane)
+            imported.lane = receive.cid.lane
             return imported.data[offer.start : offer.start + offer.nbytes].view(dtype)
         return torch.frombuffer(bytearray(offer.payload), dtype=dtype) if offer.payload else receive.like[:0]
 
@@ -393,3 +414,215 @@ def _address(tensor: Tensor) -> int:
 
 def _bytes(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(torch.uint8)
+
+
+class Kind(IntEnum):
+    """The kinds of messages."""
+
+    OFFER = 1  # piece of collective `tag` lies in my segment `segment` at [start, start + nbytes)
+    INLINE = 2  # piece of collective `tag` is the payload
+    READ = 3  # I have read your piece of collective `tag`
+    SEGMENT = 4  # here is the descriptor of my segment `segment`
+    SHARED = 5  # here is the descriptor of the segment that collective `tag` shares out
+    FORGET = 6  # my segment `segment` is gone
+
+
+class Message(NamedTuple):
+    kind: Kind
+    tag: int = 0
+    segment: int = 0
+    start: int = 0
+    nbytes: int = 0
+    payload: bytes = b""
+    descriptor: int = -1
+
+
+def tag_of(cid: CollectiveId) -> int:
+    """Return the identity of a collective in 96 bits: 24 of the lane, 40 of the place, 32 of the name."""
+    return (cid.lane_number << 40 | cid.sequence) << 32 | cid.check
+
+
+class LocalSockets:
+    """Connections to the other ranks of this host; `gone`: those whose process has ended."""
+
+    def __init__(self, sockets: dict[int, socket.socket]) -> None:
+        self.ranks = sorted(sockets)
+        self.gone: set[int] = set()
+        self._sockets = sockets
+        self._rank_of = {connection.fileno(): rank for rank, connection in sockets.items()}
+        self._poll = select.poll()
+        self._buffer = bytearray(_HEADER.size + INLINE_BYTES)
+        self._unsent: list[tuple[int, bytes, tuple[int, ...]]] = []
+        self._is_flushing = False
+        for connection in sockets.values():
+            connection.setblocking(False)
+            self._poll.register(connection, select.POLLIN)
+        os.register_at_fork(after_in_child=self.close)  # a data loader's child would keep this rank seemingly alive
+
+    def send(self, rank: int, message: Message) -> None:
+        """Send now, or as soon as the other's queue has room; to a rank that is gone, not at all. Never blocks."""
+        check, tag = message.tag & 0xFFFFFFFF, message.tag >> 32
+        header = _HEADER.pack(message.kind, check, tag, message.segment, message.start, message.nbytes)
+        descriptors = (os.dup(message.descriptor),) if message.descriptor >= 0 else ()
+        if self._unsent or descriptors or rank in self.gone or not self._sent(rank, header + message.payload, ()):
+            self._unsent.append((rank, header + message.payload, descriptors))
+            self._flush()
+
+    @property
+    def has_unsent(self) -> bool:
+        """Return whether a message still waits for room in another rank's queue; `receive` sends what it can."""
+        return bool(self._unsent)
+
+    def _flush(self) -> None:
+        if self._is_flushing:  # called by a finalizer in the midst of it: the loop below comes to its message, too
+            return
+        self._is_flushing = True
+        try:
+            self._send_unsent()
+        finally:
+            self._is_flushing = False
+
+    def _send_unsent(self) -> None:
+        blocked: set[int] = set()
+        left = []
+        for rank, data, descriptors in self._unsent:
+            if rank not in self.gone and (rank in blocked or not self._sent(rank, data, descriptors)):
+                blocked.add(rank)
+                left.append((rank, data, descriptors))
+                continue
+            for descriptor in descriptors:
+                os.close(descriptor)
+        self._unsent = left
+
+    def _sent(self, rank: int, data: bytes, descriptors: Sequence[int]) -> bool:
+        try:
+            if descriptors:
+                socket.send_fds(self._sockets[rank], [data], descriptors)
+            else:
+                self._sockets[rank].send(data)
+        except BlockingIOError:
+            return False
+        except OSError:  # its process has ended; the waits for it raise
+            self._lose(rank)
+        return True
+
+    def wait(self, seconds: float) -> None:
+        """Sleep until a message is there to be received, at most so long."""
+        self._poll.poll(min(seconds, RETRY_SECONDS if self._unsent else seconds) * 1000)
+
+    def receive(self) -> Iterator[tuple[int, Message]]:
+        """Return the messages that have arrived and their senders; empty if there are none."""
+        if self._unsent:
+            self._flush()
+        for descriptor, _ in self._poll.poll(0):
+            rank = self._rank_of[descriptor]
+            while rank not in self.gone and (message := self._next(rank)) is not None:
+                yield rank, message
+
+    def _next(self, rank: int) -> Message | None:
+        try:
+            count, ancillary, _, _ = self._sockets[rank].recvmsg_into([self._buffer], socket.CMSG_SPACE(4))
+        except BlockingIOError:
+            return None
+        except ConnectionResetError:  # it ended with messages unread; its own last ones are still to come
+            return self._next(rank)
+        if count == 0:
+            self._lose(rank)
+            return None
+        descriptors = array.array("i")
+        for level, kind, data in ancillary:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(data[: len(data) // descriptors.itemsize * descriptors.itemsize])
+        kind, check, tag, segment, start, nbytes = _HEADER.unpack_from(self._buffer)
+        payload = bytes(self._buffer[_HEADER.size : count])
+        descriptor = descriptors[0] if descriptors else -1
+        return Message(Kind(kind), tag << 32 | check, segment, start, nbytes, payload, descriptor)
+
+    def _lose(self, rank: int) -> None:
+        if rank not in self.gone:
+            self.gone.add(rank)
+            self._poll.unregister(self._sockets[rank])
+
+    def close(self) -> None:
+        """Close the sockets; the others will take this rank for gone."""
+        for connection in self._sockets.values():
+            connection.close()
+
+
+def host_key() -> str:
+    """Return a text that only ranks that can share memory have in common: one kernel, one network namespace, one
+    user.
+    """
+    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as boot:
+        return f"{boot.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}"
+
+
+def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tuple[Hosts, LocalSockets | None, str]:
+    """Find the ranks that share a host and connect to those of this one; without sockets the text says why.
+
+    Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
+    """
+    listener, address, key, refusal = None, "", "", ""
+    try:
+        key = host_key()
+        listener, address = _listen()
+    except OSError as error:  # forbidden
+        refusal = str(error)
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps([key, address]), size, group)]
+    hosts = Hosts(rank, tuple(key for key, _ in everyone))
+    others = [peer for peer in hosts.near if peer != rank]
+    found: dict[int, socket.socket] = {}
+    try:
+        if listener is not None and all(everyone[peer][1] for peer in others):
+            found = _connect(rank, others, listener, [address for _, address in everyone])
+    except OSError as error:
+        refusal = str(error)
+    finally:
+        if listener is not None:
+            listener.close()
+    refusals = all_gather_text(refusal, size, group)
+    refusal = next((refusals[peer] for peer in hosts.near if refusals[peer]), "")
+    if not others or refusal:
+        for connection in found.values():
+            connection.close()
+        return hosts, None, refusal
+    return hosts, LocalSockets(found), ""
+
+
+def _listen() -> tuple[socket.socket, str]:
+    """Return a listening socket under a random name that no file system knows."""
+    address = f"\0deepseek-zero-{secrets.token_hex(16)}"
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(128)
+    listener.settimeout(CONNECT_SECONDS)
+    return listener, address
+
+
+def _connect(
+    rank: int, others: Sequence[int], listener: socket.socket, addresses: Sequence[str]
+) -> dict[int, socket.socket]:
+    """Connect to lower ranks, accept higher ones; a stranger who knocks is turned away."""
+    found = {}
+    for peer in others:
+        if peer < rank:
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            connection.settimeout(CONNECT_SECONDS)
+            connection.connect(addresses[peer])
+            connection.send(_HELLO.pack(rank))
+            found[peer] = connection
+    expected = {peer for peer in others if peer > rank}
+    deadline = time.monotonic() + CONNECT_SECONDS
+    while expected - found.keys() and time.monotonic() < deadline:
+        connection, _ = listener.accept()
+        connection.settimeout(CONNECT_SECONDS)
+        credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        hello = connection.recv(_HELLO.size) if _CREDENTIALS.unpack(credentials)[1] == os.getuid() else b""
+        peer = _HELLO.unpack(hello)[0] if len(hello) == _HELLO.size else -1
+        if peer in expected:
+            found[peer] = connection
+        else:
+            connection.close()
+    if expected - found.keys():
+        raise TimeoutError("a rank of this host did not connect")
+    return found

@@ -17,10 +17,10 @@ from ...base.errors import UsageError
 from ...base.given import refuse
 from ...checkpoint import weights
 from ...sharding import init
+from ...sharding.executor import Unit
 from ...sharding.param_group import ParamGroup
 from ...sharding.runtime import Runtime
 from ...sharding.sharded_parameter import owner_of
-from ...sharding.unit import Unit
 from .comm import init_distributed
 from .dropin import is_dropin_imported
 from .parameters import show_ds_names

@@ -1,14 +1,17 @@
-"""Walks what a module returns, to find or replace its tensors: tuples, lists, mappings, dataclasses, plain objects,
-None.
+"""Walks what modules take and return, to find, change or cast the tensors in it.
+
+`map_tensors` changes mappings and objects in place, since what a module returns is its caller's; `map_inputs` makes new
+containers, since what a module is given stays its caller's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -79,3 +82,37 @@ def tensors_in(value: Any) -> list[Tensor]:
 
     map_tensors(value, look)
     return found
+
+
+def cast_inputs(value: Any, dtype: torch.dtype | None) -> Any:
+    """Return `value` with every floating tensor in it cast to dtype; walk usual containers, keep others."""
+    if dtype is None:
+        return value
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
+
+    return map_inputs(value, cast)
+
+
+def map_inputs(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return `value` with change(tensor) for every tensor in it, in new containers: the caller's stay as they are."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, Mapping):
+        items = {key: map_inputs(item, change) for key, item in value.items()}
+        return items if type(value) is dict else _rebuilt(value, items)
+    if isinstance(value, (list, tuple)):
+        changed = [map_inputs(item, change) for item in value]
+        return type(value)(*changed) if hasattr(value, "_fields") else type(value)(changed)
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: map_inputs(getattr(value, f.name), change) for f in fields(value) if f.init}
+        return replace(value, **changes)
+    return value
+
+
+def _rebuilt(value: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    try:
+        return type(value)(items)  # type: ignore[call-arg]
+    except TypeError:
+        return items
