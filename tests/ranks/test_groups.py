@@ -85,11 +85,11 @@ def test_a_group_travels_as_its_members_can() -> None:
 def test_weights_are_shared_by_a_group_of_one_host() -> None:
     with hosts(rows):
         group = split(Comm(CPU), "dp_shard")
-        weights = group.shared_weights(2048, torch.float32, "weights")
+        weights = group.symmetric_memory(2048, torch.float32, "weights")
         assert weights is not None
         weights.own.fill_(float(dist.get_rank()))
         group.barrier_begin("forward")
-        group.gather_shared(weights, "weights").wait()
+        group.gather_in_place(weights, "weights").wait()
         expected = torch.tensor([float(rank) for rank in group.ranks]).repeat_interleave(1024)
         assert torch.equal(weights.whole, expected)
         group.barrier_end()

@@ -177,8 +177,8 @@ def test_an_in_place_edit_stays_on_its_rank_and_ends_with_its_use() -> None:
 def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
     engine = start_engine(Run(3), seeded(Gpt, width=60, hidden=2400))
     group = max(engine.runtime.groups, key=lambda each: each.layout.numel)
-    assert group.weight.common is not None
-    slices = group.weight.common.whole.chunk(2)
+    assert group.weight.symmetric is not None
+    slices = group.weight.symmetric.whole.chunk(2)
     mine, other = slices[dist.get_rank()], slices[1 - dist.get_rank()]
     dist.barrier()
     group.weight.storage.fill_(7.0 + dist.get_rank())

@@ -34,6 +34,7 @@ from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
 from .transports.base import (
     ConnectionLost,
     SingleRank,
+    SymmetricMemory,
     Transport,
     Use,
     Wait,
@@ -43,7 +44,7 @@ from .transports.base import (
 from .transports.composed import Hierarchical, HostStaged
 from .transports.gloo import Gloo
 from .transports.nccl import Nccl, NcclGroups
-from .transports.shared_memory import SharedMemory, SharedWeights
+from .transports.shared_memory import SharedMemory
 
 Finish = Callable[[], None]
 T = TypeVar("T")
@@ -238,24 +239,31 @@ class Comm:
         """Allocate a flat buffer in the memory that other ranks reach best; its contents are arbitrary. Local."""
         return self._transport.empty(numel, dtype)
 
-    def shared_weights(self, numel: int, dtype: torch.dtype, what: str) -> SharedWeights | None:
-        """Return pages for `numel` elements that all ranks share; None if they cannot. Collective within "gather"."""
+    def symmetric_memory(self, numel: int, dtype: torch.dtype, what: str) -> SymmetricMemory | None:
+        """Return memory for `numel` elements, a slice for each rank, of which every rank sees all; None if there is
+        none.
+
+        Collective within "gather".
+        """
         transport = self._transport
+        if self.size == 1:
+            own = self.empty(numel, dtype).zero_()
+            return SymmetricMemory(own, own)
         if not isinstance(transport, SharedMemory) or not numel:
             return None
-        found: list[SharedWeights] = []
+        found: list[SymmetricMemory] = []
 
         def start(cid: CollectiveId) -> Wait:
-            wait = transport.shared_weights(numel, dtype, cid)
+            wait = transport.symmetric_memory(numel, dtype, cid)
             return lambda: found.append(wait())
 
         self._issue("gather", f"pages of {what}", start).wait()
         return found[0]
 
     def barrier_begin(self, what: str) -> None:
-        """Announce that this rank has written its slices of shared weights.
+        """Announce that this rank has written its slices of symmetric memory.
 
-        Until `barrier_end`, `gather_shared` waits only until every rank has announced it. Collective within "gather";
+        Until `barrier_end`, `gather_in_place` waits only until every rank has announced it. Collective within "gather";
         does not wait.
         """
         transport = self._transport
@@ -263,7 +271,7 @@ class Comm:
             self._barrier = self._issue("gather", f"begin {what}", transport.barrier)
 
     def barrier_end(self) -> None:
-        """Allow slices to be written again: each `gather_shared` is a collective of its own from now on."""
+        """Allow slices to be written again: each `gather_in_place` is a collective of its own from now on."""
         self._barrier = None
 
     def wait_until_read(self, tensor: Tensor) -> None:
@@ -282,9 +290,14 @@ class Comm:
 
     # -- movements
 
-    def gather_shared(self, weights: SharedWeights, what: str) -> Pending:
-        """Gather shared weights, which moves nothing; count the bytes that another transport would send."""
-        full, transport = weights.whole, self._transport
+    def gather_in_place(self, memory: SymmetricMemory, what: str) -> Pending:
+        """Gather what lies in symmetric memory, which moves nothing: the wait is for the ranks that write their slices.
+
+        Counts the bytes that another transport would send. Collective within "gather".
+        """
+        if self.size == 1:
+            return DONE
+        full, transport = memory.whole, self._transport
         self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
         if self._barrier is not None:
             return self._barrier

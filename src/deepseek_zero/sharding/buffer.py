@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base.device import storage_users
 from ..base.memory import return_pages
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
-from ..comm.transports.shared_memory import SharedWeights
+from ..comm.transports.base import SymmetricMemory
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..tiers.budget import DeviceBudget
@@ -121,13 +121,13 @@ class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer if replicated or partial, a slice if sharded.
 
     memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `storage` and
-    `elements` fetch them. common: of a sharded weight, the pages that it shares with the other slices.
+    `elements` fetch them. symmetric: of a sharded weight, the memory through which this rank sees the other slices too.
     """
 
     layout: FlatLayout
     spec: Spec
     memory: Tensor
-    common: SharedWeights | None = None
+    symmetric: SymmetricMemory | None = None
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
 
@@ -184,18 +184,15 @@ class FlatBuffer:
 
     @classmethod
     def allocate_weight(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Allocate a weight; if ranks can share pages, a sharded one lies in them and every rank sees the whole of it.
-
-        Collective.
-        """
+        """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective."""
         if spec.placement is not S:
             return cls.allocate_for_comm(layout, spec, comm_ctx, what)
         if spec.tier is not Tier.DEVICE:
             return cls.allocate(layout, spec, comm_ctx, what)
-        common = comm_ctx.comm.shared_weights(layout.padded_numel, spec.dtype, what)
-        if common is None:
+        symmetric = comm_ctx.comm.symmetric_memory(layout.padded_numel, spec.dtype, what)
+        if symmetric is None:
             return cls.allocate(layout, spec, comm_ctx, what)
-        return cls(layout, spec, common.own, common).counted(comm_ctx, what)
+        return cls(layout, spec, symmetric.own, symmetric).counted(comm_ctx, what)
 
     @classmethod
     def allocate_for_comm(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
@@ -206,6 +203,21 @@ class FlatBuffer:
     def counted(self, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """Count this buffer against the training device's budget for as long as it lives, and return it."""
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
+
+    def lend_whole(self, pool: Pool) -> FlatBuffer:
+        """Return the buffer that `move` brings all slices to: where they can be seen already, else one of the pool's.
+
+        Until `return_whole`.
+        """
+        whole = pool.take(self.layout.padded_numel, self.spec.dtype) if self.symmetric is None else self.symmetric.whole
+        return FlatBuffer(self.layout, Spec(R, self.spec.dtype), whole)
+
+    def return_whole(self, whole: FlatBuffer, pool: Pool) -> None:
+        """End the use of what `lend_whole` returned; nobody may hold a view of it that is still read."""
+        if self.symmetric is None:
+            pool.give(whole.memory)
+        else:
+            self.symmetric.release()
 
     def shard(self, rank: int) -> Tensor:
         """Return a flat view of the elements that a rank owns."""
@@ -320,15 +332,21 @@ class CommContext:
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
-    """Bring `source` to `target`'s placement and dtype; `add` sums onto the values of target.
+    """Bring `source` to `target`'s placement, dtype and memory; `add` sums onto the values of target.
 
-    Source and target may share storage (a partial gradient reduced in place). Neither may be touched before `wait()`,
-    which raises `PeerError` if another rank failed. Collective unless the movement is local: every rank calls it, in
-    the same order within its lane.
+    An offloaded source is fetched first, pending updates before that, and leaves memory again when it has been copied;
+    sums for an offloaded target are made on the device and sent there. Source and target may share storage (a partial
+    gradient reduced in place). Neither may be touched before `wait()`, which raises `PeerError` if another rank failed,
+    `StorageError` if a disk did. Collective unless the movement is local: every rank calls it, in the same order within
+    its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
-            return _all_gather(source.storage, target, comm_ctx, what)
+            if source.symmetric is not None and source.symmetric.whole is target.memory:
+                return comm_ctx.comm.gather_in_place(source.symmetric, what)
+            if source.extent is not None:
+                return _gather_offloaded(source, source.extent, target, comm_ctx, what)
+            return _all_gather(source.memory, target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
             return _reduce_scatter(source, target.storage, comm_ctx, what, add, target.extent)
         case Movement.ALL_REDUCE:
@@ -341,6 +359,31 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
         case Movement.NOTHING:
             target.storage.copy_(source.storage)
     return DONE
+
+
+def _gather_offloaded(
+    source: FlatBuffer, extent: Extent, target: FlatBuffer, comm_ctx: CommContext, what: str
+) -> Pending:
+    """Fetch this rank's slice, gather when it is its turn in the lane, and evict the slice when it has been copied."""
+    source.guard.before_read()
+    numel = source.memory.numel()
+
+    def start() -> Pending:
+        here, own = extent.read(0, numel), target.shard(comm_ctx.comm.rank)
+        with comm_ctx.copy_engine.h2d(extent) as copy_event:
+            own.copy_(here, non_blocking=True)
+            pending = _all_gather(own, target, comm_ctx, what)
+
+        def leave() -> None:
+            copy_event.wait_stream()
+            extent.evict(0, numel)
+
+        if not copy_event.is_done():
+            return pending.then(leave)
+        leave()
+        return pending
+
+    return comm_ctx.issue_queue.add(extent.fetch(0, numel), start)
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:

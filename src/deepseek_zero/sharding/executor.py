@@ -227,7 +227,7 @@ class Executor:
         self.schedule = schedule
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
-        self._rests_in_common = any(group.weight.common is not None for group in sharded)
+        self._gathers_in_place = any(group.weight.symmetric is not None for group in sharded)
         grads = [group.plan.grad for unit in self.units for group in unit.trained]
         self.reduces_each_backward = any(grad is not None and grad.placement is S for grad in grads)
         backward = schedule.backward
@@ -268,7 +268,7 @@ class Executor:
 
     def begin(self, walk: Pass) -> None:
         """Start a pass; the one before must have ended.  Collective within the gather lane."""
-        if self._rests_in_common:
+        if self._gathers_in_place:
             self.comm.shard.barrier_begin("backward" if walk is self.schedule.backward else "forward")
         self._walk, self._reached = walk, 0
         self._to_gather.clear()

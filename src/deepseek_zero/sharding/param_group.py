@@ -89,7 +89,7 @@ class ParamGroup:
         self.guard = StateGuard()  # of weight, master, moments and the gradient that waits
         nothing = float("nan") if plan.weight.dtype.is_floating_point else 0
         self.placeholder = torch.full((), nothing, dtype=plan.weight.dtype, device=comm_ctx.pool.device)
-        self._views: list[Tensor] = []  # of members in common pages, which stay where they are
+        self._views: list[Tensor] = []  # of members in symmetric memory, which stay where they are
         self.build()
 
     # -- building
@@ -246,60 +246,25 @@ class ParamGroup:
     def gather(self, what: str) -> Pending:
         """Start to all-gather the weight: (numel,) in the weight's dtype; `point_to_unsharded` shows it after the wait.
 
+        A pending update runs first; the executor comes here for others only in their turn, so that states travel
+        meanwhile.
+
         Collective within the gather lane. The wait raises `PeerError` if another rank failed, `StorageError` if a disk
         did.
         """
         if not self.is_sharded or self.unsharded is not None or self.is_pinned:
             return DONE
-        spec = Spec(R, self.plan.weight.dtype)
-        if self.weight.extent is not None:
-            return self._gather_offloaded(self.weight.extent, spec, what)
-        if self.comm_ctx.comm.size == 1:
-            self.unsharded = FlatBuffer(self.layout, spec, self.weight.storage)
-            return DONE
-        if self.weight.common is not None:
-            self.unsharded = FlatBuffer(self.layout, spec, self.weight.common.whole)
-            return self.comm_ctx.comm.gather_shared(self.weight.common, what)
-        storage = self.comm_ctx.pool.take(self.layout.padded_numel, spec.dtype)
-        self.unsharded = FlatBuffer(self.layout, spec, storage)
-        return move(self.weight, self.unsharded, self.comm_ctx, what)
-
-    def _gather_offloaded(self, extent: Extent, spec: Spec, what: str) -> Pending:
-        """Gather out of another memory: this rank's slice is fetched first, and evicted when it has been copied.
-
-        A pending update runs first, and its weight stays in memory; the executor comes here for others only in their
-        turn, so that states travel meanwhile.
-        """
-        if self.guard.pending is not None:
-            extent.pin()
+        if self.guard.pending is not None and self.weight.extent is not None:
+            self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
             self.guard.pending.flush_group(self)
-        numel = self.weight.memory.numel()
-        full = self.unsharded = FlatBuffer(
-            self.layout, spec, self.comm_ctx.pool.take(self.layout.padded_numel, spec.dtype)
-        )
-
-        def start() -> Pending:
-            here, own = extent.read(0, numel), full.shard(self.comm_ctx.comm.rank)
-            with self.comm_ctx.copy_engine.h2d(extent) as copy_event:
-                own.copy_(here, non_blocking=True)
-                pending = move(FlatBuffer(self.layout, self.weight.spec, own), full, self.comm_ctx, what)
-
-            def leave() -> None:
-                copy_event.wait_stream()
-                extent.evict(0, numel)
-
-            if not copy_event.is_done():
-                return pending.then(leave)
-            leave()
-            return pending
-
-        return self.comm_ctx.issue_queue.add(extent.fetch(0, numel), start)
+        self.unsharded = self.weight.lend_whole(self.comm_ctx.pool)
+        return move(self.weight, self.unsharded, self.comm_ctx, what)
 
     def point_to_unsharded(self) -> None:
         """Point every parameter at the gathered buffer."""
         if self.unsharded is not None:
             views = self._views or [self.unsharded.view(member.slot) for member in self.members]
-            if self.weight.common is not None:
+            if self.weight.symmetric is not None:
                 self._views = views
             for member, view in zip(self.members, views, strict=True):
                 member.unshard(view)
@@ -312,10 +277,7 @@ class ParamGroup:
             for member in self.members:
                 member.reshard()
         full, self.unsharded = self.unsharded, None
-        if self.weight.common is not None:
-            self.weight.common.release()
-        elif gathers_a_copy(self):
-            self.comm_ctx.pool.give(full.storage)
+        self.weight.return_whole(full, self.comm_ctx.pool)
         if self.weight.is_offloaded:
             trim_heap()  # of its gradients
 
@@ -361,7 +323,7 @@ class ParamGroup:
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """Write this rank's part of a whole new value into weight and master. Every rank must do it."""
-        if self.weight.common is not None:  # others may still be reading the old one
+        if self.weight.symmetric is not None:  # others may still be reading the old one
             self.comm_ctx.comm.barrier(f"writing {self.name_of(param)}")
         slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
         flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
@@ -1072,7 +1034,7 @@ def build_group(planned: GroupPlan, params: Mapping[str, nn.Parameter], comm_ctx
 
 def gathers_a_copy(group: ParamGroup) -> bool:
     """Return whether a gather brings the weight into a lent buffer; else it is used in the memory it lies in."""
-    return group.weight.common is None and (group.comm_ctx.comm.size > 1 or group.weight.extent is not None)
+    return group.weight.symmetric is None
 
 
 def weight_shard(weight: FlatBuffer, plan: ShardPlan, rank: int) -> FlatBuffer:

@@ -8,6 +8,7 @@ other's pages, and composed.py combines two of them. A transport knows nothing o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -76,6 +77,20 @@ class Transport(Protocol):
     def end_engine(self, engine: str) -> None:
         """Drop all that was kept for the lanes of an engine that is gone."""
         ...
+
+
+@dataclass(eq=False)
+class SymmetricMemory:
+    """One state cut into a slice for each rank, in memory through which this rank sees every slice.
+
+    own: (slice,), which this rank writes. whole: (ranks * slice,), to be read when every rank has written.
+    """
+
+    own: Tensor
+    whole: Tensor
+
+    def release(self) -> None:
+        """End a use of the whole; what was written into it in place, which no other rank sees, is dropped."""
 
 
 class CopyingTransport:

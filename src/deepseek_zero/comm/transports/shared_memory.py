@@ -1,7 +1,7 @@
 """Ranks of one host exchange through shared memory: a rank that needs a piece reads it in its owner's memory.
 
 Buffers that travel come from `empty`.  An offer is a message that says where in its owner's segment a piece is; its
-reader answers when it has read.  Sharded weights lie in `SharedWeights`, pages that every rank maps whole, so that
+reader answers when it has read.  Sharded weights lie in `SharedPages` that every rank maps whole, so that
 gathering them moves nothing.  Other ranks map pages copy-on-write: no in-place edit leaves its process.
 
 `LocalSockets` carries the messages, which bring order, descriptors and the news of a death.  A message passes through
@@ -36,7 +36,7 @@ from ...base.memory import Segment, SegmentView
 from ..bootstrap import Hosts, all_gather_text
 from ..ids import CollectiveId, engine_of
 from . import base
-from .base import ConnectionLost, Use, Wait
+from .base import ConnectionLost, SymmetricMemory, Use, Wait
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
 SPIN_SECONDS = 50e-6  # a wait looks so long before it sleeps: waking up costs about as much
@@ -80,22 +80,13 @@ class ImportedSegment:
     lane: str = ""
 
 
-@dataclass(frozen=True, eq=False)
-class SharedWeights:
-    """A sharded weight in shared pages: every rank writes its own slice and sees all of them. own: (slice,), shared
-    with all.
-    """
+@dataclass(eq=False)
+class SharedPages(SymmetricMemory):
+    """Pages that every rank of the host maps: its own slice shared with all, the whole of them copy-on-write."""
 
-    own: Tensor
     mapping: SegmentView
 
-    @property
-    def whole(self) -> Tensor:
-        """Return all slices, (ranks * slice,), to be read."""
-        return self.mapping.tensor
-
     def release(self) -> None:
-        """End the use of the whole: in-place edits of it, which only this rank sees, are dropped."""
         if self.mapping.was_written():
             self.mapping.clear_written()
 
@@ -340,17 +331,17 @@ class SharedMemory:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.pages.empty(numel, dtype)
 
-    def shared_weights(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedWeights]:
+    def symmetric_memory(self, numel: int, dtype: torch.dtype, cid: CollectiveId) -> Callable[[], SharedPages]:
         """Return pages for `numel` elements, a slice for each rank of the group, that all map. Collective."""
         nbytes = numel * dtype.itemsize
         pages = self.pages.share_pages(nbytes, self.ranks, cid)
 
-        def wait() -> SharedWeights:
+        def wait() -> SharedPages:
             segment = pages()
             mapping = segment.view(dtype)
             own = segment.map(self.rank * nbytes // self.size, numel // self.size, dtype)
             segment.close()
-            return SharedWeights(own, mapping)
+            return SharedPages(own, mapping.tensor, mapping)
 
         return wait
 
