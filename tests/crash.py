@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.catalogue import WRITER
+from deepseek_zero.checkpoint.writer_lock import WRITER
 
 
 @dataclass(eq=False)

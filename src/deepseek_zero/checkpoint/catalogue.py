@@ -1,11 +1,11 @@
-"""A directory of checkpoints: which it holds, which is the newest good one, which may go, and which job saves there.
+"""A directory of checkpoints: which it holds, which one a load means, and which may go.
 
     <tag>/              a checkpoint; the text file `latest` names one
     .<tag>.saving/      a save that is under way, or one that never finished
     .<tag>.replaced/    the previous checkpoint of the same tag, until the new one has its name
     .<tag>.pruned/      a checkpoint that is being removed
     .latest.saving      `latest` while it is being written
-    .writer             says which job saves here, and is locked while that job lives
+    .writer             says which job saves here (writer_lock.py)
 
 A hidden name is no checkpoint, with one exception: a crash between the two renames of a save leaves a tag as
 `.<tag>.replaced` alone.  It counts as that tag, and cleaning gives it its name back.
@@ -13,23 +13,14 @@ A hidden name is no checkpoint, with one exception: a crash between the two rena
 The job that saves holds an flock on `.<tag>.saving/.writing` until it is done, and the kernel releases it when that
 process ends, on whichever host.  Where the file system knows no locks, nothing is removed.  A folder without that file
 was left by an older version or by a crash before the first byte, once nothing in it has changed for an hour.
-
-Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints, so the second one is
-refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's): workers that it forks do not inherit it, a
-network file system knows it too, and the kernel releases it when the process ends, so that a dead job is no obstacle.
-Engines of one process share it.  Where the file system knows no locks, the file's text and its time of change decide,
-and the second job is only warned.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
-import os
 import re
-import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -40,8 +31,9 @@ from ..base.errors import CheckpointError
 from ..base.log import log_once
 from ..comm.collectives import Comm
 from . import files
-from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag, run_and_gather
+from .format import LATEST, MANIFEST, NEWEST, Manifest, checked_tag
 from .layouts import SLICES, Layout, is_checkpoint, layout_of
+from .lockstep import run_and_gather
 from .staging import STAGING_LOCK
 from .verify import NO_FILES, Fault, FileSubset, check_headers, verify
 
@@ -370,111 +362,3 @@ def _remove(folder: Path, tag: str) -> None:
         files.sync_folder(folder.parent)
     with suppress(FileNotFoundError):  # somebody else removes it too
         files.remove_folder(pruned)
-
-
-WRITER = ".writer"
-STALE_WRITER_SECONDS = 3600.0  # without a save; only where the file system knows no locks
-
-
-@dataclass
-class _HeldLock:
-    """A lock on one directory that this process holds.  count: of the engines that save there."""
-
-    descriptor: int
-    path: Path
-    process: int
-    count: int = 0
-
-
-_held_locks: dict[str, _HeldLock] = {}
-
-
-class WriterLock:
-    """The lock of one engine on the directory that it saved into last.  Only rank 0 has it."""
-
-    def __init__(self) -> None:
-        self._key = ""
-
-    def acquire(self, directory: Path) -> None:
-        """Lock a directory and release the one before.  CheckpointError where another job writes there."""
-        key = os.path.realpath(directory)
-        if key != self._key or key not in _held_locks:
-            self.release()
-            with files.describing_errors(f"claiming '{directory}'"):
-                files.make_folders(directory)
-                if key not in _held_locks:
-                    _held_locks[key] = _lock(directory)
-            _held_locks[key].count += 1
-            self._key = key
-        with suppress(OSError):
-            files.touch(_held_locks[key].path)
-
-    def release(self) -> None:
-        """Release the lock; a second call does nothing."""
-        held, self._key = _held_locks.get(self._key), ""
-        if held is None or held.process != os.getpid():
-            return
-        held.count -= 1
-        if held.count <= 0:
-            _held_locks.pop(os.path.realpath(held.path.parent), None)
-            with suppress(OSError):
-                if _has_name(held.descriptor, held.path):
-                    files.remove(held.path)
-            os.close(held.descriptor)
-
-
-def _lock(directory: Path) -> _HeldLock:
-    path = directory / WRITER
-    while True:
-        descriptor = files.open_to_lock(path)
-        try:
-            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            owner = _read_owner(path)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                os.close(descriptor)
-                raise CheckpointError(
-                    f"another job writes into '{directory}': {_describe_owner(owner)}.",
-                    "One directory has one `latest`, and jobs would remove each other's checkpoints.",
-                    "give each job a directory of its own, or end the other one.",
-                ) from None
-            if owner and owner != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
-                log_once(
-                    f"another job may be writing into {directory}: {_describe_owner(owner)}. Its file system knows no "
-                    f"locks ({error.strerror}), so nobody can tell. One directory should have one job.",
-                    logging.WARNING,
-                )
-        if _has_name(descriptor, path):
-            break
-        os.close(descriptor)  # its owner has removed it meanwhile
-    files.truncate(descriptor, 0)
-    files.write(descriptor, memoryview(json.dumps(_this_process()).encode()), 0)
-    return _HeldLock(descriptor, path, os.getpid())
-
-
-def _has_name(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
-    try:
-        named = path.stat()
-    except FileNotFoundError:
-        return False
-    own = os.fstat(descriptor)
-    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)
-
-
-def _this_process() -> dict[str, str]:
-    return {"host": socket.gethostname(), "process": str(os.getpid()), "job": os.environ.get("SLURM_JOB_ID", "")}
-
-
-def _read_owner(path: Path) -> dict[str, str]:
-    """Read which process says that it writes there; {} where the file cannot be read."""
-    try:
-        owner = json.loads(path.read_text(encoding="utf-8", errors="replace"))
-    except (OSError, ValueError):
-        return {}
-    return {str(key): str(value) for key, value in owner.items()} if isinstance(owner, dict) else {}
-
-
-def _describe_owner(owner: dict[str, str]) -> str:
-    job = f" (job {owner['job']})" if owner.get("job") else ""
-    return f"process {owner.get('process', '?')} on {owner.get('host', 'some host')}{job}"

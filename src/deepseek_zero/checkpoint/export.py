@@ -23,8 +23,8 @@ from ..sharding.buffer import FlatBuffer
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from . import files
-from .format import run_and_gather
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
+from .lockstep import run_and_gather
 from .safetensors_file import SafetensorsWriter, TensorInfo, cast
 from .staging import StagedOutput
 from .state import exact_extents, persistent_buffers, state_names

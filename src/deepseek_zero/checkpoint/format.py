@@ -18,7 +18,7 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,6 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
-from ..comm.agreement import gather_outcomes
-from ..comm.collectives import Comm
 from .safetensors_file import dtype_named
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 2
@@ -207,16 +205,6 @@ def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
 def missing_elements(folder: Path, what: str) -> CheckpointError:
     """The error of a reader that asks for elements which no file has.  what: which elements."""
     return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
-
-
-def run_and_gather(comm: Comm, what: str, action: Callable[[], str]) -> list[str]:
-    """Run `action` on every rank and return the text that each rank's action returned, in the order of ranks.
-    Collective.
-
-    CheckpointError on every rank where the action of one failed, so that no rank goes on alone or waits for ever.
-    what: the step, in errors.
-    """
-    return gather_outcomes(comm, what, action, str, CheckpointError)[1]
 
 
 RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__")

@@ -25,21 +25,13 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import (
-    BUFFER,
-    DELAYED,
-    MANIFEST,
-    MOMENT,
-    RNG,
-    WEIGHT,
-    WHOLE,
-    Manifest,
-    run_and_gather,
-)
+from .format import BUFFER, DELAYED, MANIFEST, MOMENT, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateReader
+from .lockstep import run_and_gather
 from .read import CheckpointReader, StateRange, plain_values
+from .rng import restore_rng
 from .safetensors_file import dtype_named
-from .state import exact_extents, persistent_buffers, restore_rng
+from .state import exact_extents, persistent_buffers
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"

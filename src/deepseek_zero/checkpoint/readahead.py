@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..base.memory import PAGE, is_cached, private_pages
-from .safetensors_file import BLOCK_BYTES, BLOCKS, THREADS
+from .writebehind import BLOCK_BYTES, BLOCKS, THREADS
 
 FAST = 0.8e9  # bytes per second; a CPU fills the page cache with about as many
 _O_DIRECT = getattr(os, "O_DIRECT", 0)  # Linux has it

@@ -4,9 +4,9 @@
     header      JSON: tensor name -> dtype, shape, place in the data; "__metadata__": text by name
     data        tensor after tensor, without holes, larger dtypes first, so that each is aligned
 
-Two writers, because their callers differ.  `StreamingWriter` takes tensors in the order of the file and writes past the
-page cache: a rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several tensors in any interleaving
-and keeps a checksum of each tensor for the header, which it writes last: exports and conversions.
+A file whose tensors come in its own order is its header (`encode_header`) and a stream after it (writebehind.py): a
+rank's slices of a checkpoint.  `SafetensorsWriter` takes ranges of several tensors in any order and keeps a checksum of
+each for the header, which it writes last: exports and conversions.
 """
 
 from __future__ import annotations
@@ -15,10 +15,8 @@ import json
 import mmap
 import os
 import zlib
-from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -29,7 +27,6 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
-from ..base.memory import PAGE, private_pages
 from ..precision.policy import cast_master
 from . import files
 
@@ -348,96 +345,3 @@ def _format_dtype(info: TensorInfo) -> str:
             fix="export to a .pth file, or keep it in another dtype.",
         )
     return DTYPE_NAMES[info.dtype]
-
-
-BLOCK_BYTES = 8 << 20
-BLOCKS = 4  # staging of one file under way: 32 MiB, whatever its size
-THREADS = 2  # writes at once
-
-
-class StreamingWriter:
-    """Writes one file from front to back, past the page cache.  Errors are CheckpointErrors that name it."""
-
-    def __init__(self, path: Path, infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> None:
-        head = encode_header(infos, metadata)
-        self.header_crc = zlib.crc32(head)
-        self.path, self.nbytes = path, len(head) + sum(info.nbytes for info in infos)
-        with self._describing_errors():
-            self._descriptor = _create_direct(path)
-        self._free = deque(private_pages(BLOCK_BYTES, torch.uint8) for _ in range(BLOCKS))
-        self._in_flight: deque[tuple[Future[None], Tensor]] = deque()
-        self._pool = ThreadPoolExecutor(THREADS, "deepseek_zero checkpoint")
-        self._filled = self._offset = 0
-        self.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-
-    def append(self, values: Tensor, crc: int = 0) -> int:
-        """Append a tensor's bytes; returns zlib's CRC-32 of them, continued from `crc`."""
-        data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        done = 0
-        while done < len(data):
-            part = data[done : done + BLOCK_BYTES - self._filled]
-            target = self._current_block()[self._filled : self._filled + len(part)]
-            target.copy_(part)
-            crc = zlib.crc32(target.numpy().data, crc)
-            done += len(part)
-            self._filled += len(part)
-            if self._filled == BLOCK_BYTES:
-                self._submit(BLOCK_BYTES)
-        return crc
-
-    def finish(self) -> None:
-        """Write what is left, and have the file on the disk."""
-        try:
-            if self._filled:
-                self._submit(-(-self._filled // PAGE) * PAGE)
-            while self._in_flight:
-                self._reclaim()
-            with self._describing_errors():
-                files.truncate(self._descriptor, self.nbytes)
-                files.sync(self._descriptor)
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Close the file as it is."""
-        self._pool.shutdown(wait=True)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def _current_block(self) -> Tensor:
-        """The block that is being filled; waits for a write where none is free."""
-        while not self._free:
-            self._reclaim()
-        return self._free[0]
-
-    def _submit(self, nbytes: int) -> None:
-        block = self._current_block()
-        self._free.popleft()
-        data = block.numpy().data[:nbytes]
-        self._in_flight.append((self._pool.submit(files.write, self._descriptor, data, self._offset), block))
-        self._offset, self._filled = self._offset + nbytes, 0
-
-    def _reclaim(self) -> None:
-        job, block = self._in_flight.popleft()
-        with self._describing_errors():
-            job.result()
-        self._free.append(block)
-
-    def _describing_errors(self) -> AbstractContextManager[None]:
-        return files.describing_errors(f"writing '{self.path}'")
-
-
-def _create_direct(path: Path) -> int:
-    """Create a file to write past the page cache, or through it where the file system cannot."""
-    with suppress(OSError, AttributeError):
-        descriptor = files.create(path, os.O_DIRECT)
-        page = private_pages(PAGE, torch.uint8)
-        try:
-            files.write(descriptor, page.numpy().data, 0)  # some take the flag and refuse what follows
-            return descriptor
-        except OSError:
-            os.close(descriptor)
-            files.remove(path)
-            raise
-    return files.create(path)

@@ -15,6 +15,7 @@ import json
 import secrets
 import threading
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -34,14 +35,15 @@ from ..sharding.param_group import ParamGroup
 from . import files
 from .catalogue import remove_replaced, replaced_path
 from .contents import Contents, SaveSettings
-from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, run_and_gather, tag_to_save
+from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
 from .layouts import is_checkpoint
-from .safetensors_file import StreamingWriter, TensorInfo, dtype_name
+from .lockstep import run_and_gather
+from .rng import capture_rng
+from .safetensors_file import TensorInfo, dtype_name, encode_header
 from .staging import StagedOutput
 from .state import (
     WriteGroup,
     WriteItem,
-    capture_rng,
     exact_dtype,
     optimizer_scalars,
     persistent_buffers,
@@ -49,6 +51,7 @@ from .state import (
     value_item,
     write_groups,
 )
+from .writebehind import StreamingWriter
 
 NOW, IN_BACKGROUND = "at once", "behind"
 
@@ -380,11 +383,12 @@ class BackgroundWrite:
 
     def _write(self) -> None:
         items = [state.item for state in self._items.values()]
-        writer = StreamingWriter(
-            self.path, [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in items], self.metadata
-        )
-        self.head_crc = writer.header_crc
+        infos = [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in items]
+        header = encode_header(infos, self.metadata)
+        self.head_crc = zlib.crc32(header)
+        writer = StreamingWriter(self.path, len(header) + sum(info.nbytes for info in infos))
         try:
+            writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             prefetcher = TilePrefetcher(self._groups, lambda write_group: write_group.extents, PrefetchSettings())
             while (write_group := prefetcher.next()) is not None:
                 for item in write_group.items:

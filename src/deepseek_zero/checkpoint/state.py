@@ -1,20 +1,16 @@
 """Lists the states of an engine that this rank saves, as chunks of flat tensors, each with a function that reads it.
 
-Walks units, masters, buffers and optimizer shards, and the random generators of the process.  Writes no file, and
-copies nothing before it is read.
+Walks units, masters, buffers and optimizer shards.  Writes no file, and copies nothing before it is read.
 """
 
 from __future__ import annotations
 
-import random
-import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -260,40 +256,3 @@ def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
     flat = value.reshape(-1)
     chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
     return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])
-
-
-def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """The states of the process's random generators, by generator, for `restore_rng`."""
-    found = {"torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    version, words, gauss = random.getstate()
-    found["python"] = torch.tensor([version, *words, gauss is not None, _float_bits(gauss or 0.0)], dtype=torch.int64)
-    name, keys, place, has_gauss, cached = np.random.get_state(legacy=True)
-    if name == "MT19937":
-        found["numpy"] = torch.tensor(
-            [*map(int, keys), place, has_gauss, _float_bits(float(cached))], dtype=torch.int64
-        )
-    return found
-
-
-def restore_rng(states: Mapping[str, Tensor], device: torch.device) -> None:
-    """Set the random generators to captured states; one without a state stays as it is."""
-    if "torch" in states:
-        torch.set_rng_state(states["torch"])
-    if "cuda" in states and device.type == "cuda":
-        torch.cuda.set_rng_state(states["cuda"], device)
-    if "python" in states:
-        version, *words, has_gauss, bits = states["python"].tolist()
-        random.setstate((version, tuple(words), _float_of_bits(bits) if has_gauss else None))
-    if "numpy" in states:
-        *keys, place, has_gauss, bits = states["numpy"].tolist()
-        np.random.set_state(("MT19937", np.array(keys, dtype=np.uint32), place, has_gauss, _float_of_bits(bits)))
-
-
-def _float_bits(number: float) -> int:
-    return int(struct.unpack("<q", struct.pack("<d", number))[0])
-
-
-def _float_of_bits(bits: int) -> float:
-    return float(struct.unpack("<d", struct.pack("<q", bits))[0])

@@ -23,9 +23,9 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from .contents import Contents
-from .format import run_and_gather
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
+from .lockstep import run_and_gather
 from .safetensors_file import RUN_KEY
 from .state import persistent_buffers, state_names
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify

@@ -19,7 +19,6 @@ import torch
 from ..base.log import log_once
 from ..checkpoint.catalogue import (
     Retention,
-    WriterLock,
     apply_retention,
     existing_folder,
     latest_tag,
@@ -27,10 +26,12 @@ from ..checkpoint.catalogue import (
     tags_in,
 )
 from ..checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
-from ..checkpoint.format import LATEST, NEWEST, checked_tag, run_and_gather, tag_to_save
+from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
 from ..checkpoint.load import IMPLEMENTATION_OPTIONS, load
+from ..checkpoint.lockstep import run_and_gather
 from ..checkpoint.save import PendingSave
+from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
 from .data import ShardedLoader
 

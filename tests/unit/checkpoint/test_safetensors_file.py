@@ -15,16 +15,18 @@ from torch import Tensor
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint import files
-from deepseek_zero.checkpoint.safetensors_file import BLOCK_BYTES, DTYPE_NAMES, StreamingWriter, TensorInfo
+from deepseek_zero.checkpoint.safetensors_file import DTYPE_NAMES, TensorInfo, encode_header
+from deepseek_zero.checkpoint.writebehind import BLOCK_BYTES, StreamingWriter
 
 RUN = {"run": "a1", "rank": "0"}
 
 
 def write(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     """The checksums by name."""
-    writer = StreamingWriter(
-        path, [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in tensors.items()], RUN
-    )
+    infos = [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in tensors.items()]
+    header = encode_header(infos, RUN)
+    writer = StreamingWriter(path, len(header) + sum(info.nbytes for info in infos))
+    writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
     crcs = {}
     for name, each in tensors.items():
         crcs[name] = 0
@@ -71,6 +73,6 @@ def test_a_disk_that_refuses_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     assert str(tmp_path / "file") in str(caught.value)
 
 
-def test_a_dtype_without_a_name_there_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_without_a_name_there_is_refused() -> None:
     with pytest.raises(CheckpointError, match="complex128"):
-        StreamingWriter(tmp_path / "file", [TensorInfo("odd", (1,), torch.complex128)], RUN)
+        encode_header([TensorInfo("odd", (1,), torch.complex128)], RUN)

@@ -18,7 +18,7 @@ from ....base.errors import CheckpointError
 from ....checkpoint import files
 from ....checkpoint.catalogue import remove_replaced
 from ....checkpoint.contents import Contents, Loaded, LoadSettings, SaveSettings
-from ....checkpoint.format import MOMENT, FileRecord, Manifest, run_and_gather
+from ....checkpoint.format import MOMENT, FileRecord, Manifest
 from ....checkpoint.layouts import EngineLayout, OpenCheckpoint
 from ....checkpoint.load import (
     check,
@@ -28,6 +28,7 @@ from ....checkpoint.load import (
     restore_weights,
     split_as_saved,
 )
+from ....checkpoint.lockstep import run_and_gather
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
 from ....checkpoint.staging import StagedOutput

@@ -1,0 +1,132 @@
+"""One job saves into a directory: the lock that says which.
+
+Two jobs in one directory would overwrite each other's `latest` and prune each other's checkpoints, so the second one is
+refused.  The lock on `.writer` belongs to a process (fcntl's, not flock's): workers that it forks do not inherit it, a
+network file system knows it too, and the kernel releases it when the process ends, so that a dead job is no obstacle.
+Engines of one process share it.  Where the file system knows no locks, the file's text and its time of change decide,
+and the second job is only warned.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..base.errors import CheckpointError
+from ..base.log import log_once
+from . import files
+
+WRITER = ".writer"
+STALE_WRITER_SECONDS = 3600.0  # without a save; only where the file system knows no locks
+
+
+@dataclass
+class _HeldLock:
+    """A lock on one directory that this process holds.  count: of the engines that save there."""
+
+    descriptor: int
+    path: Path
+    process: int
+    count: int = 0
+
+
+_held_locks: dict[str, _HeldLock] = {}
+
+
+class WriterLock:
+    """The lock of one engine on the directory that it saved into last.  Only rank 0 has it."""
+
+    def __init__(self) -> None:
+        self._key = ""
+
+    def acquire(self, directory: Path) -> None:
+        """Lock a directory and release the one before.  CheckpointError where another job writes there."""
+        key = os.path.realpath(directory)
+        if key != self._key or key not in _held_locks:
+            self.release()
+            with files.describing_errors(f"claiming '{directory}'"):
+                files.make_folders(directory)
+                if key not in _held_locks:
+                    _held_locks[key] = _lock(directory)
+            _held_locks[key].count += 1
+            self._key = key
+        with suppress(OSError):
+            files.touch(_held_locks[key].path)
+
+    def release(self) -> None:
+        """Release the lock; a second call does nothing."""
+        held, self._key = _held_locks.get(self._key), ""
+        if held is None or held.process != os.getpid():
+            return
+        held.count -= 1
+        if held.count <= 0:
+            _held_locks.pop(os.path.realpath(held.path.parent), None)
+            with suppress(OSError):
+                if _has_name(held.descriptor, held.path):
+                    files.remove(held.path)
+            os.close(held.descriptor)
+
+
+def _lock(directory: Path) -> _HeldLock:
+    path = directory / WRITER
+    while True:
+        descriptor = files.open_to_lock(path)
+        try:
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            owner = _read_owner(path)
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                os.close(descriptor)
+                raise CheckpointError(
+                    f"another job writes into '{directory}': {_describe_owner(owner)}.",
+                    "One directory has one `latest`, and jobs would remove each other's checkpoints.",
+                    "give each job a directory of its own, or end the other one.",
+                ) from None
+            if owner and owner != _this_process() and time.time() - path.stat().st_mtime < STALE_WRITER_SECONDS:
+                log_once(
+                    f"another job may be writing into {directory}: {_describe_owner(owner)}. Its file system knows no "
+                    f"locks ({error.strerror}), so nobody can tell. One directory should have one job.",
+                    logging.WARNING,
+                )
+        if _has_name(descriptor, path):
+            break
+        os.close(descriptor)  # its owner has removed it meanwhile
+    files.truncate(descriptor, 0)
+    files.write(descriptor, memoryview(json.dumps(_this_process()).encode()), 0)
+    return _HeldLock(descriptor, path, os.getpid())
+
+
+def _has_name(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`."""
+    try:
+        named = path.stat()
+    except FileNotFoundError:
+        return False
+    own = os.fstat(descriptor)
+    return (own.st_dev, own.st_ino) == (named.st_dev, named.st_ino)
+
+
+def _this_process() -> dict[str, str]:
+    return {"host": socket.gethostname(), "process": str(os.getpid()), "job": os.environ.get("SLURM_JOB_ID", "")}
+
+
+def _read_owner(path: Path) -> dict[str, str]:
+    """Read which process says that it writes there; {} where the file cannot be read."""
+    try:
+        owner = json.loads(path.read_text(encoding="utf-8", errors="replace"))
+    except (OSError, ValueError):
+        return {}
+    return {str(key): str(value) for key, value in owner.items()} if isinstance(owner, dict) else {}
+
+
+def _describe_owner(owner: dict[str, str]) -> str:
+    job = f" (job {owner['job']})" if owner.get("job") else ""
+    return f"process {owner.get('process', '?')} on {owner.get('host', 'some host')}{job}"
