@@ -57,7 +57,7 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """The optimizer step at which it was saved; -1 where the manifest does not say."""
+        """Return the optimizer step at which it was saved; -1 where the manifest does not say."""
         try:
             return int(self.manifest.plain["trainer"]["global_steps"])  # type: ignore[union-attr]
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -65,14 +65,17 @@ class CheckpointInfo:
 
     @property
     def is_complete(self) -> bool:
+        """Return whether its manifest can be read and no fault has been found."""
         return self.manifest is not None and not self.faults
 
     @property
     def layout(self) -> Layout | None:
+        """Return the layout that its folder has now; None where it is gone.  Looks at the disk."""
         return layout_of(self.folder)
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of its files.  Looks at the disk."""
         paths = self.folder.iterdir() if self.folder.is_dir() else [self.folder]
         return sum(path.stat().st_size for path in paths if path.is_file())
 
@@ -122,8 +125,9 @@ def checkpoints(directory: Path, *, reads_headers: bool = True) -> list[Checkpoi
 
 
 def latest_tag(directory: Path) -> str | None:
-    """Read the tag that the file `latest` names; None where it is missing or empty.  CheckpointError where it cannot be
-    read.
+    """Read the tag that the file `latest` names; None where the file is missing or empty.
+
+    CheckpointError where it cannot be read.
     """
     try:
         return (directory / LATEST).read_text(encoding="utf-8", errors="replace").strip() or None
@@ -150,14 +154,14 @@ def info_at(path: Path, tag: str, *, reads_headers: bool = True) -> CheckpointIn
 
 
 def tag_folder(directory: Path, tag: str) -> Path:
-    """The folder of a tag, whether or not it exists: under its own name, or under the hidden one that a crash left."""
+    """Return the folder of a tag, whether or not it exists: its own name, or the hidden one that a crash left."""
     folder = directory / tag
     replaced = replaced_path(folder)
     return replaced if replaced.exists() and not folder.exists() else folder
 
 
 def existing_folder(directory: Path, tag: str) -> Path:
-    """The folder of a tag; CheckpointError, which lists the tags there are, where it does not exist."""
+    """Return the folder of a tag.  CheckpointError, which lists the tags there are, where it does not exist."""
     folder = tag_folder(directory, checked_tag(tag))
     if folder.exists():
         return folder
@@ -168,7 +172,7 @@ def existing_folder(directory: Path, tag: str) -> Path:
 
 
 def replaced_path(folder: Path) -> Path:
-    """The hidden path that the previous checkpoint of the same tag takes while it is replaced."""
+    """Return the hidden path that the previous checkpoint of the same tag takes while it is replaced."""
     return folder.with_name(f".{folder.name}.replaced")
 
 
@@ -183,7 +187,7 @@ def leftovers(directory: Path) -> list[Leftover]:
 
 
 def is_being_written(path: Path) -> bool:
-    """Whether a process still writes there, or may; the head of this file says how it is known."""
+    """Return whether a process still writes there, or may; the head of this file says how it is known."""
     try:
         with open(path / STAGING_LOCK, "rb") as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -205,7 +209,7 @@ def tags_in(directory: Path) -> list[str]:
 
 
 def is_single_checkpoint(path: Path) -> bool:
-    """Whether a path is one checkpoint or export, not a directory of checkpoints (which may hold an export, too)."""
+    """Return whether a path is one checkpoint or export, not a directory of them (which may hold an export, too)."""
     layout = layout_of(path)
     return layout is not None and (layout.has_states or not tags_in(path))
 
@@ -219,6 +223,7 @@ def _hidden(directory: Path) -> list[tuple[Path, str, str]]:
 
 
 def _seconds_since_change(path: Path) -> float:
+    """Return how long ago a folder or a file in it changed; 0 where there is none."""
     newest = 0.0
     with suppress(FileNotFoundError, NotADirectoryError):
         newest = path.stat().st_mtime
@@ -230,17 +235,19 @@ def _seconds_since_change(path: Path) -> float:
 
 
 def newest_good(directory: Path) -> str | None:
-    """Find the newest tag of which every byte is right; None where there is no checkpoint.  Logs each one that it
-    skips.
+    """Find the newest tag of which every byte is right; None where there is no checkpoint.
 
-    CheckpointError where there are checkpoints and none is good: a run that starts anew then should do so on purpose.
+    Logs each one that it passes over.  CheckpointError where there are checkpoints and none is good: a run that starts
+    anew then should do so on purpose.
     """
     tags = [info.tag for info in checkpoints(directory, reads_headers=False)]
     return _first_good(directory, tags, lambda tag: [str(fault) for fault in verify(tag_folder(directory, tag))])
 
 
 def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
-    """As `newest_good`, with each rank reading its part of the files.  Collective; the same answer on every rank."""
+    """Find what `newest_good` finds, each rank reading its part of the files.  Collective; all ranks get the same
+    answer, or the same error.
+    """
 
     def listed() -> str:
         found = checkpoints(directory, reads_headers=False) if comm.rank == 0 else []
@@ -261,6 +268,7 @@ def newest_good_of_all(comm: Comm, directory: Path) -> str | None:
 
 
 def _first_good(directory: Path, tags: Iterable[str], check: Callable[[str], list[str]]) -> str | None:
+    """Return the first tag without a fault; None without tags.  CheckpointError where every one has faults."""
     passed_over = []
     for tag in tags:
         faults = check(tag)
@@ -313,8 +321,9 @@ def prune(directory: Path, retention: Retention, *, dry_run: bool = False) -> Pr
 
 
 def clean(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove what unfinished saves have left, and rename a tag that a crash left hidden; returns the hidden paths that
-    are gone.
+    """Remove what unfinished saves have left, and give a tag that a crash left hidden its name back.
+
+    Returns the hidden paths that are gone; with `dry_run` those that would go.
     """
     unused = [leftover for leftover in leftovers(directory) if not leftover.is_in_use]
     in_use = {leftover.tag for leftover in leftovers(directory) if leftover.is_in_use}
@@ -342,8 +351,8 @@ def remove_replaced(folder: Path) -> None:
 
 
 def apply_retention(folder: Path, retention: Retention) -> None:
-    """Remove older checkpoints after a save into `folder`; rank 0 calls it.  A directory that refuses is logged, and
-    never stops the training.
+    """Remove older checkpoints after a save into `folder`.  Rank 0 alone calls it; a directory that refuses is logged,
+    and never stops the training.
     """
     try:
         remove_replaced(folder)
@@ -354,6 +363,7 @@ def apply_retention(folder: Path, retention: Retention) -> None:
 
 
 def _remove(folder: Path, tag: str) -> None:
+    """Remove a checkpoint: it takes a hidden name first, so that a crash leaves no half of it under its tag."""
     pruned = folder.with_name(f".{tag}.pruned")
     if folder != pruned:
         if pruned.exists():

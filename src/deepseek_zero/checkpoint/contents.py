@@ -15,8 +15,9 @@ from ..sharding.runtime import Runtime
 
 @dataclass
 class Contents:
-    """The states that a checkpoint is made of.  trainer: counters, scaler and schedule; client: the caller's own; both
-    are plain values.
+    """The states that a checkpoint is made of.
+
+    trainer: counters, scaler and schedule.  client: the caller's own.  Both are plain values and tensors.
     """
 
     runtime: Runtime
@@ -27,10 +28,12 @@ class Contents:
 
 @dataclass(frozen=True)
 class SaveSettings:
-    """latest: point `latest` at this checkpoint.  tag_validation: Ignore, Warn or Fail when ranks name different tags.
+    """How a checkpoint is saved.
 
-    wait: return when the checkpoint is on the disk; else write while training goes on, where no state rests on a disk.
-    snapshot_bytes: how much each rank may copy meanwhile of states that a step is about to change.
+    latest: point `latest` at it.  exclude_frozen: leave out parameters that are not trained.  tag_validation: Ignore,
+    Warn or Fail when ranks name different tags.  wait: return when it is on the disk; else write while training goes
+    on, where no state rests on a disk.  snapshot_bytes: how much each rank may copy meanwhile of states that a step is
+    about to change.
     """
 
     latest: bool = True
@@ -42,11 +45,11 @@ class SaveSettings:
 
 @dataclass(frozen=True)
 class LoadSettings:
-    """strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.
+    """What a load restores, and what it compares first.
 
-    rng: restore random generators, at the world size they were saved with.  verify: compare every byte with its
-    checksum before anything changes; each rank reads its part of the files, and moments twice only where they replace
-    others.
+    strict: names of the model and of the checkpoint must be the same.  moments: restore the optimizer's state.  rng:
+    restore random generators, at the world size they were saved with.  verify: compare every byte with its checksum
+    before anything changes; each rank reads its part of the files, and moments twice only where they replace others.
     """
 
     strict: bool = True

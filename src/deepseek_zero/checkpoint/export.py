@@ -35,8 +35,10 @@ FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; a
 
 @dataclass(frozen=True)
 class ExportSettings:
-    """dtype: of floating-point tensors; None: the one that they compute in.  exclude_frozen: leave out parameters that
-    are not trained.
+    """How whole weights are written.
+
+    dtype: of floating-point tensors; None: the one that they compute in.  max_shard_bytes: of one file.
+    exclude_frozen: leave out parameters that are not trained.
     """
 
     dtype: torch.dtype | None = None
@@ -44,7 +46,7 @@ class ExportSettings:
     exclude_frozen: bool = False
 
     def dtype_for(self, own: torch.dtype) -> torch.dtype:
-        """The dtype in the file of a tensor whose dtype here is `own`."""
+        """Return the dtype in the file of a tensor whose dtype here is `own`."""
         return self.dtype if self.dtype is not None and own.is_floating_point else own
 
 
@@ -89,6 +91,7 @@ def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[s
 
 
 def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
+    """Return the buffer that a group's tensors are written from: the weight, or the master for another dtype."""
     own = group.weight.spec.dtype
     if group.master is None or settings.dtype_for(own) == own:
         return group.weight
@@ -103,6 +106,7 @@ def _evict(group: ParamGroup) -> None:
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
+    """Return rank 0's values of a buffer, flat, in new memory.  Collective."""
     flat = buffer.detach().reshape(-1).clone()
     if comm.size > 1 and flat.numel():
         scatter(comm, [flat] * comm.size, flat, f"export of {name}")
@@ -124,12 +128,14 @@ class _RankFiles:
         self._problem: Exception | None = None
 
     def open(self) -> str:
+        """Create the files.  CheckpointError where the disk refuses."""
         for name, infos in self.shards.items():
             file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos, self.run))
             self._file_of |= {info.name: file for info in infos}
         return ""
 
     def put(self, name: str, values: Tensor) -> None:
+        """Write a whole tensor, if it is in one of this rank's files; keeps an error for `close`."""
         file = self._file_of.get(name)
         if file is None or self._problem is not None:
             return
@@ -139,6 +145,7 @@ class _RankFiles:
             self._problem = error
 
     def close(self) -> str:
+        """Complete the files and have them on the disk; raises the first error of a `put`."""
         if self._problem is not None:
             raise self._problem
         self._stack.close()
@@ -253,6 +260,7 @@ def save_torch(state: dict[str, Any], path: Path) -> str:
 
 
 def _on_first_rank(comm: Comm, action: Callable[[], None]) -> str:
+    """Call `action` on rank 0; other ranks do nothing."""
     if comm.rank == 0:
         action()
     return ""

@@ -64,6 +64,7 @@ def write(descriptor: int, data: memoryview, offset: int) -> None:
 
 
 def truncate(descriptor: int, length: int) -> None:
+    """Cut or extend an open file to a length."""
     os.ftruncate(descriptor, length)
 
 
@@ -73,7 +74,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """As `sync`, for a file that another function has written."""
+    """Have a file's bytes on the disk when this returns, whoever has written them."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -130,6 +131,7 @@ def new_file(path: Path) -> Iterator[IO[bytes]]:
 
 
 def make_folder(path: Path, mode: int = 0o700) -> None:
+    """Make one folder, which must not exist."""
     os.mkdir(path, mode)
 
 
@@ -162,15 +164,17 @@ def sync_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename; a file may replace another one, a folder must not."""
+    """Rename a file or folder; a file may replace another one, a folder must not."""
     os.rename(source, target)
 
 
 def remove(path: Path) -> None:
+    """Remove a file."""
     os.unlink(path)
 
 
 def remove_empty_folder(path: Path) -> None:
+    """Remove a folder that is empty."""
     os.rmdir(path)
 
 

@@ -70,16 +70,17 @@ class SavedChunk:
 
     @property
     def file(self) -> str:
+        """Return the name of the file that it lies in."""
         return f"rank_{self.rank:05d}.safetensors"
 
     @property
     def tensor_name(self) -> str:
-        """The chunk's name inside its file."""
+        """Return the chunk's name inside its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
 
     @property
     def description(self) -> str:
-        """The chunk's name in an error."""
+        """Return the chunk's name in an error."""
         return f"elements {self.start} to {self.stop} of '{self.name}' ({f'{self.kind} {self.key}'.strip()})"
 
 
@@ -110,21 +111,21 @@ class Manifest:
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """The sizes of the axes of the mesh it was saved on; None where the file does not say.
+        """Return the sizes of the axes of the mesh it was saved on; None where the file does not say.
 
         A load needs nothing of it: what ranks wrote is found by name and flat range.
         """
         return self.extra.get("mesh")
 
     def text(self) -> str:
-        """The manifest as JSON, with its own checksum."""
+        """Return the manifest as JSON, with its own checksum."""
         document = asdict(self)
         document["chunks"] = [list(asdict(chunk).values()) for chunk in self.chunks]
         return json.dumps({**document, "crc": _crc(document)}, allow_nan=False)
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """Read the manifest of a checkpoint; CheckpointError, whatever is wrong with the file or the disk under it."""
+        """Read the manifest of a checkpoint.  CheckpointError, whatever is wrong with the file or the disk under it."""
         try:
             return cls._parse(path, json.loads(path.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -165,7 +166,7 @@ def _crc(document: dict[str, Any]) -> int:
 
 
 def checked_tag(tag: Any) -> str:
-    """The tag as text.  CheckpointError unless it can only be the name of one folder in its directory."""
+    """Return the tag as text.  CheckpointError unless it can only be the name of one folder in its directory."""
     text = str(tag) if _is_plain(tag) else ""
     if not text or text.startswith(".") or Path(text).name != text:
         why, fix = "A tag is the name of one folder.", "use letters, digits, '_' and '-'."
@@ -180,7 +181,7 @@ def checked_tag(tag: Any) -> str:
 
 
 def tag_to_save(tag: Any) -> str:
-    """As `checked_tag`; CheckpointError also for a tag that a load would read as something else."""
+    """Return the tag as `checked_tag` does.  CheckpointError also for one that a load would read as something else."""
     text = checked_tag(tag)
     if text in RESERVED_TAGS:
         raise _invalid_tag(
@@ -203,7 +204,7 @@ def _invalid_tag(tag: Any, why: str, fix: str) -> CheckpointError:
 
 
 def missing_elements(folder: Path, what: str) -> CheckpointError:
-    """The error of a reader that asks for elements which no file has.  what: which elements."""
+    """Return the error of a reader that asks for elements which no file has.  what: which elements."""
     return CheckpointError(f"{what} are in no file of {folder}.", "The checkpoint is incomplete.", "load another tag.")
 
 
@@ -211,10 +212,9 @@ RESERVED_KEYS = ("__tuple__", "__items__", "__float__", "__tensor__", "__dtype__
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Any:
-    """Turn `value` into JSON values; tensors are copied into `tensors` under their path.  path: names the value in
-    errors.
+    """Turn `value` into JSON values, and copy its tensors into `tensors` under their path.
 
-    CheckpointError for an object that is neither a plain value nor a tensor.
+    path: names the value in errors.  CheckpointError for an object that is neither a plain value nor a tensor.
     """
     if value is None or isinstance(value, (bool, str)):
         return value

@@ -29,7 +29,10 @@ MAX_SHARD_BYTES = 5_000_000_000
 
 
 def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]]:
-    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file of its own."""
+    """Cut tensors, in their order, into files of at most `most` bytes; a larger tensor gets a file of its own.
+
+    CheckpointError where `most` is below 1.
+    """
     if most < 1:
         raise CheckpointError(
             f"files of at most {most} bytes hold nothing.", fix="ask for max_shard_bytes of 1 or more."
@@ -46,7 +49,7 @@ def plan_shards(infos: Sequence[TensorInfo], most: int) -> list[list[TensorInfo]
 
 
 def shard_names(count: int, stem: str = STEM, suffix: str = "safetensors") -> list[str]:
-    """The names of `count` files, as transformers expects them."""
+    """Return the names of `count` files, as transformers expects them."""
     if count == 1:
         return [f"{stem}.{suffix}"]
     return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
@@ -61,8 +64,9 @@ def write_index(path: Path, shards: Sequence[Sequence[TensorInfo]], names: Seque
 
 
 def safetensors_files(path: Path) -> list[Path]:
-    """The safetensors files that a path means: itself, those of its index, or its only one.  CheckpointError where
-    there is none.
+    """Return the safetensors files that a path means: itself, those of its index, or its only one.
+
+    CheckpointError where there is none, or the index cannot be understood or leads elsewhere.
     """
     if path.is_file():
         return [path]
@@ -89,7 +93,7 @@ def _files_in_index(index: Path) -> list[str]:
 
 
 def _checked_file_name(name: Any, index: Path) -> str:
-    """A file's name from an index; CheckpointError unless it stays in the index's own folder."""
+    """Return a file's name from an index.  CheckpointError unless it stays in the index's own folder."""
     if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\0" in name:
         raise CheckpointError(
             f"{index} names the file {name!r:.80}, which is not in its folder.",
@@ -135,5 +139,5 @@ class SafetensorsFolder:
         yield start, self._file_of[name].mapped(name)[start:stop]
 
     def whole(self, name: str) -> Tensor:
-        """A tensor in its own shape and dtype, in memory of its own."""
+        """Read a tensor in its own shape and dtype, into memory of its own."""
         return self._file_of[name].whole(name)

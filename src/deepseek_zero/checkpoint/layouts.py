@@ -25,17 +25,19 @@ from . import LAYOUT_MODULES
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
-from .safetensors_file import RUN_KEY, read_header
+from .safetensors_file import RUN_KEY, dtype_name, read_header
 from .torch_file import read_state_dict, torch_records
 
 
 class StateReader(Protocol):
     """Reads flat ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state."""
 
-    def has(self, kind: str, name: str, key: str = "") -> bool: ...
+    def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether there is anything of a state."""
+        ...
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """The optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter."""
         ...
 
     def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
@@ -45,11 +47,11 @@ class StateReader(Protocol):
         ...
 
     def whole(self, name: str, key: str) -> Tensor:
-        """An optimizer state with a shape of its own."""
+        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has none."""
         ...
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        """Read a rank's buffer, flat; rank 0's where that rank wrote none."""
         ...
 
 
@@ -64,7 +66,7 @@ class OpenCheckpoint:
 
     @property
     def tied(self) -> dict[str, str]:
-        """Further names of tied parameters -> the first one."""
+        """Return the further names of tied parameters, each with the first one."""
         return {name: first for name, first in self.manifest.extra.get("names", {}).items() if name != first}
 
 
@@ -76,7 +78,7 @@ class Layout(ABC):
 
     @abstractmethod
     def is_at(self, path: Path) -> bool:
-        """Whether `path` is a checkpoint in this layout, or one that lost some of its files."""
+        """Return whether `path` is a checkpoint in this layout, or one that lost some of its files."""
 
 
 class SlicesLayout(Layout):
@@ -93,23 +95,23 @@ class ForeignLayout(Layout):
 
     @abstractmethod
     def files(self, path: Path) -> list[Path]:
-        """The files that can be compared with checksums; missing ones are left out."""
+        """Return the files that can be compared with checksums; missing ones are left out."""
 
     @abstractmethod
     def records(self, file: Path) -> list[FileRecord]:
-        """The parts of a file, each with its checksum if it has one."""
+        """Return the parts of a file, each with its checksum if it has one."""
 
     @abstractmethod
     def manifest(self, path: Path) -> Manifest:
-        """Names, shapes and dtypes, in the words of our manifest."""
+        """Return names, shapes and dtypes, in the words of our manifest."""
 
     @abstractmethod
     def checksum_coverage(self, path: Path) -> str:
-        """What a verdict rests on where not every chunk has a checksum of its own; empty where it has."""
+        """Say what a verdict rests on where not every chunk has a checksum of its own; empty where each has one."""
 
     @abstractmethod
     def open_at(self, path: Path, stack: ExitStack) -> OpenCheckpoint:
-        """Open for reading until `stack` closes."""
+        """Open the checkpoint for reading until `stack` closes."""
 
 
 class EngineLayout(ForeignLayout):
@@ -124,14 +126,17 @@ class EngineLayout(ForeignLayout):
 
     @abstractmethod
     def save(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
-        """Write `directory/tag` and return it when it is on the disk.  Collective; CheckpointError on every rank where
-        one cannot write.
+        """Write `directory/tag` and return it when it is on the disk.  Collective.
+
+        CheckpointError on every rank where one cannot write; the checkpoint before stays.
         """
 
     @abstractmethod
     def load(self, directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
-        """Fill an engine from `directory/tag`, at any world size and stage.  Collective; CheckpointError on every rank,
-        and an unchanged engine, where the checkpoint does not fit or (settings.verify) is damaged.
+        """Fill an engine from `directory/tag`, at any world size and stage.  Collective.
+
+        CheckpointError on every rank, and an unchanged engine, where the checkpoint does not fit or (settings.verify)
+        is damaged.
         """
 
 
@@ -149,7 +154,7 @@ class SafetensorsLayout(ForeignLayout):
         return []
 
     def records(self, file: Path) -> list[FileRecord]:
-        """With the CRC-32s that an export of ours has in its header; other programs' files have none."""
+        """Return the tensors with the CRC-32s that an export of ours has in its header; other programs' have none."""
         header = read_header(file)
         return [
             FileRecord(name, at.start, at.stop, header.tensor_crcs.get(name)) for name, at in header.locations.items()
@@ -172,7 +177,7 @@ class SafetensorsLayout(ForeignLayout):
                         f"'{name}' is in {each.name} and in another file of {path} too.",
                         fix="export again into an empty folder.",
                     )
-                parameters[name] = {"shape": list(at.shape), "dtype": str(at.dtype)[6:], "trained": True}
+                parameters[name] = {"shape": list(at.shape), "dtype": dtype_name(at.dtype), "trained": True}
         run = next(iter(runs), None) or ""
         return Manifest(
             1, 0, {}, parameters, {}, [], None, {}, [], plain={"trainer": {}}, run=run, format="safetensors"
@@ -248,19 +253,22 @@ def register_layout(layout: Layout) -> None:
 
 
 def known_layouts() -> Sequence[Layout]:
-    """All layouts, in the order in which a path is compared with them: folders of states before weights."""
+    """Return all layouts, in the order in which a path is compared with them: folders of states before weights.
+
+    Imports the modules of `LAYOUT_MODULES`, which register theirs.
+    """
     for module in LAYOUT_MODULES:
         import_module(module)
     return [SLICES, *_registered, SAFETENSORS, TORCH]
 
 
 def layout_of(path: Path) -> Layout | None:
-    """The layout of one checkpoint or export; None where the path is neither."""
+    """Return the layout of one checkpoint or export; None where the path is neither."""
     return next((layout for layout in known_layouts() if layout.is_at(path)), None)
 
 
 def layout_named(name: str) -> Layout:
-    """The layout of that name; CheckpointError where none is registered."""
+    """Return the layout of that name.  CheckpointError where none is registered."""
     found = next((layout for layout in known_layouts() if layout.name == name), None)
     if found is None:
         known = ", ".join(layout.name for layout in known_layouts())
@@ -269,6 +277,6 @@ def layout_named(name: str) -> Layout:
 
 
 def is_checkpoint(path: Path) -> bool:
-    """Whether a folder is a checkpoint with states, or one that lost some of its files."""
+    """Return whether a folder is a checkpoint with states, or one that lost some of its files."""
     layout = layout_of(path)
     return path.is_dir() and layout is not None and layout.has_states

@@ -108,6 +108,7 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
 
 
 def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
+    """Set this process's random generators, where as many ranks load as have saved."""
     if manifest.world_size != runtime.comm.size:
         return  # nobody's sequence here goes on one of those
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
@@ -158,6 +159,7 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> Non
 
 
 def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
+    """Raise CheckpointError if the saved optimizer states are not this optimizer's."""
     mine, fix = (
         type(optimizer.inner).__name__,
         "load with load_optimizer_states=False, or use the optimizer that was saved.",
@@ -181,7 +183,7 @@ def _check_optimizer(manifest: Manifest, optimizer: ShardedOptimizer) -> None:
 
 
 def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> bool:
-    """Whether this rank's moments come, chunk by chunk, into memory that holds nothing yet.
+    """Return whether this rank's moments come, chunk by chunk, into memory that holds nothing yet.
 
     Then they are compared with their checksums as they are read: until all ranks have theirs, nothing has changed.
     """
@@ -196,6 +198,7 @@ def _takes_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> 
 
 
 def _read_new_moments(folder: Path, manifest: Manifest, contents: Contents) -> Iterator[GroupStates]:
+    """Read this rank's moments, group by group.  CheckpointError where a checksum differs."""
     assert contents.optimizer is not None
     with ExitStack() as stack:
         reader = CheckpointReader(folder, manifest.chunks, stack, verifies=True)
@@ -235,6 +238,7 @@ GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the s
 
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
+    """Yield the elements of weights that this rank holds, in the order in which `restore_weights` reads them."""
     for group in contents.runtime.groups:
         for member in group.members:
             if reader.has(WEIGHT, member.name):
@@ -246,6 +250,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
+    """Yield the elements of moments that this rank holds, in the order in which `read_states` reads them."""
     for _, shard in _shards_by_group(optimizer):
         overlaps = list(shard.overlaps())
         for key in _moment_keys(reader, overlaps):
@@ -254,7 +259,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
-    """The optimizer's shards with their numbers, those of one group together: in the order of the files."""
+    """Return the optimizer's shards with their numbers, those of one group together: in the order of the files."""
     order = {id(group): number for number, group in enumerate(optimizer.runtime.groups)}
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
@@ -264,7 +269,8 @@ def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap]) -> list[str]
 
 
 def restore_weights(reader: StateReader, contents: Contents) -> None:
-    """Write masters, and weights without one, from the ranges that this rank holds; any world size may have saved them.
+    """Write masters, and weights without one, from the ranges that this rank holds.  Local; any world size may have
+    saved them.
 
     Weights with a master follow in `ParamGroup.refresh`.
     """
@@ -296,13 +302,13 @@ def write_weight(
 
 
 def store_weights(group: ParamGroup) -> None:
-    """Send what was written of a group to the memory where it rests, so that one group at a time is here."""
+    """Send what was written of a group to the memory where it rests, and wait, so that one group at a time is here."""
     for pending in [extent.store(0, extent.memory.numel()) for extent in exact_extents(group)]:
         pending.wait()
 
 
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
-    """Write each rank's own buffers at the world size they were saved with, rank 0's at any other."""
+    """Write each rank's own buffers at the world size they were saved with, rank 0's at any other.  Local."""
     comm = contents.runtime.comm
     rank = comm.rank if comm.size == manifest.world_size else 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
@@ -328,7 +334,7 @@ def restore_optimizer(
     optimizer: ShardedOptimizer,
     states: Iterable[GroupStates] | None = None,
 ) -> None:
-    """Load the optimizer's states and hyper-parameters through the inner optimizer's own load_state_dict.
+    """Load the optimizer's states and hyper-parameters through the inner optimizer's own load_state_dict.  Local.
 
     It goes group by group, so that at most one group's states exist twice.  states: those that have been read already.
     """
@@ -372,6 +378,7 @@ def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) 
 
 
 def _shard_state(reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]) -> dict[str, Any]:
+    """Read the inner optimizer's state of one shard: moments, states of other shapes, counters."""
     overlaps = list(shard.overlaps())
     state: dict[str, Any] = {}
     for key in _moment_keys(reader, overlaps):
@@ -397,8 +404,8 @@ def _moment(reader: StateReader, shard: MasterShard, overlaps: list[ParamOverlap
 
 
 def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tensor:
-    """The memory for a moment: that of the moment before it where it lies here as it is, since new pages cost as much
-    as the copy does.
+    """Return the memory for a moment: that of the moment before it where it lies here as it is, since new pages cost as
+    much as the copy does.
     """
     if (
         isinstance(before, Tensor)
@@ -411,7 +418,7 @@ def _moment_memory(shard: MasterShard, dtype: torch.dtype, before: Any) -> Tenso
 
 
 def _numbers(manifest: Manifest, names: list[str]) -> dict[str, Any]:
-    """The counters of a shard, which its parameters share (`split_as_saved`).  CheckpointError where they differ."""
+    """Return the counters that a shard's parameters share (`split_as_saved`).  CheckpointError where they differ."""
     saved = [manifest.scalars.get(name, {}) for name in names]
     different = next((k for k, each in enumerate(saved) if each != saved[0]), None)
     if different is not None:

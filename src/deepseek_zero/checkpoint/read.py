@@ -47,16 +47,15 @@ class CheckpointReader:
             self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
+        """Return whether there is a chunk of a state."""
         return (kind, name, key) in self._chunks
 
     def keys(self, kind: str, name: str) -> list[str]:
-        """The optimizer's names of the states of one parameter."""
+        """Return the optimizer's names of the states of one parameter."""
         return list(self._keys.get((kind, name), ()))
 
     def prefetch(self, wanted: Iterable[StateRange]) -> None:
-        """Read ahead the ranges that `read` will be asked for next, in this order.  Another order costs time, nothing
-        else.
-        """
+        """Read ahead the ranges that `read` will be asked for next, in this order; another order only costs time."""
         spans = [self._byte_range(chunk, low, high) for each in wanted for chunk, low, high in self._chunks_of(*each)]
         coming = read_ahead(spans)
         self._stack.callback(coming.close)
@@ -85,7 +84,7 @@ class CheckpointReader:
             raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
-        """Whether these ranges are whole chunks, which can be compared as they are read."""
+        """Return whether these ranges are whole chunks, which can be compared as they are read."""
         cuts = (cut for each in wanted for cut in self._chunks_of(*each))
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
@@ -122,16 +121,16 @@ class CheckpointReader:
         return (data if is_aligned else data.clone()).view(dtype)
 
     def whole(self, name: str, key: str) -> Tensor:
-        """A state with a shape of its own."""
+        """Read an optimizer state with a shape of its own."""
         return self.value(WHOLE, name, key)
 
     def value(self, kind: str, name: str, key: str = "") -> Tensor:
-        """A state that was never cut, in its own shape."""
+        """Read a state that was never cut, in its own shape."""
         chunk = self._chunks[kind, name, key][0]
         return self._file(chunk).whole(chunk.tensor_name)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        """Read a rank's buffer, flat; rank 0's where that rank wrote none."""
         chunks = self._chunks[BUFFER, name, ""]
         chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
         return self._file(chunk).whole(chunk.tensor_name)
@@ -164,7 +163,7 @@ class LazyTensor:
             yield from self.source.values.read(WEIGHT, self.name, "", low, min(low + READ_NUMEL, numel))
 
     def contiguous(self) -> Tensor:
-        """The whole tensor in its own shape, in memory of its own; DeepSpeed's lazy tensors have this method too."""
+        """Read the whole tensor, in its own shape, into new memory; DeepSpeed's lazy tensors have this method too."""
         whole = torch.empty(self.shape.numel(), dtype=self.dtype)
         for low, part in self.parts():
             whole[low : low + part.numel()] = cast(part.reshape(-1), self.dtype)
@@ -172,6 +171,7 @@ class LazyTensor:
 
     @property
     def entry(self) -> TensorInfo:
+        """Return its name, shape and dtype, as a file will have them."""
         return TensorInfo(self.name, tuple(self.shape), self.dtype)
 
 
@@ -194,8 +194,9 @@ def open_checkpoint(path: Path, tag: str | None, stack: ExitStack, *, checks: bo
 
 
 def resolve_checkpoint(path: Path, tag: str | None) -> Path:
-    """The folder of a checkpoint: `path` itself if it is one, else that of the tag in it.  CheckpointError where there
-    is neither.
+    """Return the folder of a checkpoint: `path` itself if it is one, else that of the tag in it.
+
+    CheckpointError where there is neither.
     """
     if tag is None and is_single_checkpoint(path):
         return path

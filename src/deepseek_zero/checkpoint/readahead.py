@@ -49,7 +49,7 @@ class ReadPart:
 
     @property
     def data(self) -> Tensor:
-        """Its bytes, uint8, valid until the next part is asked for; OSError where they cannot be read."""
+        """Wait for its bytes, uint8, valid until the next part is asked for.  OSError where they cannot be read."""
         return self.request.bytes_of(self)
 
 
@@ -61,6 +61,7 @@ class ReadRequest:
         self._path, self._block, self._job = path, torch.empty(0), Future[None]()
 
     def begin(self, pool: ThreadPoolExecutor, block: Tensor) -> None:
+        """Have a thread read the parts into `block`."""
         self._block = block
         first, last = self.parts[0], self.parts[-1]
         self._job = pool.submit(self._path.fill, block, first.range, first.start, last.stop)
@@ -71,6 +72,7 @@ class ReadRequest:
         return self._block
 
     def bytes_of(self, part: ReadPart) -> Tensor:
+        """Wait, and return the bytes of one of the parts; OSError where these cannot be read."""
         first = self.parts[0].start
         if self._job.exception() is not None:
             if len(self.parts) == 1:

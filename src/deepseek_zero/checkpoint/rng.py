@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def capture_rng(device: torch.device) -> dict[str, Tensor]:
-    """The states of the process's random generators, by generator, for `restore_rng`."""
+    """Copy the states of this process's random generators (of CUDA's, that of `device`), for `restore_rng`."""
     found = {"torch": torch.get_rng_state()}
     if device.type == "cuda":
         found["cuda"] = torch.cuda.get_rng_state(device)

@@ -79,15 +79,20 @@ class TensorInfo:
 
     @property
     def numel(self) -> int:
+        """Return the number of its elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes that it takes in the file."""
         return self.numel * self.dtype.itemsize
 
 
 def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> bytes:
-    """The header of a file that has these tensors one after another, padded so that they begin at a multiple of 8."""
+    """Encode the header of a file of these tensors, one after another, padded so that they begin at a multiple of 8.
+
+    CheckpointError for a dtype that the format has no name for.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     offset = 0
     for info in infos:
@@ -100,12 +105,12 @@ def encode_header(infos: Sequence[TensorInfo], metadata: Mapping[str, str]) -> b
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Torch's name of a dtype, as manifests have it: "bfloat16"."""
+    """Return torch's name of a dtype, as manifests have it: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
 def dtype_named(name: Any) -> torch.dtype:
-    """The dtype that a file names in torch's words; CheckpointError where it is none that a file may name."""
+    """Return the dtype that a file names in torch's words.  CheckpointError where it is none that a file may name."""
     found = TORCH_DTYPES.get(name) if isinstance(name, str) else None
     if found is None:
         raise CheckpointError(
@@ -144,14 +149,15 @@ class SafetensorsHeader:
 
     @property
     def tensor_crcs(self) -> dict[str, int]:
-        """CRC-32 of the tensors' bytes, as far as the file has them; ValueError where they are unreadable."""
+        """Return the CRC-32 of the tensors' bytes, as far as the file has them; ValueError if they are unreadable."""
         crcs = json.loads(self.metadata.get(TENSOR_CRCS_KEY, "{}"))
         return {name: int(text, 16) for name, text in crcs.items()}
 
 
 def read_header(path: Path) -> SafetensorsHeader:
-    """Read the header of a safetensors file.  CheckpointError unless the file exists and has exactly the length that
-    its header says.
+    """Read the header of a safetensors file.
+
+    CheckpointError unless the file exists and has exactly the length that its header says.
     """
     try:
         with open(path, "rb") as file:
@@ -190,7 +196,7 @@ def read_header(path: Path) -> SafetensorsHeader:
 
 
 def _without_crc(size: int, text: bytes, own: str) -> bytes:
-    """A header's bytes with zeros in the place of its own checksum, as they were when it was computed."""
+    """Return a header's bytes with zeros in the place of its own checksum, as they were when it was computed."""
     field = f'"{HEADER_CRC_KEY}": "{{}}"'
     return size.to_bytes(8, "little") + text.replace(field.format(own).encode(), field.format(NO_CRC).encode(), 1)
 
@@ -204,6 +210,7 @@ def _location(begin: int, facts: dict[str, Any]) -> TensorLocation:
 
 
 def damaged_file(path: Path, problem: str) -> CheckpointError:
+    """Return the error of a file that cannot be used.  problem: what is wrong, as the rest of a sentence."""
     return CheckpointError(f"{path.name} {problem}", fix="use another checkpoint, or bring the file back from a copy.")
 
 
@@ -219,7 +226,7 @@ class SafetensorsReader:
         self._map: Tensor | None = None
 
     def whole(self, name: str) -> Tensor:
-        """A tensor in its own shape and dtype, in memory of its own."""
+        """Read a tensor in its own shape and dtype, into memory of its own."""
         location = self.header.locations[name]
         values = torch.empty(location.numel, dtype=location.dtype)
         offset, left = location.start, values.view(torch.uint8).numpy().data
@@ -234,7 +241,7 @@ class SafetensorsReader:
         return values.view(location.shape)
 
     def mapped(self, name: str) -> Tensor:
-        """A tensor, flat, mapped into memory: only pages that are read come from the disk, and nothing is copied."""
+        """Return a tensor, flat, mapped into memory: only pages that are read come from the disk, nothing is copied."""
         location = self.header.locations[name]
         if not location.numel:
             return torch.empty(0, dtype=location.dtype)
@@ -318,7 +325,7 @@ class SafetensorsWriter:
 
 
 def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Flat values in another dtype; from fp32 to bf16 as an update casts.  The same tensor where nothing changes."""
+    """Cast flat values to another dtype, fp32 to bf16 as an update casts; the same tensor where nothing changes."""
     if values.dtype == dtype:
         return values
     out = torch.empty(values.numel(), dtype=dtype, device=values.device)
@@ -327,7 +334,10 @@ def cast(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def dtype_of(asked: torch.dtype | str | None) -> torch.dtype | None:
-    """A dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None."""
+    """Return a dtype by any of its names: torch.bfloat16, "bfloat16", "torch.bfloat16", "bf16"; None stays None.
+
+    CheckpointError where it has no such name.
+    """
     if asked is None or isinstance(asked, torch.dtype):
         return asked
     found = DTYPE_ALIASES.get(asked) or TORCH_DTYPES.get(asked.removeprefix("torch."))

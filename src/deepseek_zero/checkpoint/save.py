@@ -97,12 +97,14 @@ class PendingSave:
 
     @property
     def is_over(self) -> bool:
-        """Whether this rank has written its file, or failed to."""
+        """Return whether this rank has written its file, or failed to."""
         return self.write.is_over
 
     def commit(self) -> Path:
-        """Wait for every rank's file, then make the checkpoint visible and return its folder; it is on the disk by
-        then.  Collective.
+        """Wait for every rank's file, make the checkpoint visible, and return its folder.  Collective.
+
+        It is on the disk by then.  CheckpointError on every rank where one of them could not write; what was written is
+        removed.
         """
         try:
             indexes = run_and_gather(self._comm, "saving: this rank's index", self._index)
@@ -129,11 +131,12 @@ class PendingSave:
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
     def _write(self) -> str:
+        """Write this rank's file now."""
         self.write.write()
         return ""
 
     def _value_items(self, common: dict[str, str]) -> list[WriteGroup]:
-        """Copies of the states that change between steps: buffers, random generators, plain values."""
+        """Copy the states that change between steps: buffers, random generators, plain values."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
             value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
@@ -151,6 +154,7 @@ class PendingSave:
         return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen)
 
     def _index(self) -> str:
+        """Wait for this rank's file, and return its chunks, counters and the checksum of its header as JSON."""
         chunks = [list(asdict(chunk).values()) for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
@@ -201,8 +205,10 @@ def refuse_foreign_files(final: Path) -> None:
 
 
 def publish(hidden: Path, final: Path, *, latest: bool) -> None:
-    """Give a finished folder its name, and write that name into `latest`.  The previous checkpoint of the same tag
-    stays under a hidden name until `remove_replaced`, since removing gigabytes takes a while.
+    """Give a finished folder its name, and write that name into `latest`.
+
+    The previous checkpoint of the same tag stays under a hidden name until `remove_replaced`, since removing gigabytes
+    takes a while.
     """
     if final.exists():
         remove_replaced(final)
@@ -215,6 +221,7 @@ def publish(hidden: Path, final: Path, *, latest: bool) -> None:
 
 def save(directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> Path:
     """Write `directory/tag` and return it.  Collective; rank 0's tag, counters and client state are saved.
+
     CheckpointError on every rank where one of them cannot write.
     """
     return PendingSave(directory, tag, contents, settings).commit()
@@ -234,6 +241,7 @@ def _encoded_values(contents: Contents, tensors: dict[str, Tensor]) -> dict[str,
 
 
 def _agreed_tag(tags: list[str], validation: str) -> str:
+    """Return rank 0's tag.  CheckpointError where it is none to save, or (validation) ranks name different ones."""
     different = next((rank for rank, each in enumerate(tags) if each != tags[0]), None)
     if different is not None and validation != "Ignore":
         message = f"rank 0 saves under tag {tags[0]!r}, rank {different} under {tags[different]!r}"
@@ -244,8 +252,9 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
 
 
 def _digests(contents: Contents) -> dict[str, str]:
-    """Digests of the persistent buffers: a buffer that equals rank 0's is written once.  Running statistics differ
-    between ranks, masks do not.
+    """Compute digests of the persistent buffers: a buffer that equals rank 0's is written once.
+
+    Running statistics differ between ranks, masks do not.
     """
     return {name: _digest(buffer) for name, buffer in persistent_buffers(contents.runtime.model).items()}
 
@@ -256,7 +265,7 @@ def _digest(buffer: Tensor) -> str:
 
 
 def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
-    """The manifest as far as it is known before anything is written."""
+    """Make the manifest as far as it is known before anything is written."""
     runtime, optimizer = contents.runtime, contents.optimizer
     plan = {}
     for unit in runtime.units:
@@ -312,7 +321,7 @@ class ItemProgress:
 
 
 class BackgroundWrite:
-    """The writing of this rank's file, at once (`write`) or in a thread (`start`)."""
+    """Writes this rank's file, at once (`write`) or in a thread (`start`)."""
 
     def __init__(
         self, path: Path, groups: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
@@ -350,12 +359,12 @@ class BackgroundWrite:
 
     @property
     def is_resident(self) -> bool:
-        """Whether no state rests on a disk, so that a thread may read all of them."""
+        """Return whether no state rests on a disk, so that a thread may read all of them."""
         return not any(part.extent.is_offloaded for write_group in self._groups for part in write_group.extents)
 
     @property
     def is_over(self) -> bool:
-        """Whether the file is finished, or has failed."""
+        """Return whether the file is finished, or has failed."""
         return self._is_over
 
     def chunks(self) -> list[SavedChunk]:

@@ -21,7 +21,7 @@ STAGING_LOCK = ".writing"
 
 
 def staging_path(final: Path) -> Path:
-    """The hidden path under which `final` is made."""
+    """Return the hidden path under which `final` is made."""
     return final.with_name(f".{final.name}.saving")
 
 
@@ -73,7 +73,7 @@ class StagedOutput:
 
         A folder that exists may hold files that are not ours (a tokenizer), so it is not replaced.  A file in it that
         matches one of the patterns `ours`, and is not written again, was left by an earlier export and is removed, or a
-        reader would take it.
+        reader would take it.  CheckpointError where the disk refuses.
         """
         made = self._sync_files()
         with files.describing_errors(f"completing '{self.final}'"):
@@ -109,6 +109,7 @@ class StagedOutput:
         return made
 
     def _refuse_if_written(self) -> None:
+        """Raise CheckpointError if another job holds the folder's lock."""
         with suppress(FileNotFoundError), open(self.path / STAGING_LOCK, "rb") as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

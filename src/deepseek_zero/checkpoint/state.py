@@ -27,12 +27,12 @@ from .safetensors_file import dtype_name
 
 
 def exact_dtype(group: ParamGroup) -> torch.dtype:
-    """The dtype of the most precise form of a group's weights: the master's, where there is one."""
+    """Return the dtype of the most precise form of a group's weights: the master's, where there is one."""
     return group.master.dtype if group.master is not None else group.weight.spec.dtype
 
 
 def exact_extents(group: ParamGroup) -> list[Extent]:
-    """The extents under the most precise form of a group's weights: the master's, where there is one."""
+    """Return the extents under the most precise form of a group's weights: the master's, where there is one."""
     if group.master is not None:
         return group.master.extents()
     return [group.weight.extent] if group.weight.extent is not None else []
@@ -68,7 +68,7 @@ class WriteGroup:
 def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
     """Yield this rank's items of weights and optimizer states, group by group in the order of their update.
 
-    Over all ranks, each element of the model is in one item.
+    Over all ranks, each element of the model is in one item: of ranks that hold the same slice the first one has it.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
@@ -88,7 +88,7 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
 
 
 def _weight_items(group: ParamGroup) -> WriteGroup:
-    """This rank's part of a group's parameters, also where every rank holds them whole."""
+    """List this rank's part of a group's parameters, also where every rank holds them whole."""
     write_group, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
     places = []
     for member in group.members:
@@ -116,7 +116,7 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
 
 
 def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
-    """This rank's part of a gradient whose update comes a step late."""
+    """List this rank's part of a gradient whose update comes a step late."""
     waiting, rank, write_group = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
     low = group.layout.bounds(rank)[0]
     for number, member in enumerate(group.members if waiting.is_full and waiting.buffer is not None else ()):
@@ -159,12 +159,13 @@ def state_names(model: nn.Module) -> dict[str, str]:
 
 
 class MomentCache:
-    """The moment that was read last: parameters that share a shard ask for it one after another."""
+    """Keeps the moment that was read last: parameters that share a shard ask for it one after another."""
 
     def __init__(self) -> None:
         self._last: tuple[tuple[int, str], Tensor] | None = None  # one attribute: two threads may ask
 
     def of(self, optimizer: ShardedOptimizer, shard: MasterShard, key: str) -> Tensor:
+        """Return a moment of a shard, flat; reads it unless it is the one that was asked for last."""
         last = self._last
         if last is None or last[0] != (id(shard), key):
             last = self._last = (id(shard), key), optimizer.moments.read(shard, key).reshape(-1)
@@ -172,7 +173,7 @@ class MomentCache:
 
 
 def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, cache: MomentCache) -> WriteGroup:
-    """This rank's part of every optimizer state of a shard that has elements."""
+    """List this rank's part of every optimizer state of a shard that has elements."""
     write_group, rank = (
         WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]),
         shard.rank,
@@ -189,14 +190,14 @@ def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, cache: Moment
 
 
 def is_scalar_state(value: Tensor, param: Tensor) -> bool:
-    """Whether a state counts something (`step`) instead of following the parameter's elements."""
+    """Return whether a state counts something (`step`) instead of following the parameter's elements."""
     return value.dim() == 0 and param.dim() > 0
 
 
 def _owned_moment_items(
     optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, cache: MomentCache
 ) -> Iterator[WriteItem]:
-    """The part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
+    """Yield the part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
     shard, rank = overlap.shard, overlap.shard.rank
     low, high = shard.group.layout.owned(overlap.slot, rank)
     start, stop = max(overlap.start, low - overlap.slot.start), min(overlap.stop, high - overlap.slot.start)
@@ -212,6 +213,10 @@ def _owned_moment_items(
 
 
 def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
+    """Yield an optimizer state with a shape of its own, on the rank that owns the parameter's first element.
+
+    CheckpointError where the shard holds part of the parameter.
+    """
     if overlap.stop - overlap.start != overlap.slot.numel:
         raise CheckpointError(
             f"optimizer state '{key}' of '{overlap.slot.name}' has shape {tuple(value.shape)} over part of it.",
@@ -227,7 +232,10 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int
 
 
 def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
-    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}."""
+    """Collect optimizer states without elements, by parameter: {name: {"step": {"value": 3.0, "dtype": "float32"}}}.
+
+    CheckpointError for one that is neither a number nor a tensor.
+    """
     found: dict[str, dict[str, Any]] = {}
     for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
@@ -252,7 +260,7 @@ def _scalar(key: str, value: Any, name: str) -> dict[str, Any]:
 
 
 def value_item(kind: str, name: str, value: Tensor, rank: int) -> WriteItem:
-    """The item of a tensor that no step changes, whole and in its own shape."""
+    """Return the item of a tensor that no step changes, whole and in its own shape."""
     flat = value.reshape(-1)
     chunk = SavedChunk(kind, name, "", 0, value.numel(), rank)
     return WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: flat[low:high])

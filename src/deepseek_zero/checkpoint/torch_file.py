@@ -23,8 +23,10 @@ from .safetensors_file import dtype_name
 
 
 def torch_records(path: Path) -> list[FileRecord]:
-    """The records of a file of torch.save, in the order of its directory; [] for the form that torch wrote before 1.6,
-    which has no checksums.  CheckpointError where the file is missing or damaged.
+    """Return the records of a file of torch.save, in the order of its directory.
+
+    [] for the form that torch wrote before 1.6, which has no checksums.  CheckpointError where the file is missing or
+    damaged.
     """
     try:
         with open(path, "rb") as file:
@@ -56,10 +58,10 @@ def _record(file: BinaryIO, info: zipfile.ZipInfo) -> FileRecord:
 
 
 def load_mapped(path: Path, stand_ins: Mapping[Any, str] | None = None, of_others: str = "") -> dict[str, Any]:
-    """The object in a file of torch.save, its tensors mapped; weights_only=True, so that nothing in it is run.
+    """Load the object in a file of torch.save with its tensors mapped; weights_only=True, so that nothing in it is run.
 
-    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what they are called in
-    the error that another class causes, a CheckpointError like every other failure.
+    stand_ins: classes of our own -> the names of the classes that they replace.  of_others: what they are called in the
+    error that another class causes, a CheckpointError like every other failure.
     """
     try:
         with torch.serialization.safe_globals(list((stand_ins or {}).items())):
@@ -140,20 +142,21 @@ class MappedCheckpoint:
             raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
     def whole(self, name: str, key: str) -> Tensor:
+        """Raise CheckpointError: no such layout has optimizer states with a shape of their own."""
         raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """A rank's buffer, flat; rank 0's where that rank wrote none."""
+        """Return a rank's buffer, flat; rank 0's where that rank wrote none."""
         return self.buffers[rank if rank < len(self.buffers) else 0][name].reshape(-1)
 
 
 def parameter_facts(shape: Sequence[int], dtype: torch.dtype, *, trained: bool) -> dict[str, Any]:
-    """What a manifest says of a parameter."""
+    """Return what a manifest says of a parameter."""
     return {"shape": list(shape), "dtype": dtype_name(dtype), "trained": trained}
 
 
 def read_state_dict(path: Path) -> MappedCheckpoint:
-    """Map the tensors of a file of torch.save that holds a state dict: weights alone."""
+    """Map the tensors of a file of torch.save that holds a state dict.  CheckpointError where it holds none."""
     state = load_mapped(path)
     if not isinstance(state, Mapping) or not any(isinstance(value, Tensor) for value in state.values()):
         raise CheckpointError(f"{path} holds no state dict.", "It has no tensors by name.", "name a file of weights.")

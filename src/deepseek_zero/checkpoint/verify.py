@@ -48,8 +48,9 @@ NO_FILES = FileSubset(rank=1 << 30, of=1 << 31)  # no file has such a number
 
 
 def check_headers(folder: Path, subset: FileSubset = ALL_FILES) -> tuple[Manifest | None, list[Fault]]:
-    """Read the manifest and the headers of a subset of the files; returns the manifest, None where it cannot be read,
-    and every fault found.  Raises nothing.
+    """Read the manifest and the headers of a subset of the files, and return the manifest and every fault found.
+
+    The manifest is None where it cannot be read.  Raises nothing.
     """
     layout = layout_of(folder)
     if isinstance(layout, ForeignLayout):
@@ -97,6 +98,7 @@ def verify(
 
 
 def _manifest_or_fault(folder: Path) -> Manifest | Fault:
+    """Read the manifest of our own layout, or return what is wrong with it."""
     if not (folder / MANIFEST).exists():
         return Fault(MANIFEST, "is missing")
     try:
@@ -143,7 +145,7 @@ def _check_records(path: Path, layout: ForeignLayout, on_bytes: OnBytes) -> Iter
 
 def num_without_checksum(manifest: Manifest) -> int:
     """Count the chunks without a checksum, which an older version of the library saved."""
-    return sum(getattr(chunk, "crc", None) is None for chunk in manifest.chunks)
+    return sum(chunk.crc is None for chunk in manifest.chunks)
 
 
 def _ignore(count: int) -> None:
@@ -185,10 +187,10 @@ def _check_header(
         header = read_header(path)
     except CheckpointError as error:
         return None, [Fault(path.name, error.what.removeprefix(f"{path.name} "))]
-    own_run, file_run = getattr(manifest, "run", None), header.metadata.get("run")
+    own_run, file_run = manifest.run, header.metadata.get("run")
     if own_run and file_run and own_run != file_run:
         return None, [Fault(path.name, f"is of another save: it says {file_run}, the manifest {own_run}")]
-    saved = getattr(manifest, "extra", {}).get("heads", {}).get(path.name)
+    saved = manifest.extra.get("heads", {}).get(path.name)
     faults = []
     for chunk in chunks:
         location = header.locations.get(chunk.tensor_name)
@@ -205,6 +207,7 @@ def _check_header(
 
 
 def _describe(chunk: SavedChunk) -> str:
+    """Return a chunk's state and elements, as the subject of a fault's sentence."""
     return f"{chunk.kind} {chunk.key}".rstrip() + f", elements {chunk.start:,} to {chunk.stop:,},"
 
 
@@ -260,7 +263,7 @@ def first_few(names: Sequence[str]) -> str:
 
 
 def _checksum(part: ReadPart, before: int | OSError) -> int | OSError:
-    """Continue a tensor's CRC-32 with the bytes of this part; the OSError where one occurred."""
+    """Continue a tensor's CRC-32 with the bytes of this part; the OSError instead where one occurred."""
     if isinstance(before, OSError):
         return before
     try:

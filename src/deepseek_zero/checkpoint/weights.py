@@ -65,7 +65,7 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
 
 
 def _optimizer_of(runtime: Runtime) -> ShardedOptimizer | None:
-    """The optimizer of these weights, if any: its deferred, speculative or delayed updates belong to the old ones."""
+    """Return the optimizer of these weights, if any: what it deferred or delayed belongs to the old ones."""
     found = (optimizer_of(group.members[0].param) for group in runtime.trained_groups)
     return next((optimizer for optimizer in found if optimizer is not None), None)
 
@@ -130,7 +130,9 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the model's names to names in the files; a CheckpointError says what differs."""
+    """Map the model's names to names in the files.  CheckpointError, which says what differs, where names (strict) or
+    shapes do.
+    """
     found = {name: next((each for each in tied.get(name, [name]) if each in files.shapes), "") for name in shapes}
     missing = [name for name, there in found.items() if not there]
     known = {each for name in shapes for each in tied.get(name, [name])}
@@ -155,6 +157,7 @@ def match_names(
 
 
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
+    """Write this rank's elements of weights, and buffers whole.  Local."""
     for group in runtime.groups:
         for member in group.members:
             if member.name in found:

@@ -37,7 +37,7 @@ class StreamingWriter:
         self._filled = self._offset = 0
 
     def append(self, values: Tensor, crc: int = 0) -> int:
-        """Append a tensor's bytes; returns zlib's CRC-32 of them, continued from `crc`."""
+        """Append a tensor's bytes; returns their CRC-32, continued from `crc`.  Waits where no block is free."""
         data = values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
         done = 0
         while done < len(data):
@@ -72,12 +72,13 @@ class StreamingWriter:
             self._descriptor = -1
 
     def _current_block(self) -> Tensor:
-        """The block that is being filled; waits for a write where none is free."""
+        """Return the block that is being filled; waits for a write where none is free."""
         while not self._free:
             self._reclaim()
         return self._free[0]
 
     def _submit(self, nbytes: int) -> None:
+        """Have a thread write the first `nbytes` of the block that was filled."""
         block = self._current_block()
         self._free.popleft()
         data = block.numpy().data[:nbytes]
@@ -85,6 +86,7 @@ class StreamingWriter:
         self._offset, self._filled = self._offset + nbytes, 0
 
     def _reclaim(self) -> None:
+        """Wait for the oldest write and take its block back; raises its error."""
         job, block = self._in_flight.popleft()
         with self._describing_errors():
             job.result()

@@ -76,6 +76,7 @@ class WriterLock:
 
 
 def _lock(directory: Path) -> _HeldLock:
+    """Lock a directory and write down who holds it.  CheckpointError where another process has the lock."""
     path = directory / WRITER
     while True:
         descriptor = files.open_to_lock(path)
@@ -105,7 +106,7 @@ def _lock(directory: Path) -> _HeldLock:
 
 
 def _has_name(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`."""
+    """Return whether the open file is still the one at `path`."""
     try:
         named = path.stat()
     except FileNotFoundError:

@@ -53,6 +53,8 @@ STATES = {
 
 
 class DeepSpeedLayout(EngineLayout):
+    """The layout of DeepSpeed's own checkpoints, stages 0 to 3, as the core asks for it."""
+
     name, title = "deepspeed", "DeepSpeed's layout"
 
     def is_at(self, path: Path) -> bool:
@@ -158,7 +160,7 @@ def _check_states(found: DeepSpeedCheckpoint, optimizer: ShardedOptimizer) -> No
 
 
 def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have more."""
+    """Keep those of the saved hyper-parameters that the optimizer has too; DeepSpeed's kernels have more."""
     return [
         {key: value for key, value in saved.items() if key in mine}
         for saved, mine in zip(groups, optimizer.param_groups, strict=True)
@@ -219,7 +221,7 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
 
 
 def _remove_written(written: list[Path], slices_folder: Path) -> None:
-    """Remove what was written."""
+    """Remove the slices that were written, and their directory if no other job's are there."""
     for folder in written:
         with suppress(OSError):
             files.remove_folder(folder)
@@ -228,6 +230,7 @@ def _remove_written(written: list[Path], slices_folder: Path) -> None:
 
 
 def _refuse(problem: str, final: Path) -> str:
+    """Raise CheckpointError if `final` is something else than a checkpoint, or `problem` says what would be lost."""
     refuse_foreign_files(final)
     if problem:
         raise CheckpointError(
@@ -261,6 +264,7 @@ def _open(output: StagedOutput) -> str:
 
 
 def _finish(output: StagedOutput, slices_folder: Path, settings: SaveSettings) -> str:
+    """Complete the folder, give it its name, and remove the slices it was made of.  Rank 0 alone calls it."""
     final = output.final
     with files.describing_errors(f"completing '{final}'"):
         output.finish()

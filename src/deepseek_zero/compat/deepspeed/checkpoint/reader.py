@@ -64,7 +64,7 @@ STAND_INS: dict[Any, str] = {
 
 
 def deepspeed_files(folder: Path) -> list[Path]:
-    """The files in DeepSpeed's layout that lie in a folder."""
+    """Return the files in DeepSpeed's layout that lie in a folder."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
     return [path for path in paths if MODEL_FILE.fullmatch(path.name) or OPTIMIZER_FILE.fullmatch(path.name)]
 
@@ -77,17 +77,18 @@ class DeepSpeedCheckpoint(MappedCheckpoint):
 
 
 def open_file(path: Path) -> dict[str, Any]:
-    """One of the files, its tensors mapped, with stand-ins for objects of DeepSpeed's; CheckpointError where it is
-    missing, damaged, or holds anything else.
+    """Open one of the files, its tensors mapped, with stand-ins for objects of DeepSpeed's.
+
+    CheckpointError where it is missing, damaged, or holds anything else.
     """
     return load_mapped(path, STAND_INS, ", and four classes of DeepSpeed's,")
 
 
 def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepSpeedCheckpoint:
-    """Open the checkpoint in a folder; only names, shapes and places are read.  CheckpointError where it is incomplete,
-    damaged, or of a kind that is not read.
+    """Open the checkpoint in a folder; only names, shapes and places are read.
 
-    trained: names that the reader's model trains, which stage 0's files do not say.
+    trained: names that the reader's model trains, which stage 0's files do not say.  CheckpointError where it is
+    incomplete, damaged, or of a kind that is not read.
     """
     try:
         return _read(folder, trained)
@@ -160,9 +161,9 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]])
     """Raise CheckpointError if files that this library wrote are of different saves, or of other ranks than their names
     say.
     """
-    saved_scaler = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
-    own = next((each["run"] for _, each in saved_scaler if each is not None), None)
-    for rank, each in saved_scaler:
+    identities = [(rank, (each.get("ds_config") or {}).get(IDENTITY_KEY)) for rank, each in files]
+    own = next((each["run"] for _, each in identities if each is not None), None)
+    for rank, each in identities:
         if own is not None and (each is None or (each["run"], each["rank"]) != (own, rank)):
             raise CheckpointError(
                 f"{folder} holds a file of rank {rank} that is of another rank or another save: {each}, not {own}.",
@@ -172,6 +173,7 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]])
 
 
 def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Open the optimizer files of all ranks; [] where there are none.  CheckpointError where some are missing."""
     named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
     numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == 0}
     if not numbered and first.get("param_shapes") is None:
@@ -187,24 +189,26 @@ def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list
 
 
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
+    """Say what the model file of the first rank holds in the words of our manifest, but for parameters and buffers."""
     stage = 3 if is_third else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
     tied = first.get("shared_params") or {}
     names = {name: tied.get(name, name) for name in first["module"]}
     dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
-    saved_scaler = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
-    run, extra = str(saved_scaler.get("run", "")), {"names": names, "groups": []}
+    identity = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
+    run, extra = str(identity.get("run", "")), {"names": names, "groups": []}
     return Manifest(ranks, stage, plan, {}, {}, [], None, {}, [], run=run, format="DeepSpeed", version=0, extra=extra)
 
 
 def _groups(optimizer: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the optimizer's parameter groups without their parameters."""
     states = _base(optimizer)
     groups = states.get("param_groups", []) if isinstance(states, Mapping) else []
     return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
 
 def _base(optimizer: Mapping[str, Any]) -> Any:
-    """The inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under another name."""
+    """Return the inner optimizer's own state dict, which each of DeepSpeed's optimizers keeps under another name."""
     for name in ("base_optimizer_state", "optimizer_state_dict"):
         if name in optimizer:
             return optimizer[name]
@@ -226,6 +230,7 @@ def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: 
 def _add_flat(
     found: DeepSpeedCheckpoint, shapes: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
 ) -> None:
+    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat tensor."""
     for number, of_group in enumerate(shapes):
         gaps = optimizers[0].get("param_alignment_paddings")
         ends, reached = {}, 0
@@ -248,7 +253,7 @@ def _add_flat(
 
 
 def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """The states of one flat parameter, with the step that is kept by group."""
+    """Return the states of one flat parameter, with the step that is kept by group."""
     base = _base(optimizer)
     if isinstance(base, list):  # the elastic form: group by group
         states = dict(base[number])
@@ -263,6 +268,7 @@ def _states(optimizer: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any], start: int, cut: slice) -> None:
+    """Add a parameter's optimizer states: of tensors the elements `cut`, as those from `start` on; all numbers."""
     for key, value in states.items():
         if isinstance(value, Tensor) and value.dim():
             found.add(MOMENT, name, key, start, value.reshape(-1)[cut])
@@ -279,6 +285,7 @@ def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any]
 def _add_partitioned(
     found: DeepSpeedCheckpoint, models: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
 ) -> None:
+    """Add masters, states and frozen weights of stage 3: rank r has the r-th part of each parameter."""
     ranks, groups = len(models), _base(optimizers[0])["param_groups"]
     owner = [number for number, group in enumerate(groups) for _ in group["params"]]
     found.manifest.extra["groups"] = [[] for _ in groups]
@@ -305,12 +312,13 @@ def _add_partitioned(
 
 
 def partition_slice(numel: int, rank: int, ranks: int) -> slice:
-    """The elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer, or none."""
+    """Return the elements of a parameter that stage 3 gives a rank; the last ranks' may be fewer, or none."""
     size = -(-numel // ranks)
     return slice(min(rank * size, numel), min((rank + 1) * size, numel))
 
 
 def _fits(found: DeepSpeedCheckpoint, flat: Tensor, offset: int, shape: Sequence[int], ranks: int) -> None:
+    """Raise CheckpointError if a flat tensor ends before the part of a parameter that it should hold."""
     if offset + -(-prod(shape) // ranks) > flat.numel():
         raise CheckpointError(
             f"{found.folder} holds masters of {flat.numel()} elements where more belong.",
@@ -378,7 +386,7 @@ def _add_flat_masters(
 
 
 def _scaler(first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """Our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
+    """Return our loss scaler's state dict out of DeepSpeed's; None where there is no scaler."""
     saved: Any = optimizers[0].get("loss_scaler") if optimizers else None
     saved_scaler = vars(saved) if isinstance(saved, StandIn) else first.get("optimizer") or {}
     if "cur_scale" not in saved_scaler:

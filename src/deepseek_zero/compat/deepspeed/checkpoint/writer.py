@@ -28,7 +28,7 @@ from ....checkpoint.format import MOMENT, WEIGHT, WHOLE
 from ....checkpoint.layouts import OpenCheckpoint, layout_of
 from ....checkpoint.load import IMPLEMENTATION_OPTIONS
 from ....checkpoint.read import open_checkpoint, tensors_of
-from ....checkpoint.safetensors_file import cast, dtype_named
+from ....checkpoint.safetensors_file import cast, dtype_name, dtype_named
 from ....checkpoint.staging import staged_output
 from ....precision.loss_scale import LossScaleSettings
 from .reader import (
@@ -68,16 +68,16 @@ class DeepSpeedTarget:
 
     @classmethod
     def of(cls, source: OpenCheckpoint, stage: int | None = None, ranks: int | None = None) -> DeepSpeedTarget:
-        """The target that a checkpoint itself describes, unless another stage or number of ranks is asked for."""
+        """Return the target that a checkpoint itself describes, but for the stage and the ranks that are asked for."""
         manifest = source.manifest
         rows = " ".join(row["weight"] for row in manifest.plan.values())
-        low = next((dtype for dtype in (torch.bfloat16, torch.float16) if str(dtype)[6:] in rows), torch.float32)
+        low = next((dtype for dtype in (torch.bfloat16, torch.float16) if dtype_name(dtype) in rows), torch.float32)
         run = manifest.run or secrets.token_hex(8)
         return cls(manifest.stage if stage is None else stage, ranks or manifest.world_size, low, run)
 
     @property
     def files(self) -> list[int]:
-        """The ranks that have a file."""
+        """Return the ranks that have a file."""
         return list(range(self.ranks if self.stage else 1))
 
 
@@ -97,7 +97,7 @@ def write_rank(source: OpenCheckpoint, folder: Path, layout: DeepSpeedTarget, ra
 
 
 def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
-    """The ds_config entry, of which DeepSpeed reads nothing back: it says which save and rank a file belongs to."""
+    """Return the ds_config entry: it says which save and rank a file belongs to.  DeepSpeed reads nothing back."""
     return {
         IDENTITY_KEY: {"run": layout.run, "rank": rank},
         "zero_optimization": {"stage": layout.stage},
@@ -107,7 +107,7 @@ def _config(layout: DeepSpeedTarget, rank: int) -> dict[str, Any]:
 
 
 def _groups(source: OpenCheckpoint) -> list[list[str]]:
-    """The trained names by parameter group, in the optimizer's order.  CheckpointError where they cannot be known."""
+    """Return the trained names by parameter group, in the optimizer's order; CheckpointError if nothing says them."""
     groups: list[list[str]] = source.manifest.extra.get("groups") or []
     if not groups and not source.plain["groups"]:
         groups = [[name for name, facts in source.manifest.parameters.items() if facts["trained"]]]
@@ -158,6 +158,7 @@ def convert_to_deepspeed(
 def _model_state(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
+    """Make one rank's model file, with the keys that DeepSpeed looks for."""
     manifest, trainer = source.manifest, source.plain["trainer"]
     trained = {name for group in groups for name in group}
     frozen = [name for name in manifest.parameters if name not in trained and source.values.has(WEIGHT, name)]
@@ -188,7 +189,7 @@ def _model_state(
 
 
 def _client(source: OpenCheckpoint) -> dict[str, Any]:
-    """The caller's values, which this layout keeps among DeepSpeed's own.  CheckpointError where a key is taken."""
+    """Return the caller's values, which lie among DeepSpeed's own.  CheckpointError where a key is taken."""
     client = dict(source.plain["client"] or {})
     taken = sorted(RESERVED_KEYS & client.keys())
     if taken:
@@ -201,7 +202,7 @@ def _client(source: OpenCheckpoint) -> dict[str, Any]:
 
 
 def _module(source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int) -> OrderedDict[str, Tensor]:
-    """The weights in the dtype they compute in, empty at stage 3; buffers are this rank's at stage 3, else rank 0's."""
+    """Read weights as they compute, empty at stage 3, and buffers: this rank's at stage 3, else rank 0's."""
     found: dict[str, Tensor] = {}
     for name, lazy in tensors_of(source).items():
         if name in source.manifest.buffers:
@@ -219,6 +220,7 @@ def _computes_in(own: torch.dtype, layout: DeepSpeedTarget) -> torch.dtype:
 
 
 def _frozen(source: OpenCheckpoint, layout: DeepSpeedTarget, name: str, rank: int) -> Tensor:
+    """Read one rank's part of a frozen weight: padded and cut at stage 3, else whole."""
     facts = source.manifest.parameters[name]
     numel, own = prod(facts["shape"]), dtype_named(facts["dtype"])
     cut = partition_slice(numel, rank, layout.ranks) if layout.stage == 3 else slice(0, numel)
@@ -248,7 +250,7 @@ def _keys(source: OpenCheckpoint, names: Sequence[str]) -> list[str]:
 
 
 def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
-    """The counters of a group's parameters, which these files share: those of the parameter updated most often."""
+    """Return the counters that a group's parameters share in these files: those of the one updated most often."""
     each_one = {name: source.manifest.scalars.get(name, {}) for name in names}
     found = max(each_one.values(), key=lambda each: float(each.get("step", {}).get("value") or 0), default={})
     if other := [name for name, each in each_one.items() if each != found]:
@@ -264,7 +266,7 @@ def _numbers(source: OpenCheckpoint, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, Any]:
-    """A group's hyper-parameters, without those that say how to compute."""
+    """Return a group's hyper-parameters, without those that say how to compute."""
     saved = source.plain["groups"][number] if source.plain["groups"] else {}
     kept = {key: value for key, value in saved.items() if key not in IMPLEMENTATION_OPTIONS}
     how = {"fused": None, "foreach": None, "capturable": False, "differentiable": False}
@@ -274,7 +276,7 @@ def _group(source: OpenCheckpoint, number: int, params: list[int]) -> dict[str, 
 def _flat(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
+    """Make the optimizer file of stages 1 and 2: each group end to end, padded at the end, cut into equal parts."""
     masters, states, paddings, addresses = [], {}, [], []
     for number, names in enumerate(groups):
         places, total = {}, 0
@@ -323,6 +325,7 @@ class _Vector:
     numel: int
 
     def of(self, kind: str, key: str) -> Tensor:
+        """Read one state of the parameters into a new fp32 tensor, with zeros where nothing belongs."""
         values = torch.zeros(self.numel)
         for name, (cut, at) in self.here.items():
             _fill(self.source, (kind, name, key), cut, values[at:])
@@ -345,7 +348,7 @@ def _sub_groups(source: OpenCheckpoint, names: Sequence[str], layout: DeepSpeedT
 def _partitioned(
     source: OpenCheckpoint, layout: DeepSpeedTarget, rank: int, groups: Sequence[Sequence[str]]
 ) -> dict[str, Any]:
-    """The optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
+    """Make the optimizer file of stage 3: each parameter padded and cut by itself, a rank's parts end to end."""
     masters: list[Tensor] = []
     states, param_groups = {}, []
     for number, group in enumerate(groups):
@@ -373,7 +376,7 @@ def _partitioned(
 
 
 def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequence[Sequence[str]]) -> dict[str, Any]:
-    """The optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters of the trained
+    """Make the optimizer entry of stage 0: the inner optimizer's own state; below fp32 with masters of the trained
     parameters.
     """
     if layout.dtype == torch.float32 and len(groups) == 1:  # then DeepSpeed numbers frozen parameters too
@@ -413,7 +416,7 @@ def _replicated(source: OpenCheckpoint, layout: DeepSpeedTarget, groups: Sequenc
 
 
 def _scaler(source: OpenCheckpoint, layout: DeepSpeedTarget) -> dict[str, Any]:
-    """The loss scaler as an object of DeepSpeed's, which stage 3 requires."""
+    """Return the loss scaler as an object of DeepSpeed's, which stage 3 requires."""
     saved = source.plain["trainer"].get("scaler") or {}
     is_dynamic = bool(saved.get("dynamic", False))
     scaler: Any = LossScaler(cur_scale=float(saved.get("scale", 1.0)), dynamic=False)
@@ -455,5 +458,6 @@ _PICKLE: Any = SimpleNamespace(__name__="pickle", Pickler=_Pickler)
 
 
 def _save(state: dict[str, Any], path: Path) -> None:
+    """Write a file with torch.save, stand-ins named as DeepSpeed's classes.  CheckpointError where the disk refuses."""
     with files.describing_errors(f"writing '{path}'"), files.new_file(path) as stream:
         torch.save(state, stream, pickle_module=_PICKLE)
