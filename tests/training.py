@@ -123,5 +123,5 @@ def assert_is_sharded(engine: Any) -> None:
     ranks = dist.get_world_size()
     assert all(type(parameter) is ShardedParameter for parameter in engine.module.parameters())
     for group in engine.runtime.groups:
-        assert group.weight.storage.numel() * ranks == group.layout.padded_numel
+        assert group.weight.memory.numel() * ranks == group.layout.padded_numel
         assert group.layout.numel <= group.layout.padded_numel < group.layout.numel + 1024 * ranks

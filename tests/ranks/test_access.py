@@ -318,7 +318,7 @@ def test_at_rest_a_rank_stores_its_padded_share_only(setting: Setting) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             assert param.untyped_storage().nbytes() == 4, name
     for group in engine.runtime.groups:
-        assert group.weight.storage.numel() == group.layout.padded_numel // world()
+        assert group.weight.memory.numel() == group.layout.padded_numel // world()
 
 
 @on_stage_3

@@ -181,7 +181,7 @@ def test_sharded_weights_lie_in_memory_once_for_all_ranks() -> None:
     slices = group.weight.symmetric.whole.chunk(2)
     mine, other = slices[dist.get_rank()], slices[1 - dist.get_rank()]
     dist.barrier()
-    group.weight.storage.fill_(7.0 + dist.get_rank())
+    group.weight.memory.fill_(7.0 + dist.get_rank())
     dist.barrier()
     assert (mine == 7.0 + dist.get_rank()).all()
     assert (other == 8.0 - dist.get_rank()).all()

@@ -50,8 +50,8 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     if buffer.spec.placement is S:
         move(buffer, full, group.comm_ctx, what).wait()
     else:
-        full.storage.copy_(buffer.storage)
-    return full.storage
+        full.memory.copy_(buffer.load())
+    return full.memory
 
 
 class GatheredParameters:

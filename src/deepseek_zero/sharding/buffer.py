@@ -1,6 +1,6 @@
 """Flat buffers and the one verb that moves them.
 
-`FlatBuffer` = layout + spec + storage. `move` carries a buffer from one placement to another through TRANSITIONS
+`FlatBuffer` = layout + spec + memory. `move` carries a buffer from one placement to another through TRANSITIONS
 (planner/spec.py). `Pool` lends full-size buffers so that the steady state allocates nothing.
 """
 
@@ -120,7 +120,7 @@ class StateGuard:
 class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer if replicated or partial, a slice if sharded.
 
-    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `storage` and
+    memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `load` and
     `elements` fetch them. symmetric: of a sharded weight, the memory through which this rank sees the other slices too.
     """
 
@@ -131,9 +131,11 @@ class FlatBuffer:
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
 
-    @property
-    def storage(self) -> Tensor:
-        """Return all elements of this rank, flat: to be read, or to be the target of `move`. Fetches offloaded ones."""
+    def load(self) -> Tensor:
+        """Return all elements of this rank, flat: to be read, or to be the target of `move`.
+
+        Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes `memory`.
+        """
         return self.memory if self.extent is None else self.elements(0, self.memory.numel())
 
     def elements(self, low: int, high: int) -> Tensor:
@@ -222,13 +224,14 @@ class FlatBuffer:
     def shard(self, rank: int) -> Tensor:
         """Return a flat view of the elements that a rank owns."""
         if self.spec.placement is S:
-            return self.storage
+            return self.load()
         numel = self.layout.slice_numel
-        return self.storage[rank * numel : (rank + 1) * numel]
+        return self.load()[rank * numel : (rank + 1) * numel]
 
     def view(self, slot: Slot) -> Tensor:
         """Return a view of a parameter's elements in its own shape. Only of a buffer that holds every element."""
-        return self.storage.as_strided(slot.shape, slot.strides, self.storage.storage_offset() + slot.start)
+        values = self.load()
+        return values.as_strided(slot.shape, slot.strides, values.storage_offset() + slot.start)
 
     def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and its elements,
@@ -348,16 +351,16 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
                 return _gather_offloaded(source, source.extent, target, comm_ctx, what)
             return _all_gather(source.memory, target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.storage, comm_ctx, what, add, target.extent)
+            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.extent)
         case Movement.ALL_REDUCE:
             own = target.shard(comm_ctx.comm.rank)
             return _reduce_scatter(source, own, comm_ctx, what, add).then(
                 lambda: _all_gather(own, target, comm_ctx, what).wait()
             )
         case Movement.LOCAL_SLICE:
-            target.storage.copy_(source.shard(comm_ctx.comm.rank))
+            target.load().copy_(source.shard(comm_ctx.comm.rank))
         case Movement.NOTHING:
-            target.storage.copy_(source.storage)
+            target.load().copy_(source.load())
     return DONE
 
 
@@ -392,7 +395,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
         into.copy_(own)
     if comm_ctx.comm.size == 1:
         return DONE
-    return comm_ctx.comm.all_gather(target.storage, "gather" if target.spec.placement is R else "reduce", what)
+    return comm_ctx.comm.all_gather(target.load(), "gather" if target.spec.placement is R else "reduce", what)
 
 
 def _reduce_scatter(
@@ -404,12 +407,12 @@ def _reduce_scatter(
     extent: the one that `own` lies in.
     """
     comm, layout = comm_ctx.comm, source.layout
-    if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.storage.data_ptr()):
+    if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.memory.data_ptr()):
         return DONE
     step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
     count = 0 if comm.reads_in_place else depth
-    inboxes = [comm_ctx.pool.take(step * (comm.size - 1), source.storage.dtype) for _ in range(count)]
+    inboxes = [comm_ctx.pool.take(step * (comm.size - 1), source.memory.dtype) for _ in range(count)]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]

@@ -137,13 +137,13 @@ class ParamGroup:
         self.weight.guard = self.guard
         self._views = []
         whole = self.plan.weight.placement is R
-        cast_master(full.storage if whole else full.shard(comm.rank), self.weight.storage)
+        cast_master(full.memory if whole else full.shard(comm.rank), self.weight.load())
         self.master = build_master(self.weight, self.plan, self.comm_ctx)
         if self.master is not None and not self.plan.master_is_weight:
-            values = full.storage if self.master.placement is R else full.shard(comm.rank)
+            values = full.memory if self.master.placement is R else full.shard(comm.rank)
             self.master.write_consuming(0, values.numel(), values)
             del values  # the pool never lends a buffer that is still viewed
-        self.comm_ctx.pool.give(full.storage)
+        self.comm_ctx.pool.give(full.memory)
         for extent in (extents := self.offloaded_extents()):
             extent.store(0, extent.memory.numel()).wait()
         if extents:
@@ -159,7 +159,7 @@ class ParamGroup:
         """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
         replicas = self.comm_ctx.replicas
         if replicas is not None and self.layout.padded_numel:
-            values = full.shard(self.comm_ctx.comm.rank) if self.is_sharded else full.storage
+            values = full.shard(self.comm_ctx.comm.rank) if self.is_sharded else full.memory
             scatter(replicas.comm, [values] * replicas.comm.size, values, f"replicas of {self.members[0].name}")
 
     def relayout(self, granularity: str) -> None:
@@ -304,12 +304,12 @@ class ParamGroup:
         mine = full[low:high].to(old.device)
         if self.master is not None and not self.plan.master_is_weight:
             whole = self.master.placement is R
-            before = self.weight.storage if whole else old
+            before = self.weight.memory if whole else old
             after = full if whole else mine
             self.master.take_changed(before != after, after)
         if self.is_sharded:
             self.weight.write(0, mine.numel()).copy_(mine)
-        elif full.data_ptr() != self.weight.storage.data_ptr():
+        elif full.data_ptr() != self.weight.memory.data_ptr():
             self.weight.write(0, full.numel()).copy_(full)
 
     # -- what handles ask (sharding/sharded_parameter.py, Owner)
@@ -513,7 +513,7 @@ class MasterWeight:
         if not self.is_split and not self.is_rounded:
             return self.buffer
         spec = replace(self.buffer.spec, dtype=self.dtype)
-        return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.storage.numel()))
+        return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
 
 
 class Gradient:
@@ -567,7 +567,7 @@ class Gradient:
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
             state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
-            group.comm_ctx.world.wait_until_read(buffer.storage)
+            group.comm_ctx.world.wait_until_read(buffer.memory)
             if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
                 self._carry(self._own(buffer))
             state.partial = buffer
@@ -579,7 +579,7 @@ class Gradient:
         return state.partial
 
     def _own(self, buffer: FlatBuffer) -> Tensor:
-        return buffer.storage if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
+        return buffer.memory if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
 
     def reduce(self, what: str) -> Pending:
         """Start to sum the ranks' partial gradients, in fp32 in rank order; missing members and the padding count as
@@ -593,17 +593,17 @@ class Gradient:
         partial = self._open()
         for number, member in enumerate(group.members):
             if number not in state.arrived:
-                partial.storage[member.slot.start : member.slot.stop].zero_()
+                partial.memory[member.slot.start : member.slot.stop].zero_()
         for low, high in group.layout.gaps:
-            partial.storage[low:high].zero_()
+            partial.memory[low:high].zero_()
         if self.predivide != 1.0:
-            partial.storage.div_(self.predivide)
+            partial.memory.div_(self.predivide)
         state.partial, state.arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
         has_replicas = group.comm_ctx.replicas is not None
         if has_replicas and state.reduced and state.is_total:  # a backward that comes after the replicas have met
-            self._carry(self.ensure_buffer().storage)
+            self._carry(self.ensure_buffer().load())
         pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=state.reduced)
         state.reduced, state.is_total = True, False
         return pending.then(lambda: self._finish_shard(partial))
@@ -616,13 +616,13 @@ class Gradient:
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
         """Release the summands of a finished sum; if it is offloaded, take its norm on the way."""
-        self.group.comm_ctx.pool.give(partial.storage)
+        self.group.comm_ctx.pool.give(partial.memory)
         if self.buffer is not None:
             self._store_offloaded(self.buffer)
 
     def _store_offloaded(self, buffer: FlatBuffer) -> None:
         if buffer.extent is not None and buffer.is_offloaded:
-            self.known_squares = sum_of_squares(buffer.storage, home_of(self))
+            self.known_squares = sum_of_squares(buffer.load(), home_of(self))
             buffer.extent.store(0, buffer.memory.numel())
 
     def ensure_buffer(self) -> FlatBuffer:
@@ -655,7 +655,7 @@ class Gradient:
         pool, travel, lent = group.comm_ctx.pool, partial, None
         if self.reduce_dtype is not None and self.reduce_dtype != partial.spec.dtype:
             lent = pool.take(group.layout.padded_numel, self.reduce_dtype)
-            lent.copy_(partial.storage)
+            lent.copy_(partial.memory)
             travel = FlatBuffer(group.layout, replace(partial.spec, dtype=self.reduce_dtype), lent)
         own, waits = self._own(partial), group.comm_ctx.replicas is not None
         if waits:  # slices first are summed over the replicas, then, at stage 0, gathered
@@ -693,7 +693,7 @@ class Gradient:
 
         def finish() -> None:
             if self.is_whole and comm_ctx.comm.size > 1:
-                comm_ctx.comm.all_gather(buffer.storage, "reduce", what).wait()
+                comm_ctx.comm.all_gather(buffer.memory, "reduce", what).wait()
             if state.carried_sum is not None:
                 self._own(buffer).add_(state.carried_sum)
                 state.carried_sum = None
@@ -736,7 +736,7 @@ class Gradient:
             return
         partial = self.state.partial
         if partial is not None and partial is not self.buffer:
-            self.group.comm_ctx.pool.give(partial.storage)
+            self.group.comm_ctx.pool.give(partial.memory)
         self.state = ReductionState()
         self.known_squares = None
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
@@ -851,7 +851,7 @@ class Gradient:
         """
         slot, state = self.group.members[number].slot, self.state
         if state.partial is not None and state.partial is self.buffer:
-            values = state.partial.storage[slot.start : slot.stop]
+            values = state.partial.memory[slot.start : slot.stop]
             if number not in state.arrived:
                 values.zero_()
                 state.arrived.add(number)
@@ -904,14 +904,14 @@ class Gradient:
         if not self.is_whole:
             return DONE
         self._seed()
-        return comm_ctx.comm.all_gather(self.ensure_buffer().storage, "reduce", what)
+        return comm_ctx.comm.all_gather(self.ensure_buffer().memory, "reduce", what)
 
     def of(self, slot: Slot) -> Tensor:
         """Return this rank's part of one member's reduced gradient: a flat view."""
         assert self.buffer is not None
         self.known_squares = None  # whoever asks may change it
         if self.is_whole:
-            return self.buffer.storage[slot.start : slot.stop]
+            return self.buffer.memory[slot.start : slot.stop]
         return self.buffer.owned_view(slot, self.group.comm_ctx.comm.rank)
 
     def norm_of(self, number: int, part: Part, order: float) -> Tensor:
@@ -967,7 +967,7 @@ class DelayedGradient:
         if theirs.spec.placement is S:
             gradient.buffer, self.buffer = mine, theirs
         else:
-            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.storage)
+            _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
         gradient.state.reduced = comes
         gradient.state.absent, self.absent = self.absent, gradient.state.absent
         gradient.known_squares = None
@@ -1073,7 +1073,7 @@ def broadcast_from_first(full: FlatBuffer, comm: Comm, what: str, *, only_own: b
     slices = [full.shard(rank) for rank in range(comm.size)]
     scatter(comm, slices, slices[comm.rank], what)
     if not only_own:
-        comm.all_gather(full.storage, "gather", what).wait()
+        comm.all_gather(full.memory, "gather", what).wait()
 
 
 def _powers(own: Tensor, order: float) -> tuple[Tensor, Callable[[Tensor], Tensor]]:

@@ -66,7 +66,7 @@ class WeightHooks:
     ) -> None:
         self.unit, self.fetch, self.outer, self.others = unit.name, fetch, outer, others
         self.places = {
-            group.unsharded.storage.untyped_storage().data_ptr(): group
+            group.unsharded.memory.untyped_storage().data_ptr(): group
             for group in unit.sharded
             if group.unsharded is not None
         }
@@ -90,7 +90,7 @@ class WeightHooks:
             if saved.group.unsharded is None:
                 saved.fetch(saved.group)
             assert saved.group.unsharded is not None
-            return saved.group.unsharded.storage.as_strided(saved.size, saved.stride, saved.offset)
+            return saved.group.unsharded.memory.as_strided(saved.size, saved.stride, saved.offset)
         if version_of(saved.tensor) != saved.version:
             raise UsageError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "

@@ -307,7 +307,7 @@ def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(stage: int
                 group.gradient.discard()
                 bring(group, rank, step)
             group.gradient.reduce("it").wait()
-            held = group.gradient.buffer.storage.data_ptr()
+            held = group.gradient.buffer.memory.data_ptr()
             expected = [summand(r, step, "e") for r in range(size)]
             assert torch.equal(whole(group)["e"], plain_sum(expected, torch.float32))
             group.gradient.discard()
@@ -316,7 +316,7 @@ def test_a_gradient_that_is_forgotten_leaves_its_memory_and_no_values(stage: int
             lent = pool.allocated_bytes - sum(each.nbytes for each in pool.idle())
             in_use = group.layout.padded_numel * 4 if stage == 3 and size > 1 else 0
             assert lent == in_use, "nothing is lent but the gathered weight"
-        assert group.gradient.buffer.storage.data_ptr() == held
+        assert group.gradient.buffer.memory.data_ptr() == held
 
     run_ranks(size, body)
     run_ranks(size, body, reads_in_place=True, seed=4)

@@ -38,7 +38,7 @@ def test_what_is_written_is_read_and_stays_what_it_was_at_the_caller(kind: str, 
     master = master_of(kind, placement, values)
     assert torch.equal(values, before)
     assert torch.equal(master.read(0, values.numel()), values)
-    assert torch.equal(master.values().storage, values)
+    assert torch.equal(master.values().memory, values)
     assert master.values().spec == Spec(placement, torch.float32)
     assert (master.in_place_view(3, 5) is None) == master.is_split == (kind == "split")
     master.write(100, 103, torch.tensor([1.0, 2.0, 1e-42]))
@@ -49,7 +49,7 @@ def test_a_split_master_keeps_its_weight_rounded() -> None:
     values = values_of(S)
     master, expected = master_of("split", S, values), torch.empty(values.numel(), dtype=torch.bfloat16)
     cast_master(values, expected)
-    assert master.weight is not None and torch.equal(master.weight.storage, expected)
+    assert master.weight is not None and torch.equal(master.weight.memory, expected)
 
 
 @pytest.mark.parametrize("kind", ["split", "whole"])
@@ -62,7 +62,7 @@ def test_a_new_weight_is_adopted_where_it_differs(kind: str) -> None:
     new[7] = 3.0
     master.take_changed(old != new, new)
     if master.weight is not None:
-        master.weight.storage.copy_(new)
+        master.weight.memory.copy_(new)
     found = master.read(0, values.numel())
     assert found[7] == 3.0
     found[7] = values[7]

@@ -73,7 +73,7 @@ def test_every_rank_gets_the_values_of_the_first(stage: int, size: int) -> None:
     def body(rank: Rank) -> None:
         group = built(rank, stage)
         held = group.layout.padded_numel // (size if stage == 3 else 1)
-        assert group.weight.storage.numel() == held
+        assert group.weight.memory.numel() == held
         assert same(gathered(group) if stage == 3 else shown(group), FIRST)
         assert sum(each.nbytes for each in group.comm_ctx.pool.idle()) == group.comm_ctx.pool.allocated_bytes
 
@@ -112,7 +112,7 @@ def test_a_released_buffer_is_lent_again_but_never_one_that_somebody_views() -> 
         gathered(group)
         assert [each.numel() for each in pool.idle()].count(numel) == 1
         group.gather("it").wait()
-        kept = group.unsharded.storage[:5]
+        kept = group.unsharded.memory[:5]
         assert [each.numel() for each in pool.idle()].count(numel) == 0
         group.reshard()
         assert [each.numel() for each in pool.idle()].count(numel) == 0
@@ -134,7 +134,7 @@ def test_new_whole_values_reach_weight_and_master(policy: Policy, stage: int, si
         exact = masters(group)
         assert torch.equal(exact, flat(FIRST))
         group.gather("it").wait()
-        whole = (group.unsharded or group.weight).storage.clone()
+        whole = (group.unsharded or group.weight).memory.clone()
         group.reshard()
         slot = group.layout.slots[1]
         whole[slot.start : slot.stop] = 77.0
