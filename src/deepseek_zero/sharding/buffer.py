@@ -97,7 +97,7 @@ class StateGuard:
     """The guard that every access to one group's states passes first.
 
     pending: an update that a read must not overtake; set and cleared by the optimizer that defers it. reader: called
-    before a write, and returns when the write may happen; a save behind the training (checkpoint/save.py) has by then
+    before a write, and returns when the write may happen; a save behind the training (background_write.py) has by then
     copied the states it has not yet written. Views that may be written come from `FlatBuffer.write` and `local_part`,
     `MasterWeight` and `Moments`, which all call `before_write`; nothing else writes.
     """

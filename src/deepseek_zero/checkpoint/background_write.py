@@ -1,0 +1,174 @@
+"""Writes a rank's file of a checkpoint, at once or in a thread while training goes on.
+
+The thread reads states where they lie, since only a step changes them.  A step that is about to change states which
+are still unwritten copies them first, up to `snapshot_bytes`, and waits for the thread beyond that: the file has the
+values of the moment the save began.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..optim.updater import PrefetchSettings, TilePrefetcher
+from ..sharding.param_group import ParamGroup
+from .format import SavedChunk
+from .safetensors_file import TensorInfo, encode_header
+from .state import WriteGroup, WriteItem
+from .writebehind import StreamingWriter
+
+BLOCK_NUMEL = 1 << 20  # elements that are read, and joined or decoded, at once
+
+
+@dataclass(eq=False)
+class ItemProgress:
+    """How far the writing of one item is."""
+
+    item: WriteItem
+    copy: Tensor | None = None  # its values, copied because a step was about to change them
+    is_begun: bool = False  # the writer has begun with it
+    crc: int | None = None  # the writer is done with it
+
+    @property
+    def nbytes(self) -> int:
+        return self.item.numel * self.item.dtype.itemsize
+
+
+class BackgroundWrite:
+    """Writes this rank's file, at once (`write`) or in a thread (`start`)."""
+
+    def __init__(
+        self, path: Path, groups: Sequence[WriteGroup], metadata: dict[str, str], snapshot_bytes: int = 0
+    ) -> None:
+        self.path, self.metadata, self.snapshot_bytes = path, metadata, snapshot_bytes
+        self._groups = by_element_size(groups)
+        self._items = {id(item): ItemProgress(item) for write_group in self._groups for item in write_group.items}
+        self._of_group: dict[ParamGroup, list[ItemProgress]] = {}
+        for state in self._items.values():
+            if state.item.group is not None:
+                self._of_group.setdefault(state.item.group, []).append(state)
+        self._progress = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._copied_bytes = 0
+        self._error: Exception | None = None
+        self._is_over = False
+        self.blocked_seconds = self.seconds = 0.0
+        self.head_crc = 0  # of the file's header
+
+    def start(self) -> None:
+        """Begin to write in a thread; only where `is_resident`."""
+        for group in self._of_group:
+            group.guard.reader = partial(self._copy_before_change, group)
+        self._thread = threading.Thread(target=self._run, name="deepseek_zero checkpoint", daemon=True)
+        self._thread.start()
+
+    def write(self) -> None:
+        """Write the file now."""
+        began = time.perf_counter()
+        try:
+            self._write()
+        finally:
+            self._is_over, self.seconds = True, time.perf_counter() - began
+            self.blocked_seconds += self.seconds
+
+    @property
+    def is_resident(self) -> bool:
+        """Return whether no state rests on a disk, so that a thread may read all of them."""
+        return not any(part.extent.is_offloaded for write_group in self._groups for part in write_group.extents)
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether the file is finished, or has failed."""
+        return self._is_over
+
+    def chunks(self) -> list[SavedChunk]:
+        """Wait for the thread and return the chunks with their checksums; raises the error that ended it."""
+        if self._thread is not None:
+            self._thread.join()
+            for group in self._of_group:
+                group.guard.reader = None
+        if self._error is not None:
+            raise self._error
+        return [replace(state.item.chunk, crc=state.crc) for state in self._items.values()]
+
+    # -- in the thread
+
+    def _run(self) -> None:
+        began = time.perf_counter()
+        try:
+            with torch.no_grad():
+                self._write()
+        except Exception as error:
+            self._error = error
+        with self._progress:
+            self._is_over, self.seconds = True, time.perf_counter() - began
+            self._progress.notify_all()
+
+    def _write(self) -> None:
+        items = [state.item for state in self._items.values()]
+        infos = [TensorInfo(each.chunk.tensor_name, each.shape, each.dtype) for each in items]
+        header = encode_header(infos, self.metadata)
+        self.head_crc = zlib.crc32(header)
+        writer = StreamingWriter(self.path, len(header) + sum(info.nbytes for info in infos))
+        try:
+            writer.append(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            prefetcher = TilePrefetcher(self._groups, lambda write_group: write_group.extents, PrefetchSettings())
+            while (write_group := prefetcher.next()) is not None:
+                for item in write_group.items:
+                    self._write_item(writer, self._items[id(item)])
+                prefetcher.release(write_group)
+            writer.finish()
+        finally:
+            writer.close()
+
+    def _write_item(self, writer: StreamingWriter, state: ItemProgress) -> None:
+        with self._progress:
+            state.is_begun = True
+        item, crc = state.item, 0
+        read: Callable[[int, int], Tensor] = item.read if state.copy is None else _slices_of(state.copy)
+        for low in range(0, item.numel, BLOCK_NUMEL):
+            crc = writer.append(read(low, min(low + BLOCK_NUMEL, item.numel)), crc)
+        with self._progress:
+            self._copied_bytes -= state.nbytes if state.copy is not None else 0
+            state.copy, state.crc = None, crc
+            self._progress.notify_all()
+
+    # -- in the thread that trains
+
+    def _copy_before_change(self, group: ParamGroup) -> None:
+        """Copy, or wait for, the unwritten states of a group that the training thread is about to change."""
+        began = time.perf_counter()
+        for state in self._of_group[group]:
+            with self._progress:
+                if not state.is_begun and self._copied_bytes + state.nbytes <= self.snapshot_bytes:
+                    state.copy = state.item.read(0, state.item.numel).detach().to("cpu", copy=True)
+                    state.is_begun = True
+                    self._copied_bytes += state.nbytes
+                while state.copy is None and state.crc is None and not self._is_over:
+                    self._progress.wait()
+        group.guard.reader = None
+        self.blocked_seconds += time.perf_counter() - began
+
+
+def _slices_of(values: Tensor) -> Callable[[int, int], Tensor]:
+    flat = values.reshape(-1)
+    return lambda low, high: flat[low:high]
+
+
+def by_element_size(groups: Sequence[WriteGroup]) -> list[WriteGroup]:
+    """Order items as the file has them: larger dtypes first, so that every tensor lies at a multiple of its elements'
+    size; else as they come.
+    """
+    found = [(item, write_group) for write_group in groups for item in write_group.items]
+    found.sort(key=lambda item: -item[0].dtype.itemsize)
+    parts = groupby(found, key=lambda item: id(item[1]))
+    return [WriteGroup([item for item, _ in part], part[0][1].extents) for part in (list(each) for _, each in parts)]
