@@ -64,11 +64,12 @@ TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """How one state of one group of parameters is kept."""
+    """How one state of one group of parameters is kept.  wire: the dtype it travels in, None: its own."""
 
     placement: Placement
     dtype: torch.dtype
     tier: Tier = Tier.DEVICE
+    wire: torch.dtype | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
         """Elements of a flat buffer of `padded_numel` that one rank holds."""
@@ -250,6 +251,6 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
-    grad = Spec(P, grad_dtype) if in_place else Spec(S, grad_dtype, tier)
+    grad = Spec(P, grad_dtype, wire=policy.reduce) if in_place else Spec(S, grad_dtype, tier, policy.reduce)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update)

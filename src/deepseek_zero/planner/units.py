@@ -23,14 +23,13 @@ from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
 class GroupPlan:
     """Parameters of one unit that share a row of the table: specs, layout, and how their gradients travel.
 
-    key: what they have in common; None where only sizes matter.  reduce_dtype: of gradients on the wire, where that is
-    not their own.  predivide: what partial gradients are divided by before they travel.
+    key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
+    before they travel.
     """
 
     plan: ShardPlan
     layout: FlatLayout
     key: GroupKey | None = None
-    reduce_dtype: torch.dtype | None = None
     predivide: float = 1.0
 
     @classmethod
@@ -56,7 +55,7 @@ class GroupPlan:
         """The dtype gradients of this group are sent in."""
         assert self.plan.grad is not None
         own = self.plan.weight.dtype if self.plan.grad.placement is S else self.plan.grad.dtype
-        return self.reduce_dtype or own
+        return self.plan.grad.wire or own
 
     @property
     def may_be_cut(self) -> bool:
@@ -120,7 +119,7 @@ def plan_group(
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=mesh.shard_size)
     layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
-    group = GroupPlan(plan, layout, key, settings.policy.reduce, predivide_of(settings, mesh.reduce_size))
+    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size))
     return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
 
 

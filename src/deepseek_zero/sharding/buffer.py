@@ -351,17 +351,32 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
                 return _gather_offloaded(source, source.extent, target, comm_ctx, what)
             return _all_gather(source.memory, target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.extent)
+            travels, arrive = _on_wire(source, comm_ctx)
+            return _reduce_scatter(travels, target.load(), comm_ctx, what, add, target.extent).then(arrive)
         case Movement.ALL_REDUCE:
+            travels, arrive = _on_wire(source, comm_ctx)
             own = target.shard(comm_ctx.comm.rank)
-            return _reduce_scatter(source, own, comm_ctx, what, add).then(
-                lambda: _all_gather(own, target, comm_ctx, what).wait()
-            )
+            pending = _reduce_scatter(travels, own, comm_ctx, what, add).then(arrive)
+            return pending.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
             target.load().copy_(source.shard(comm_ctx.comm.rank))
         case Movement.NOTHING:
             target.load().copy_(source.load())
     return DONE
+
+
+def _on_wire(source: FlatBuffer, comm_ctx: CommContext) -> tuple[FlatBuffer, Callable[[], None]]:
+    """Return what travels of summands, and what to call when it has arrived: the one place for codecs on the wire."""
+    wire = source.spec.wire
+    if wire is None or wire == source.spec.dtype:
+        return source, _do_nothing
+    lent = comm_ctx.pool.take(source.layout.padded_numel, wire)
+    lent.copy_(source.memory)
+    return FlatBuffer(source.layout, Spec(source.spec.placement, wire), lent), lambda: comm_ctx.pool.give(lent)
+
+
+def _do_nothing() -> None:
+    """Nothing was lent."""
 
 
 def _gather_offloaded(

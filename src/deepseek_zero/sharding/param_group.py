@@ -523,7 +523,7 @@ class Gradient:
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
-        self.reduce_dtype, self.predivide = group.planned.reduce_dtype, group.planned.predivide
+        self.predivide = group.planned.predivide
         self.buffer: FlatBuffer | None = None
         self.state = ReductionState()
         self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader
@@ -572,7 +572,7 @@ class Gradient:
                 self._carry(self._own(buffer))
             state.partial = buffer
         else:
-            dtype = self.reduce_dtype or group.plan.weight.dtype
+            dtype = group.planned.travel_dtype
             spec = Spec(P, dtype, group.plan.grad.tier)
             storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
             state.partial = FlatBuffer(group.layout, spec, storage)
@@ -652,23 +652,16 @@ class Gradient:
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice (stage 0)."""
         state, group = self.state, self.group
-        pool, travel, lent = group.comm_ctx.pool, partial, None
-        if self.reduce_dtype is not None and self.reduce_dtype != partial.spec.dtype:
-            lent = pool.take(group.layout.padded_numel, self.reduce_dtype)
-            lent.copy_(partial.memory)
-            travel = FlatBuffer(group.layout, replace(partial.spec, dtype=self.reduce_dtype), lent)
         own, waits = self._own(partial), group.comm_ctx.replicas is not None
         if waits:  # slices first are summed over the replicas, then, at stage 0, gathered
             cut = partial.shard(group.comm_ctx.comm.rank)
             target = FlatBuffer(group.layout, replace(partial.spec, placement=S), cut)
         else:
             target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
-        pending = move(travel, target, group.comm_ctx, what)
+        pending = move(partial, target, group.comm_ctx, what)
         state.reduced, state.is_total = True, False
 
         def settle() -> None:
-            if lent is not None:
-                pool.give(lent)
             if state.carried_sum is not None and not (waits and state.carried_is_total):
                 own.add_(state.carried_sum)
                 state.carried_sum = None

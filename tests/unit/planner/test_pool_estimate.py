@@ -24,10 +24,7 @@ def units_of(stage: int, ranks: int, blocks: int = 3, **changes: object) -> tupl
     settings = PlanSettings(stage=stage, **({"window_numel": 0} | changes))  # type: ignore[arg-type]
     plan = plan_for(settings, FP32, trainable=True, persistent=False, ranks=ranks)
     layouts = [even_layout(["w"], [(ranks * 1024 * (1 if k == 0 else 2),)], ranks) for k in range(blocks + 1)]
-    return [
-        UnitPlan(str(k), (GroupPlan(plan, layout, reduce_dtype=settings.policy.reduce),))
-        for k, layout in enumerate(layouts)
-    ], settings
+    return [UnitPlan(str(k), (GroupPlan(plan, layout),)) for k, layout in enumerate(layouts)], settings
 
 
 def test_a_world_of_one_borrows_nothing() -> None:
