@@ -1,0 +1,64 @@
+"""Where a parameter's elements are along the tensor-parallel axis, as data.
+
+    split     each rank holds ranges of one dimension; ranks may share a range (a kv head for several ranks)
+    equal     every rank holds all of it, and computes the same gradient
+    partial   every rank holds all of it, and computes a summand of its gradient
+
+Names and shapes are the whole model's: a parameter of the model that one rank runs has `local_shape`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from .layout import Shape
+
+Range = tuple[int, int]
+Ranges = tuple[Range, ...]
+
+
+@dataclass(frozen=True)
+class Split:
+    """One parameter over the ranks of the axis "tp".
+
+    shape: of the whole parameter.  ranges: by coordinate, the [start, stop) of dimension `dim` that a rank holds, in
+    the order they lie in there; () unless it is split.
+    """
+
+    kind: Literal["split", "equal", "partial"]
+    shape: Shape
+    dim: int = 0
+    ranges: tuple[Ranges, ...] = ()
+
+    @classmethod
+    def even(cls, shape: Shape, dim: int, ranks: int, blocks: int = 1) -> Split:
+        """Return a split of each of `blocks` equal blocks (3 of a fused q, k, v) into as many equal parts as ranks."""
+        block = shape[dim] // blocks
+        part = block // ranks
+        starts = [[number * block + rank * part for number in range(blocks)] for rank in range(ranks)]
+        return cls("split", shape, dim, tuple(tuple((low, low + part) for low in each) for each in starts))
+
+    def local_shape(self, coordinate: int) -> Shape:
+        """The shape of what one rank holds."""
+        if self.kind != "split":
+            return self.shape
+        width = sum(stop - start for start, stop in self.ranges[coordinate])
+        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+
+    def sharers(self, coordinate: int) -> tuple[int, ...]:
+        """The coordinates that hold the same elements, ascending, this one among them.
+
+        Their gradients are summed where they compute summands: parts of a split that several hold, and partial ones.
+        """
+        return tuple(other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[coordinate])
+
+    def is_counted_at(self, coordinate: int) -> bool:
+        """Whether this rank's elements count in norms, tables and checkpoints: others that hold them do not."""
+        return self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0
+
+    @cached_property
+    def is_shared(self) -> bool:
+        """Whether ranks hold the same part of a split."""
+        return len(set(self.ranges)) < len(self.ranges)
