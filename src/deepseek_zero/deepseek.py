@@ -27,8 +27,8 @@ from .config import resolve
 from .config.keywords import ZeroKeywords
 from .config.load import load
 from .engine import exporting
-from .engine.assemble import Parts, assemble
-from .engine.engine import StandsForModule
+from .engine.assemble import assemble
+from .engine.engine import Parts, StandsForModule
 from .engine.optimizer import adopting, granularities
 from .engine.start import Request, chosen_mesh, facts_of, module_of, parameters_of
 from .optim.registry import resolve_optimizer

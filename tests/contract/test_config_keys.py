@@ -26,6 +26,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble
+from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.settings import memory_settings_of, plan_settings_of
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
@@ -296,7 +297,7 @@ def test_a_key_that_is_stored_and_printed_and_never_read_is_found_dead(
     plain, kept = assemble.data_settings_of, list[Any]()
 
     @dataclasses.dataclass(frozen=True)
-    class DataSettings(assemble.DataSettings):
+    class DataSettings(engine_settings.DataSettings):
         is_legacy: bool = False
 
     def storing(config: Config) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -40,18 +40,18 @@ class _Switches:
 
 
 class Determinism:
-    """One engine's hold on the switches, until `release` or the end of `owner`."""
+    """One engine's hold on the switches, until `release` or its own end."""
 
     _holds: ClassVar[int] = 0
     _before: ClassVar[_Switches] = _Switches()
 
-    def __init__(self, owner: Any, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         _size_workspace(device)
         if not Determinism._holds:
             Determinism._before = _Switches.now()
         Determinism._holds += 1
         _Switches().set()
-        self._end = weakref.finalize(owner, Determinism._let_go)
+        self._end = weakref.finalize(self, Determinism._let_go)
         self._end.atexit = False
 
     def release(self) -> None:

@@ -1,12 +1,15 @@
-"""The engine: forward, backward, step. Coordinates, computes nothing.
+"""The engine: forward, backward, step, and what it tells of them. Coordinates, computes nothing.
 
-Both doors return an `Engine`; compat/deepspeed/engine.py adds DeepSpeed's getters.
+`initialize` returns an `Engine`, made of `Parts`; compat/deepspeed/engine.py adds DeepSpeed's getters.  Its `Observer`
+reports the training: timers, records, monitor events, one line per N steps.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,22 +18,40 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from ..activations import recompute
-from ..base.errors import UsageError
+from ..activations.layerwise_accumulation import LayerwiseAccumulation
+from ..activations.recompute import Recompute
+from ..base.capabilities import Capabilities
+from ..base.device import allocated_bytes
+from ..base.errors import StorageError, UsageError
+from ..base.given import whole_number
 from ..base.log import log_once, logger
 from ..base.mesh import Mesh
+from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
-from ..optim.sharded import ShardedOptimizer
+from ..config import Batch
+from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..planner.spec import PlanSettings
+from ..planner.unit_tiers import PlacementSettings
+from ..precision.loss_scale import LossScaler
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
+from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.links import links_of
+from ..report.monitor import MonitorMaster
 from ..report.picture import draw_plan, places_of
+from ..report.records import RecordWriter, StepRecord
+from ..report.timers import Timers
 from ..sharding.runtime import Runtime
+from .determinism import Determinism
 from .memory import memory_report, plan_of
-from .observe import Observer
+from .preemption import Preemption
+from .saving import Saver
+from .settings import DataSettings, ObserverSettings, SavingSettings
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
     from ..config import Config
-    from .assemble import Parts
+
+PLAN_NAME = "plan.txt"
 
 
 class StandsForModule(nn.Module):
@@ -50,6 +71,200 @@ class StandsForModule(nn.Module):
             return getattr(self.module, name)
 
 
+@dataclass
+class Parts:
+    """What one engine is made of; the settings are all that anything below was told."""
+
+    runtime: Runtime
+    optimizer: ShardedOptimizer | None
+    scaler: LossScaler | None
+    plan_settings: PlanSettings
+    step_settings: StepSettings
+    observer_settings: ObserverSettings
+    data_settings: DataSettings
+    saving_settings: SavingSettings
+    placement_settings: PlacementSettings
+    schedule: tuple[str, Any] | None = None
+    recompute: Recompute | None = None
+    vertical: LayerwiseAccumulation | None = None
+    saver: Saver = field(default_factory=Saver)
+    preemption: Preemption | None = None
+    capabilities: Capabilities = field(default_factory=Capabilities)
+    determinism: Determinism | None = None
+    told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
+
+    def describe(self) -> list[str]:
+        """One line per part: what `dump_state` logs, and what the contract compares to find keys without effect."""
+        units = [f"{unit.name}: {[group.plan for group in unit.groups]}" for unit in self.runtime.units]
+        inner = self.optimizer.inner if self.optimizer is not None else None
+        return [
+            str(self.plan_settings),
+            str(self.step_settings),
+            str(self.observer_settings),
+            str(self.data_settings),
+            str(self.saving_settings),
+            str(self.placement_settings),
+            f"loss scale {self.scaler}",
+            f"optimizer {type(inner).__name__} {inner.defaults if inner is not None else ''}",
+            f"schedule {self.schedule}",
+            f"recomputation {self.recompute.settings if self.recompute is not None else None}",
+            f"deterministic algorithms: {self.determinism is not None}",
+            f"micro-batches in vertical order: {self.vertical.micro_batches if self.vertical is not None else 1}",
+            *units,
+            str(self.runtime.executor.schedule),
+        ]
+
+
+def summary(record: StepRecord) -> str:
+    """A step in one line.  Tokens are left out where the model was given none."""
+    pace = f", {format_count(record.tokens_per_second)} tokens/s" if record.tokens_per_second else ""
+    return (
+        f"step {record.step}: loss {record.loss:.4f}, lr {record.lr:.3g}, grad norm {record.grad_norm:.3f}, "
+        f"{format_seconds(record.step_seconds)}{pace}, {format_bytes(record.memory_bytes)} in memory, "
+        f"{format_bytes(record.comm_bytes)} sent"
+    )
+
+
+class Observer:
+    """Reports of rank 0; the other ranks keep only timers."""
+
+    def __init__(self, settings: ObserverSettings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.timers = Timers(device) if settings.wall_clock_breakdown else None
+        path = settings.records_path
+        try:
+            self.monitor = MonitorMaster(settings.monitor)
+            self.writer = RecordWriter(Path(path)) if path and is_rank_zero() else None
+        except OSError as error:
+            raise StorageError(
+                f"the run's records cannot be written: {str(error)[:300]}.",
+                "records.path, or the output_path of a monitor, names a directory that cannot be made or written.",
+                "name another directory, or switch it off.",
+            ) from error
+        self._record: StepRecord | None = None
+        self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
+        self._losses: list[Tensor] = []
+        self._profiled = False
+        self._began = time.perf_counter()
+        self._sent = self._tokens = 0
+        if settings.log_level is not None:
+            logger.setLevel(settings.log_level.upper())
+
+    @property
+    def record(self) -> StepRecord | None:
+        """Return the record of the last step. On a GPU its loss is read here, not before: until then the host has
+        not waited for it.
+        """
+        self._read_loss()
+        return self._record
+
+    def _read_loss(self) -> None:
+        if self._record is not None and self._unread:
+            loss = float(torch.stack([each.float().reshape(()) for each in self._unread]).mean())
+            self._record, self._unread = replace(self._record, loss=loss), []
+
+    def planned(self, plan: str) -> None:
+        """Write the plan as text beside the records, again after a unit was promoted."""
+        if self.writer is not None:
+            (self.writer.folder / PLAN_NAME).write_text(plan + "\n", encoding="utf-8")
+
+    def timed(self, name: str) -> AbstractContextManager[Any]:
+        """Time a part of the step when wall_clock_breakdown asks for it."""
+        return self.timers.timed(name) if self.timers is not None else nullcontext()
+
+    def profiled(self, engine: Engine) -> AbstractContextManager[Any]:
+        """Count the operations of one forward on rank 0: the first one after as many steps as flops_profiler says."""
+        wanted = self.settings.flops
+        due = wanted is not None and not self._profiled and engine.global_steps >= wanted.step and is_rank_zero()
+        return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
+
+    @contextmanager
+    def _profile(self, engine: Engine, wanted: FlopsSettings) -> Iterator[None]:
+        self._profiled, cost = True, ForwardCost(engine.module)
+        cost.start()
+        try:
+            yield
+        finally:
+            cost.stop()
+        table = flops_table(cost, wanted)
+        if wanted.output_file is None:
+            logger.info(table)
+        else:
+            try:
+                Path(wanted.output_file).write_text(table + "\n", encoding="utf-8")
+            except OSError as error:  # no reason to lose a run in its forward
+                logger.warning(f"flops_profiler.output_file cannot be written ({str(error)[:300]}):\n{table}")
+
+    def saw(self, args: tuple[Any, ...]) -> None:
+        """Count the tokens of a micro-batch: the elements of the first integer tensor the model is given."""
+        for value in args:
+            if isinstance(value, Tensor) and not value.is_floating_point():
+                self._tokens += value.numel()
+                return
+
+    def loss(self, loss: Tensor) -> None:
+        """Remember a micro-batch's loss; see `record`."""
+        if loss.numel() == 1:
+            self._losses.append(loss.detach())
+
+    def stepped(self, engine: Engine) -> None:
+        """Record a finished step."""
+        optimizer = engine.optimizer
+        assert optimizer is not None and optimizer.last is not None
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        total = engine.runtime.comm.meter.total_bytes()
+        sent, self._sent = total - self._sent, total
+        self._unread, self._losses = self._losses, []
+        tokens, self._tokens = self._tokens, 0
+        self._record = StepRecord(
+            step=engine.global_steps,
+            loss=float("nan"),
+            lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
+            grad_norm=optimizer.last.norm,
+            tokens_per_second=tokens * engine.mesh.data_size / seconds,
+            memory_bytes=allocated_bytes(self.device),
+            comm_bytes=sent,
+            step_seconds=seconds,
+            loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
+            skipped=optimizer.overflow,
+        )
+        if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
+            self._read_loss()
+        self._tell(engine)
+        if optimizer.fallback is not None and optimizer.fallback.changed:
+            self.planned(engine.plan())
+
+    def _tell(self, engine: Engine) -> None:
+        step, every = engine.global_steps, self.settings.steps_per_print
+        writes = self.writer is not None and step % self.settings.records_every == 0
+        prints = bool(every) and step % (every or 1) == 0
+        if not (writes or prints or self.monitor.enabled):
+            return
+        record = self.record
+        assert record is not None
+        if writes and self.writer is not None:
+            self.writer.write(record)
+        if self.monitor.enabled:
+            samples = engine.global_samples
+            events = [("Train/Samples/train_loss", record.loss, samples), ("Train/Samples/lr", record.lr, samples)]
+            if engine.parts.scaler is not None:
+                events.append(("Train/Samples/loss_scale", record.loss_scale, samples))
+            self.monitor.write_events(events)
+        if prints:
+            log_once(summary(record))
+            if self.timers is not None:
+                log_once(self.timers.report())
+            if self.settings.memory_breakdown:
+                log_once(f"memory: {format_bytes(record.memory_bytes)}")
+
+    def close(self) -> None:
+        self.monitor.close()
+        if self.writer is not None:
+            self.writer.close()
+            self.writer = None
+
+
 class Engine(StandsForModule):
     """One model, its optimizer and its schedule.
 
@@ -60,9 +275,9 @@ class Engine(StandsForModule):
     # A function that returns the client_state of saves that the program does not call (checkpoint.save_on_signal).
     client_state: Callable[[], Mapping[str, Any]] | None = None
 
-    def __init__(self, model: nn.Module, config: Config, mesh: Mesh, parts: Parts) -> None:
+    def __init__(self, config: Config, mesh: Mesh, parts: Parts) -> None:
         super().__init__()
-        self.module = model
+        self.module = parts.runtime.model
         self.config, self.mesh, self.parts = config, mesh, parts
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
@@ -77,7 +292,7 @@ class Engine(StandsForModule):
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
         self._stepped = self._told_of_graphless = False
-        self._batch = config.batch  # changed by accumulate.py
+        self._batch = config.batch  # changed by `_resize`
         self.observer.planned(self.plan())
 
     @property
@@ -92,7 +307,8 @@ class Engine(StandsForModule):
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         with self.observer.timed("forward"), self.observer.profiled(self):
-            return self.module(*args, **kwargs)
+            # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
+            return next(self.children())(*args, **kwargs)
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """The loss times the loss scale, divided by the accumulation steps: `engine.scale(loss).backward()` is
@@ -177,7 +393,8 @@ class Engine(StandsForModule):
             if self.lr_scheduler is not None:
                 self._move_rates(lr_kwargs or {})
         self.observer.stepped(self)
-        self.parts.saver.commit_if_written()
+        if self.parts.saver.current is not None:
+            self.parts.saver.commit_if_written()
         if preemption is not None:
             preemption.act(self)
 
@@ -228,6 +445,61 @@ class Engine(StandsForModule):
         finally:
             self._boundary = held
 
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
+        whole_number("set_train_batch_size", "train_batch_size", train_batch_size, 1)
+        per_micro = self._batch.micro * self.mesh.data_size
+        if train_batch_size < per_micro or train_batch_size % per_micro:
+            raise UsageError(
+                f"Train batch size must be divisible by micro-batch data parallelism: {train_batch_size} is not a "
+                f"multiple of {per_micro} ({self._batch.micro} per rank x {self.mesh.data_size} ranks).",
+                "Only the number of micro-batches per step can change.",
+                f"choose a multiple of {per_micro}.",
+            )
+        self._resize(self._batch.micro, train_batch_size // per_micro)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows.
+
+        A data loader keeps the size it was built with.
+        """
+        whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
+        self._resize(micro_batch_size, self._batch.accumulation)
+
+    def _resize(self, micro: int, accumulation: int) -> None:
+        if self.micro_steps % self._batch.accumulation:
+            raise UsageError(
+                "the batch size was changed between two micro-batches of one step.",
+                "Gradients already summed would be divided by the wrong number.",
+                "change it right after a step() that updated the weights.",
+            )
+        before, train = self._batch, micro * accumulation * self.mesh.data_size
+        self._batch = Batch(train, micro, accumulation, self.mesh.data_size)
+        changes = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": accumulation,
+            "train_batch_size": train,
+        }
+        self.config = self.config.model_copy(update=changes)  # for those who ask the engine for its configuration
+        if accumulation != before.accumulation:
+            self._accumulate(accumulation)
+
+    def _accumulate(self, accumulation: int) -> None:
+        """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""
+        self.micro_steps = self.global_steps * accumulation
+        runtime, policy = self.runtime, self.runtime.settings.policy
+        runtime.settings = replace(runtime.settings, accumulation=accumulation)
+        if self.optimizer is not None:
+            self.optimizer.flush()
+            self.optimizer.finish()  # gradients of another dtype are to come
+        runtime.drop_grads()
+        for group in runtime.trained_groups:
+            assert group.plan.grad is not None
+            dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
+            if dtype != group.plan.grad.dtype:
+                group.planned = group.planned.with_grad_dtype(dtype)
+                group.gradient.buffer = group.gradient.delayed.buffer = None
+
     # -- looking
 
     def memory_report(self) -> Any:
@@ -270,9 +542,7 @@ class Engine(StandsForModule):
 
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""
-        lines = [f"stage {self.runtime.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
-        lines += [line for unit in self.runtime.units for line in unit.explain()]
-        return "\n".join([*lines, f"schedule: {self.runtime.executor.schedule}"])
+        return "\n".join(self.runtime.plan.explain())
 
     def destroy(self) -> None:
         """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective where a checkpoint

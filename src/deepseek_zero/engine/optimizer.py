@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError, shown
 from ..optim.registry import granularity_of, resolve_optimizer
-from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..optim.sharded import unknown_parameter
 from ..planner.memory import MOMENT_OPTIONS
-from ..planner.plan import Plan
-from ..precision.loss_scale import LossScaler
-from ..sharding.runtime import Runtime
+from ..planner.update import ParamGroupPlan
 from ..sharding.ties import without_twins
 
 if TYPE_CHECKING:  # as in engine.py
@@ -30,15 +28,15 @@ Make = Callable[[list[dict[str, Any]]], Optimizer]
 class OptimizerParts:
     """The parts of an optimizer. groups: parameter groups, of whole parameters. make: builds it over master shards.
 
-    cls: its class; None without an optimizer. granularity: of each group, how finely its state may be cut. defaults: of
-    hyper-parameters that decide how many moments there are.
+    cls: its class; None without an optimizer. granularity: of each group, how finely its state may be cut.
+    planned: the groups by their parameters' names, as the planner needs them.
     """
 
     cls: type[Optimizer] | None = None
     groups: Sequence[dict[str, Any]] = ()
     make: Make | None = None
     granularity: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    planned: tuple[ParamGroupPlan, ...] = ()
 
 
 def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None) -> OptimizerParts:
@@ -57,7 +55,8 @@ def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Se
         client = made
     if isinstance(client, Optimizer):
         cut = granularities(client, client.param_groups)
-        return OptimizerParts(type(client), list(client.param_groups), adopting(client), cut)
+        groups = list(client.param_groups)
+        return OptimizerParts(type(client), groups, adopting(client), cut, planned_groups(model, groups, cut))
     if config.optimizer.type is None:
         return OptimizerParts()
     spec = resolve_optimizer(config.optimizer.type, config.optimizer.params)
@@ -70,16 +69,33 @@ def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Se
             "leave the optimizer out of the configuration to run the model alone, or let parameters require gradients.",
         )
     defaults = {key: value for key, value in spec.defaults.items() if key in MOMENT_OPTIONS}
-    return OptimizerParts(spec.cls, groups, spec.build, granularities(spec.cls, groups), defaults)
+    cut = granularities(spec.cls, groups)
+    return OptimizerParts(spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults))
 
 
-def build_optimizer(
-    parts: OptimizerParts, runtime: Runtime, plan: Plan, settings: StepSettings, scaler: LossScaler | None
-) -> ShardedOptimizer | None:
-    """Build it over the slices of a model that was wrapped by this plan; None where there is none.  Collective."""
-    if parts.make is None:
-        return None
-    return ShardedOptimizer(runtime, parts.groups, parts.make, settings, scaler, plan.update)
+def planned_groups(
+    model: nn.Module,
+    groups: Sequence[dict[str, Any]],
+    granularity: Sequence[str],
+    defaults: Mapping[str, Any] | None = None,
+) -> tuple[ParamGroupPlan, ...]:
+    """Return parameter groups as the planner needs them; UsageError where one holds a parameter that the model does not
+    have.
+
+    defaults: of the hyper-parameters that decide how many moments there are.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    given = without_twins(groups)
+    if any(id(param) not in names for group in given for param in group["params"]):
+        raise unknown_parameter()
+    return tuple(
+        ParamGroupPlan(
+            {**(defaults or {}), **{key: value for key, value in group.items() if key != "params"}},
+            frozenset(names[id(param)] for param in group["params"]),
+            cut != "element",
+        )
+        for group, cut in zip(given, granularity, strict=True)
+    )
 
 
 def granularities(optimizer: Optimizer | type[Optimizer], groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:

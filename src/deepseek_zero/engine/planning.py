@@ -1,9 +1,10 @@
-"""The plan of this process among its ranks, and what a plan asks of a machine and an optimizer."""
+"""The plan of this process among its ranks: what it asks of the model, of the optimizer and of the machine."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,18 +16,19 @@ from ..base.mesh import Mesh
 from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
-from ..optim.sharded import StepSettings, unknown_parameter, update_settings_of, updates_in_backward
+from ..optim.sharded import update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
-from ..planner.plan import Machine, Plan, plan_model
+from ..planner.auto_wrap_policy import ModelShape, read_model
+from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
-from ..planner.update import ParamGroupPlan, UpdateSettings
-from ..sharding.ties import refuse_complex, tie_shared, without_twins
+from ..planner.update import UpdateSettings
+from ..sharding.ties import refuse_complex, tie_shared
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
-from .optimizer import OptimizerParts
-from .settings import placement_settings_of, plan_settings_of, step_settings_of
+from .optimizer import Client, OptimizerParts, optimizer_parts
+from .settings import placement_settings_of, step_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -34,60 +36,48 @@ if TYPE_CHECKING:  # as in engine.py
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
 
 
+def look_at(
+    config: Config, settings: PlanSettings, model: nn.Module, client: Client, params: Sequence[Any] | None
+) -> tuple[ModelShape, OptimizerParts]:
+    """Return what a plan needs of a model and of its optimizer; ties parameters over one memory first.
+
+    client, params: as `assemble` takes them.  Local.  UsageError where parameters are complex or overlap in part, where
+    the optimizer holds one that the model does not have, or where `settings` name modules that it does not have.
+    """
+    refuse_complex(model)
+    tie_shared(model)
+    optimizer = optimizer_parts(config, model, client, params)
+    return read_model(model, settings), optimizer
+
+
 def plan_run(
-    config: Config,
-    model: nn.Module,
-    comm: Comm,
-    mesh: Mesh,
-    parts: OptimizerParts,
-    leaf_modules: tuple[str, ...] = (),
+    config: Config, settings: PlanSettings, shape: ModelShape, optimizer: OptimizerParts, comm: Comm, mesh: Mesh
 ) -> Plan:
     """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs what was chosen."""
-    settings, placement = plan_settings_of(config, leaf_modules), placement_settings_of(config)
-    device = mesh.device
-    update = update_of(config, parts, model, step_settings_of(config, parts.granularity, device))
+    placement, update = placement_settings_of(config), update_of(config, optimizer, mesh.device)
     near = comm.replicas is not None and comm.replicas.reads_in_place
     machine = Machine(comm.shard.reads_in_place, replicas_read_in_place=near)
-    if not TierChoices.of(settings, placement, device).are_open:
-        return plan_model(model, settings, mesh, machine, update, placement)
-    machine = replace(machine, budgets=free_budgets(placement, comm, device))
+    if not TierChoices.of(settings, placement, mesh.device).are_open:
+        return plan_shape(shape, settings, mesh, machine, update, placement)
+    machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
     found = run_on_all_ranks(
-        comm, "placing states", lambda: plan_model(model, settings, mesh, machine, update, placement)
+        comm, "placing states", lambda: plan_shape(shape, settings, mesh, machine, update, placement)
     )
     log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
     return found
 
 
-def look_at(model: nn.Module) -> None:
-    """Tie parameters over one memory; UsageError where some are complex or overlap."""
-    refuse_complex(model)
-    tie_shared(model)
-
-
-def update_of(config: Config, parts: OptimizerParts, model: nn.Module, settings: StepSettings) -> UpdateSettings | None:
-    """Return the optimizer as the planner needs it; None where there is none.  UsageError where it holds a parameter
-    that the model does not have.
-    """
-    if parts.cls is None:
+def update_of(config: Config, optimizer: OptimizerParts, device: torch.device) -> UpdateSettings | None:
+    """Return the optimizer as the planner needs it; None where there is none."""
+    if optimizer.cls is None:
         return None
-    names = {id(param): name for name, param in model.named_parameters()}
-    given = without_twins(parts.groups)
-    if any(id(param) not in names for group in given for param in group["params"]):
-        raise unknown_parameter()
-    groups = [
-        ParamGroupPlan(
-            {**parts.defaults, **{key: value for key, value in group.items() if key != "params"}},
-            frozenset(names[id(param)] for param in group["params"]),
-            granularity != "element",
-        )
-        for group, granularity in zip(given, parts.granularity, strict=True)
-    ]
+    settings = step_settings_of(config, optimizer.granularity, device)
     return update_settings_of(
         settings,
-        parts.cls.__name__,
-        groups,
+        optimizer.cls.__name__,
+        optimizer.planned,
         scales_grads=config.fp16.enabled or settings.max_norm > 0,
-        undoes=updates_in_backward(settings) and works_by_shard(parts.cls),
+        undoes=updates_in_backward(settings) and works_by_shard(optimizer.cls),
     )
 
 

@@ -14,30 +14,18 @@ import os
 import signal
 import time
 from contextlib import suppress
-from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..base.errors import UsageError
 from ..base.launch import SAVED_EXIT_CODE, is_ending, say_that_we_save
 from ..base.log import log_once
 from ..checkpoint.contents import SaveSettings
-from .saving import save_checkpoint
-
-if TYPE_CHECKING:
-    from .engine import Engine
-
+from .saving import Trainer, save_checkpoint
+from .settings import PreemptionSettings
 
 FORKED_PATIENCE_SECONDS = 0.5
 """How long after a forked worker its rank may get the same signal."""
-
-
-@dataclass(frozen=True)
-class PreemptionSettings:
-    """path: directory of the checkpoints.  signals: names of those that ask for one."""
-
-    path: str
-    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
 
 
 class Preemption:
@@ -85,7 +73,7 @@ class Preemption:
             for number in self._ours():
                 signal.signal(number, self._before[number])
 
-    def act(self, engine: Engine) -> None:
+    def act(self, engine: Trainer) -> None:
         """After a step: save and end, if a rank was asked to before it.  Collective then."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
         number = int(max(engine.optimizer.last.verdict.words, default=0.0))

@@ -10,13 +10,15 @@ import logging
 import threading
 import time
 import weakref
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ..base.log import log_once
+from ..base.mesh import Mesh
 from ..checkpoint.catalogue import (
     Retention,
     apply_retention,
@@ -33,10 +35,14 @@ from ..checkpoint.lockstep import run_and_gather
 from ..checkpoint.save import PendingSave
 from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
+from ..optim.sharded import ShardedOptimizer
+from ..precision.loss_scale import LossScaler
+from ..sharding.runtime import Runtime
 from .data import ShardedLoader
+from .settings import SavingSettings
 
-if TYPE_CHECKING:
-    from .engine import Engine
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Batch
 
 COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -51,6 +57,35 @@ class Restore:
     module_only: bool = False
     rng: bool = True
     verify: bool = True
+
+
+class TrainerParts(Protocol):
+    """What a checkpoint needs of the parts that an engine is made of."""
+
+    saver: Saver
+    saving_settings: SavingSettings
+    scaler: LossScaler | None
+
+
+class Trainer(Protocol):
+    """What a checkpoint holds of an engine beside the slices: saving reads it, loading sets it."""
+
+    optimizer: ShardedOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    mesh: Mesh
+    client_state: Callable[[], Mapping[str, Any]] | None
+    global_steps: int
+    global_samples: int
+    skipped_steps: int
+    micro_steps: int
+    _batch: Batch
+
+    @property
+    def runtime(self) -> Runtime: ...
+
+    @property
+    def parts(self) -> TrainerParts: ...
 
 
 class Saver:
@@ -119,7 +154,7 @@ class Saver:
 
 
 def save_checkpoint(
-    engine: Engine,
+    engine: Trainer,
     directory: str | Path,
     tag: Any,
     client: Any,
@@ -171,7 +206,7 @@ def _position(loader: Any, num_begun: int) -> Any:
 
 
 def _foreign_layout(
-    engine: Engine, contents: Contents, settings: SaveSettings, preferred: EngineLayout | None
+    engine: Trainer, contents: Contents, settings: SaveSettings, preferred: EngineLayout | None
 ) -> EngineLayout | None:
     """The layout to save in where it is not our own.  Collective.
 
@@ -193,7 +228,7 @@ def _foreign_layout(
     return preferred
 
 
-def load_checkpoint(engine: Engine, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
+def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: Restore) -> tuple[str | None, Any]:
     """Fill an engine from `directory/tag` (without a tag, the one that `latest` names) and return (path, client_state).
     Collective.
 
@@ -264,7 +299,7 @@ def _asks_for_newest(folder: Path, tag: Any) -> bool:
     return bool(tag == NEWEST and not (folder / NEWEST).exists())
 
 
-def _restore_counters(engine: Engine, loaded: Loaded, restore: Restore) -> None:
+def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None:
     saved = loaded.trainer
     for name in COUNTERS:
         setattr(engine, name, int(saved[name]))

@@ -6,6 +6,7 @@ The configuration is read here, and in optimizer.py for the optimizer it names; 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,29 +16,21 @@ from ..checkpoint.catalogue import Retention
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.spec import PlanSettings
+from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
 from ..report.monitor import CometSettings, FileSettings, MonitorSettings, WandbSettings
 from ..sharding.tuning import KEYS as TUNED
-from .observe import ObserverSettings
-from .preemption import PreemptionSettings
-
-if TYPE_CHECKING:  # as in engine.py
-    from ..config import Config
-
-
-from pathlib import Path
-
-from ..planner.unit_tiers import PlacementSettings
 from ..sharding.wrap import MemorySettings
 from ..tiers.budget import NO_LIMIT
 from ..tiers.disk import DiskSettings
 from ..tiers.tier import Tier
 
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
 TIERS = {"none": Tier.DEVICE, "cpu": Tier.HOST, "nvme": Tier.NVME, "auto": Tier.DEVICE}
 
 
@@ -47,6 +40,29 @@ class DataSettings:
 
     micro_batch: int = 1
     drop_last: bool = False
+
+
+@dataclass(frozen=True)
+class ObserverSettings:
+    """What is reported, how often and where. steps_per_print: None prints nothing."""
+
+    steps_per_print: int | None = 10
+    wall_clock_breakdown: bool = False
+    memory_breakdown: bool = False
+    dump_state: bool = False
+    log_level: str | None = None
+    records_path: str | None = None
+    records_every: int = 1
+    monitor: MonitorSettings = field(default_factory=MonitorSettings)
+    flops: FlopsSettings | None = None
+
+
+@dataclass(frozen=True)
+class PreemptionSettings:
+    """path: directory of the checkpoints.  signals: names of those that ask for one."""
+
+    path: str
+    signals: tuple[str, ...] = ("SIGTERM", "SIGUSR1")
 
 
 @dataclass(frozen=True)

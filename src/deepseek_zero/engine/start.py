@@ -24,13 +24,13 @@ from ..base.mesh import Mesh, current_mesh, mesh_of, refuse_unbuilt
 from ..config import Config, Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
-from ..planner.plan import Machine, Plan, plan_model
+from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
 from .engine import Engine
-from .optimizer import Client, optimizer_parts
+from .optimizer import Client
 from .planning import look_at, stated_budgets, update_of
-from .settings import placement_settings_of, plan_settings_of, step_settings_of
+from .settings import placement_settings_of, plan_settings_of
 
 
 @dataclass
@@ -166,7 +166,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     config = resolve(raw, facts_of(request, world))
     mesh = chosen_mesh(config, request.mesh, world)
     parts = assemble(config, request.model, mesh, request.optimizer, request.parameters, request.leaf_modules)
-    engine = engine_class(request.model, config, mesh, parts)
+    engine = engine_class(config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)
     preemption = engine.parts.preemption
     if preemption is not None:
@@ -242,11 +242,9 @@ def plan(
     request = Request(module_of(model), optimizer, given)
     chosen = resolve(load(source, origin=origin), facts_of(request, world, has_bf16=True))
     axes = chosen_mesh(chosen, mesh, world)
-    look_at(model)
-    parts = optimizer_parts(chosen, model, optimizer, given)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
+    shape, parts = look_at(chosen, settings, model, optimizer, given)
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
     budgets = stated_budgets(settings, placement, axes.device)
     machine = Machine(in_place, budgets, replicas_read_in_place=in_place)
-    update = update_of(chosen, parts, model, step_settings_of(chosen, parts.granularity, axes.device))
-    return plan_model(model, settings, axes, machine, update, placement)
+    return plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)

@@ -1,17 +1,21 @@
-"""Chooses the modules that become units, and the parameters that share a group.
+"""Reads a model for the planner: which modules become units, and what each unit's parameters look like.
 
-Decides from the model alone, the same on every rank; moves nothing.
+`read_model` is the one place where the planner sees a module; what it returns has names, shapes and dtypes, and holds
+no parameter.  It decides from the model alone, the same on every rank, and moves nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import nn
 
+from ..base.device import without_torch_function
 from ..base.errors import UsageError
+from .layout import Shape
 from .spec import PlanSettings
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
@@ -19,18 +23,50 @@ BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though nothing repeats it
 
 
-@dataclass
-class UnitChoice:
-    """A module chosen as unit and the parameters it owns, by full name.  is_tile: see `choose_units`."""
+@dataclass(frozen=True)
+class ParamShape:
+    """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy."""
+
+    shape: Shape
+    dtype: torch.dtype
+    trainable: bool
+    full_precision: bool = False
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit and the parameters it owns, by full name.  name: of its module, "" for the model.  is_tile: see
+    `choose_units`.
+    """
 
     name: str
-    module: nn.Module
     is_tile: bool = False
-    params: dict[str, nn.Parameter] = field(default_factory=dict)
+    params: dict[str, ParamShape] = field(default_factory=dict)
 
 
-def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
-    """Units of a model, root first.
+@dataclass(frozen=True)
+class ModelShape:
+    """A model as a plan needs it: its units, the root first, and the bytes of its buffers."""
+
+    units: tuple[UnitShape, ...]
+    buffer_bytes: int = 0
+
+
+def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
+    """Return the shape of a model; reads names, shapes, dtypes and `requires_grad`, and no value.
+
+    UsageError where `settings` name modules that the model does not have.
+    """
+    nbytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    return ModelShape(tuple(choose_units(model, settings)), nbytes)
+
+
+def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
+    """Return the units of a model, root first.
 
     Repeated blocks (two or more children of one class in a container) and large lone blocks are units; where such a
     block is itself but a sequence of repeated blocks, those are.  A leaf module never is, because its parent may read
@@ -40,24 +76,35 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitChoice]:
     overrides the search by class or module name; `leaf_classes` (mixture-of-experts blocks), and modules made of small
     ones (`fuse_numel`), are never looked into: small units travel in one message.
     """
+    params = _param_shapes(model, settings)
     if not settings.unit_names and _is_fine_grained(model, settings):
-        return [UnitChoice("", model, params=dict(model.named_parameters()))]
+        return [UnitShape("", params=params)]
     chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
     tiles = dict(_tiles(model, "", settings))
-    units = [UnitChoice("", model)]
+    modules, units = [model], [UnitShape("")]
     for name, module in model.named_modules(remove_duplicate=False):
         if name in chosen or name in tiles:
-            units.append(UnitChoice(name, module, is_tile=name in tiles))
-    owners = _owners(model, units)
+            modules.append(module)
+            units.append(UnitShape(name, is_tile=name in tiles))
+    owners = _owners(model, modules)
     for name, param in model.named_parameters():
         owner = owners[id(param)]
-        units[owner.pop() if len(owner) == 1 else 0].params[name] = param
+        units[owner.pop() if len(owner) == 1 else 0].params[name] = params[name]
     return [unit for number, unit in enumerate(units) if unit.params or number == 0]
 
 
-def _owners(model: nn.Module, units: Sequence[UnitChoice]) -> dict[int, set[int]]:
-    """id(param) -> the units whose modules hold it."""
-    unit_of = {id(unit.module): number for number, unit in enumerate(units)}
+def _param_shapes(model: nn.Module, settings: PlanSettings) -> dict[str, ParamShape]:
+    whole = full_precision_names(model) if settings.policy.compute is not None else frozenset[str]()
+    with without_torch_function():
+        return {
+            name: ParamShape(tuple(param.shape), param.dtype, param.requires_grad, name in whole)
+            for name, param in model.named_parameters()
+        }
+
+
+def _owners(model: nn.Module, units: Sequence[nn.Module]) -> dict[int, set[int]]:
+    """id(param) -> the numbers of the units, given by their modules, that hold it."""
+    unit_of = {id(module): number for number, module in enumerate(units)}
     owners: dict[int, set[int]] = {}
 
     def visit(module: nn.Module, unit: int) -> None:
@@ -178,41 +225,6 @@ def _repeats(container: nn.Module) -> bool:
 
 def _numel(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters())
-
-
-@dataclass(frozen=True)
-class GroupKey:
-    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan."""
-
-    dtype: torch.dtype
-    trainable: bool
-    persistent: bool
-    full_precision: bool
-
-
-def group_params(
-    unit: UnitChoice, persistent: frozenset[str], full_precision: frozenset[str]
-) -> dict[GroupKey, list[str]]:
-    """A unit's parameter names by group, in the order the model declares them."""
-    groups: dict[GroupKey, list[str]] = {}
-    for name, param in unit.params.items():
-        key = GroupKey(param.dtype, param.requires_grad, name in persistent, name in full_precision)
-        groups.setdefault(key, []).append(name)
-    return groups
-
-
-def persistent_names(units: Sequence[UnitChoice], settings: PlanSettings) -> frozenset[str]:
-    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3 only."""
-    if settings.stage < 3 or settings.persistence_numel <= 0:
-        return frozenset()
-    sizes = sorted((param.numel(), name) for unit in units for name, param in unit.params.items())
-    names, total = set(), 0
-    for numel, name in sizes:
-        total += numel
-        if numel > settings.persistence_numel or total > settings.persistence_total_numel:
-            break
-        names.add(name)
-    return frozenset(names)
 
 
 def full_precision_names(model: nn.Module) -> frozenset[str]:

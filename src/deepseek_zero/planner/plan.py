@@ -1,8 +1,9 @@
 """The plan of a run: units, groups, specs, layouts, memories, schedule, update, bytes and volume, of any rank of any
 world.
 
-`plan_model` computes it from names, shapes, dtypes and settings; a model on the meta device will do, and no process
-group is asked.  A run is built from it (sharding/wrap.py, optim/sharded.py), and keeps it up as it goes on.
+`plan_shape` computes it from settings and from what `read_model` reads of a model: names, shapes, dtypes.  A model on
+the meta device will do, and no process group is asked.  A run is built from it (sharding/wrap.py, optim/sharded.py),
+and keeps it up as it goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count
 from ..tiers.tier import Tier
+from .auto_wrap_policy import ModelShape, read_model
 from .memory import STATES, group_bytes, moments_for, total_bytes
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, enclosing, plan_schedule
@@ -115,6 +117,12 @@ class Plan:
         """Parameters of the model, in elements."""
         return sum(group.layout.numel for unit in self.units for group in unit.groups)
 
+    def explain(self) -> list[str]:
+        """Return every unit's groups, a line each, and the schedule."""
+        lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
+        lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
+        return [*lines, f"schedule: {self.schedule}"]
+
     def table(self) -> list[str]:
         """Return the plan in words: rows of units that look alike are told once."""
         mesh, states = self.mesh, self.bytes_by_state()
@@ -140,11 +148,7 @@ class Plan:
     def _unit_lines(self) -> list[str]:
         rows: list[tuple[list[str], tuple[str, ...]]] = []
         for unit in self.units:
-            text = tuple(
-                f"{group.layout.numel:>14,}  "
-                + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
-                for group in unit.groups
-            )
+            text = tuple(f"{group.layout.numel:>14,}  {group.describe()}" for group in unit.groups)
             if rows and rows[-1][1] == text:
                 rows[-1][0].append(unit.name)
             else:
@@ -167,23 +171,34 @@ def plan_model(
     update: UpdateSettings | None = None,
     placement: PlacementSettings | None = None,
 ) -> Plan:
+    """Return the plan of one rank: `plan_shape` of what `read_model` reads."""
+    return plan_shape(read_model(model, settings), settings, mesh, machine, update, placement)
+
+
+def plan_shape(
+    shape: ModelShape,
+    settings: PlanSettings,
+    mesh: Mesh | None = None,
+    machine: Machine | None = None,
+    update: UpdateSettings | None = None,
+    placement: PlacementSettings | None = None,
+) -> Plan:
     """Return the plan of one rank.  Local and pure: the same arguments give the same plan wherever it is asked.
 
-    mesh: over all ranks, as this one stands on it, with the device it trains on; it need not be here.
-    update: the optimizer; None: nothing is updated.  placement: what the settings leave open, which `machine.budgets`
-    then decide.  Raises OutOfMemoryError where the budgets do not hold the states, UsageError where `settings` name
-    modules that the model does not have.
+    shape: the model's, read with the same settings.  mesh: over all ranks, as this one stands on it, with the device it
+    trains on; it need not be here.  update: the optimizer; None: nothing is updated.  placement: what the settings
+    leave open, which `machine.budgets` then decide.  Raises OutOfMemoryError where the budgets do not hold the states.
     """
     mesh, machine = mesh or Mesh(dp_shard=1), machine or Machine()
     if placement is not None:
-        settings = _with_unit_tiers(model, settings, mesh, machine, update, placement)
-    return _plan(model, settings, mesh, machine, update)
+        settings = _with_unit_tiers(shape, settings, mesh, machine, update, placement)
+    return _plan(shape, settings, mesh, machine, update)
 
 
 def _plan(
-    model: nn.Module, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
+    shape: ModelShape, settings: PlanSettings, mesh: Mesh, machine: Machine, update: UpdateSettings | None
 ) -> Plan:
-    units = plan_units(model, settings, mesh, update.uncut_names if update is not None else ())
+    units = plan_units(shape, settings, mesh, update.uncut_names if update is not None else ())
     return Plan(
         settings,
         mesh,
@@ -191,7 +206,7 @@ def _plan(
         units,
         declared_schedule(units, settings, update),
         plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
-        sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        shape.buffer_bytes,
     )
 
 
@@ -211,7 +226,7 @@ def declared_schedule(
 
 
 def _with_unit_tiers(
-    model: nn.Module,
+    shape: ModelShape,
     settings: PlanSettings,
     mesh: Mesh,
     machine: Machine,
@@ -222,7 +237,7 @@ def _with_unit_tiers(
     choices = TierChoices.of(settings, placement, mesh.device)
     if choices.are_open:
         plans = {
-            tier: _plan(model, replace(settings, weight_tier=tier, state_tier=tier), mesh, machine, update)
+            tier: _plan(shape, replace(settings, weight_tier=tier, state_tier=tier), mesh, machine, update)
             for tier in {*choices.weights, *choices.states}
         }
         slowest = plans[max(plans, key=list(Tier).index)]
@@ -232,7 +247,7 @@ def _with_unit_tiers(
         units = {tier: plan.units for tier, plan in plans.items()}
         return replace(settings, unit_tiers=assign_tiers(units, choices, budgets, per_element))
     if placement.ratio < 1.0 and settings.state_tier is not Tier.DEVICE:
-        units_now = plan_units(model, settings, mesh)
+        units_now = plan_units(shape, settings, mesh)
         return replace(settings, unit_tiers=split_by_ratio(units_now, settings.weight_tier, placement.ratio))
     return settings
 

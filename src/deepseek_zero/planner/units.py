@@ -10,13 +10,21 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import nn
 
-from ..base.device import without_torch_function
 from ..base.mesh import Mesh
-from .auto_wrap_policy import GroupKey, choose_units, full_precision_names, group_params, persistent_names
+from .auto_wrap_policy import ModelShape, UnitShape
 from .layout import LAYOUTS, FlatLayout, Shape
 from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
+
+
+@dataclass(frozen=True)
+class GroupKey:
+    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan."""
+
+    dtype: torch.dtype
+    trainable: bool
+    persistent: bool
+    full_precision: bool
 
 
 @dataclass(frozen=True)
@@ -67,6 +75,10 @@ class GroupPlan:
         shapes = [slot.shape for slot in self.layout.slots]
         return replace(self, layout=LAYOUTS[granularity](self.names, shapes, self.ranks))
 
+    def describe(self) -> str:
+        """Return memory and dtype of weight, gradient, master and moments."""
+        return " | ".join(f"{state} {row}" for state, row in self.plan.rows().items())
+
     def promoted(self) -> GroupPlan:
         """Return the same group with an fp32 weight and gradient."""
         return replace(self, plan=self.plan.promoted())
@@ -102,6 +114,36 @@ class UnitPlan:
         """Elements that a gather brings here; what the schedule is a function of."""
         return sum(group.padded_numel for group in self.sharded)
 
+    def explain(self, number: int) -> list[str]:
+        """Return one line per group.  number: of the unit in its plan."""
+        return [
+            f"  {number:>3} {self.name:<28} {group.layout.numel:>12,} elements  {group.describe()}"
+            for group in self.groups
+        ]
+
+
+def group_params(unit: UnitShape, persistent: frozenset[str]) -> dict[GroupKey, list[str]]:
+    """Return a unit's parameter names by group, in the order the model declares them."""
+    groups: dict[GroupKey, list[str]] = {}
+    for name, param in unit.params.items():
+        key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision)
+        groups.setdefault(key, []).append(name)
+    return groups
+
+
+def persistent_names(units: Sequence[UnitShape], settings: PlanSettings) -> frozenset[str]:
+    """Parameters too small to be worth gathering, smallest first while their sum allows.  Stage 3 only."""
+    if settings.stage < 3 or settings.persistence_numel <= 0:
+        return frozenset()
+    sizes = sorted((param.numel, name) for unit in units for name, param in unit.params.items())
+    names, total = set(), 0
+    for numel, name in sizes:
+        total += numel
+        if numel > settings.persistence_numel or total > settings.persistence_total_numel:
+            break
+        names.add(name)
+    return frozenset(names)
+
 
 def plan_group(
     unit: str,
@@ -124,19 +166,20 @@ def plan_group(
 
 
 def plan_units(
-    model: nn.Module, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = ()
+    model: ModelShape, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = ()
 ) -> tuple[UnitPlan, ...]:
-    """Return the units of a model, root first; reads names, shapes, dtypes and `requires_grad`, and no value."""
-    choices = choose_units(model, settings)
-    persistent = persistent_names(choices, settings)
-    full_precision = full_precision_names(model) if settings.policy.compute is not None else frozenset()
-    units = []
-    for choice in choices:
-        unit = choice.name or "root"
-        groups = []
-        for key, names in group_params(choice, persistent, full_precision).items():
-            with without_torch_function():
-                shapes = [tuple(choice.params[name].shape) for name in names]
-            groups.append(plan_group(unit, key, names, shapes, settings, mesh, uncut))
-        units.append(UnitPlan(unit, tuple(groups), choice.is_tile))
-    return tuple(units)
+    """Return the units of a model, root first."""
+    persistent = persistent_names(model.units, settings)
+    return tuple(
+        UnitPlan(
+            unit.name or "root",
+            tuple(
+                plan_group(
+                    unit.name or "root", key, names, [unit.params[name].shape for name in names], settings, mesh, uncut
+                )
+                for key, names in group_params(unit, persistent).items()
+            ),
+            unit.is_tile,
+        )
+        for unit in model.units
+    )

@@ -118,11 +118,7 @@ class Unit:
 
     def explain(self) -> list[str]:
         """Return one line per group: memory and dtype of weight, gradient, master and moments."""
-        return [
-            f"  {self.number:>3} {self.name:<28} {group.layout.numel:>12,} elements  "
-            + " | ".join(f"{state} {row}" for state, row in group.plan.rows().items())
-            for group in self.groups
-        ]
+        return self.planned.explain(self.number)
 
     def members(self) -> list[ParamInfo]:
         return [member for group in self.groups for member in group.members]

@@ -14,7 +14,8 @@ import pytest
 
 from deepseek_zero.base import launch
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.engine.preemption import Preemption, PreemptionSettings
+from deepseek_zero.engine.preemption import Preemption
+from deepseek_zero.engine.settings import PreemptionSettings
 
 NUMBER = signal.SIGUSR2
 SETTINGS = PreemptionSettings("nowhere", ("SIGUSR2",))

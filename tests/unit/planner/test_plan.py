@@ -10,6 +10,7 @@ import torch
 
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.plan import Machine, plan_model
 from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.planner.unit_tiers import PlacementSettings
@@ -32,8 +33,8 @@ def adam_of(model: torch.nn.Module) -> UpdateSettings:
 
 
 def test_units_of_a_model_without_storage_are_its_blocks_and_the_root() -> None:
-    model = on_meta(blocks=4)
-    units = plan_units(model, PlanSettings(stage=3, persistence_numel=0), Mesh(dp_shard=2))
+    model, settings = on_meta(blocks=4), PlanSettings(stage=3, persistence_numel=0)
+    units = plan_units(read_model(model, settings), settings, Mesh(dp_shard=2))
     assert [unit.name for unit in units] == ["root", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]
     held = sum(group.layout.numel for unit in units for group in unit.groups)
     assert held == sum(parameter.numel() for parameter in model.parameters())

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import SUM_TILE_NUMEL, even_layout
 from deepseek_zero.planner.pool_estimate import buffer_bytes, pool_buffers
 from deepseek_zero.planner.spec import PlanSettings, plan_for
@@ -77,7 +78,7 @@ def test_buffers_stay_constant_from_10_to_200_million_parameters(stage: int, win
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
         found[sum(parameter.numel() for parameter in model.parameters())] = buffer_bytes(
-            pool_buffers(plan_units(model, settings, Mesh(dp_shard=4)), settings)
+            pool_buffers(plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings)
         )
     assert min(found) < 10_500_000 and max(found) > 195_000_000
     assert len(set(found.values())) == 1, found
@@ -88,6 +89,6 @@ def test_the_default_window_of_a_billion_elements_holds_such_models_whole() -> N
         settings = PlanSettings(stage=3, persistence_numel=0)
         with torch.device("meta"):
             model = Gpt(blocks, width=512, heads=8, hidden=2048, vocabulary=256)
-        return buffer_bytes(pool_buffers(plan_units(model, settings, Mesh(dp_shard=4)), settings))
+        return buffer_bytes(pool_buffers(plan_units(read_model(model, settings), settings, Mesh(dp_shard=4)), settings))
 
     assert buffers(63) > 10 * buffers(3), "constant buffers need a window below the model's size"

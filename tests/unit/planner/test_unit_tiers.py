@@ -7,6 +7,7 @@ import torch
 
 from deepseek_zero.base.errors import OutOfMemoryError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.spec import PlanSettings, UnitTiers
 from deepseek_zero.planner.unit_tiers import TierChoices, assign_tiers, describe_tiers, split_by_ratio
 from deepseek_zero.planner.units import UnitPlan, plan_units
@@ -21,10 +22,8 @@ PLENTY = 1 << 40
 
 def units(stage: int = 3) -> dict[Tier, tuple[UnitPlan, ...]]:
     policy = Policy(compute=torch.bfloat16)
-    return {
-        tier: plan_units(Gpt(), PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier), Mesh(dp_shard=2))
-        for tier in ALL
-    }
+    settings = {tier: PlanSettings(stage, policy, 1, 0, weight_tier=tier, state_tier=tier) for tier in ALL}
+    return {tier: plan_units(read_model(Gpt(), each), each, Mesh(dp_shard=2)) for tier, each in settings.items()}
 
 
 def weight_bytes(number: int) -> int:

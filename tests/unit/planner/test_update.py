@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.planner.auto_wrap_policy import read_model
 from deepseek_zero.planner.layout import even_layout
 from deepseek_zero.planner.plan import Plan, plan_model
 from deepseek_zero.planner.spec import PlanSettings, plan_for
@@ -111,7 +112,7 @@ def test_what_may_wait_is_in_tiles_of_its_own(by_unit: bool) -> None:
     settings = PlanSettings(persistence_numel=0, weight_tier=Tier.HOST, state_tier=Tier.HOST)
     names = frozenset(name for name, _ in model.named_parameters())
     groups = (ParamGroupPlan({}, names),)
-    units = plan_units(model, settings, Mesh(dp_shard=2))
+    units = plan_units(read_model(model, settings), settings, Mesh(dp_shard=2))
     waits = plan_update(units, UpdateSettings("AdamW", groups, by_unit=by_unit), 0).order
     assert not waits.now and list(waits.later) == (list(range(len(units))) if by_unit else [-1])
     at_once = plan_update(units, UpdateSettings("AdamW", groups, can_defer=False), 0).order

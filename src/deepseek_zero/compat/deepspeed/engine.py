@@ -19,7 +19,7 @@ from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES
 from ...comm.context import local_rank
-from ...engine import accumulate, exporting, saving
+from ...engine import exporting, saving
 from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
@@ -200,14 +200,6 @@ class DeepSpeedEngine(Engine):
         return self.optimizer.defaults if self.optimizer is not None else {}
 
     # -- batch
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
-        accumulate.set_train_batch_size(self, train_batch_size)
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows."""
-        accumulate.set_train_micro_batch_size(self, micro_batch_size)
 
     def deepspeed_io(
         self,
