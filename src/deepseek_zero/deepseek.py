@@ -30,7 +30,7 @@ from .engine import exporting
 from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.optimizer import adopting, granularities
-from .engine.start import Request, chosen_mesh, facts_of, module_of, parameters_of
+from .engine.start import Request, chosen_mesh, facts_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
 from .sharding.param_group import ParamGroup
@@ -93,7 +93,7 @@ class DeepSeekZeRO3(StandsForModule):
 
     def __init__(self, model: nn.Module, **zero_config: Unpack[ZeroKeywords]) -> None:
         super().__init__()
-        module_of(model)
+        request = Request(model, door=_DOOR)
         keywords: dict[str, Any] = dict(zero_config)
         # A mesh that is no mapping is no configuration's business.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
@@ -101,7 +101,7 @@ class DeepSeekZeRO3(StandsForModule):
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
-        self.config = resolve(raw, facts_of(Request(model), world))
+        self.config = resolve(raw, facts_of(request, world))
         mesh = chosen_mesh(self.config, given, world)
         parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model))
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}

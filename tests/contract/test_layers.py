@@ -14,9 +14,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-# Imports that close a ring and are to go: parts of the engine name the engine that they are parts of.
-ENGINE = "deepseek_zero.engine"
-KNOWN = {(f"{ENGINE}.{part}", f"{ENGINE}.engine") for part in ("observe", "preemption", "saving")}
 
 
 def test_the_layers_hold() -> None:
@@ -45,8 +42,6 @@ def test_a_forbidden_import_is_noticed(tmp_path: Path, room: str, line: str, bro
 
 def test_no_file_imports_itself_by_way_of_others() -> None:
     graph = import_graph(ROOT / "src" / "deepseek_zero")
-    for file, imported in KNOWN:
-        graph.get(file, set()).discard(imported)
     assert len(graph) > 200
     ring = first_ring(graph)
     assert not ring, " imports\n".join(ring)

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ..base.errors import UsageError
 from ..base.nested import map_tensors
-from ..planner.schedule import enclosing
 from ..sharding.executor import Unit
 from ..sharding.runtime import Runtime
 from .offload import replaced
@@ -37,7 +36,7 @@ class LayerwiseAccumulation:
 
     def __init__(self, runtime: Runtime, micro_batches: int) -> None:
         self.micro_batches, self.samples = micro_batches, 0
-        self._forwards = [LayerwiseForward(self, unit) for unit in _units_to_cut(runtime.units)]
+        self._forwards = [LayerwiseForward(self, unit) for unit in _units_to_cut(runtime)]
         # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
         self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -148,10 +147,10 @@ class LayerwiseForward:
             module.forward = self._own
 
 
-def _units_to_cut(units: Sequence[Unit]) -> list[Unit]:
+def _units_to_cut(runtime: Runtime) -> list[Unit]:
     """Return all units but the root, and tiles, which need no cutting; raise `UsageError` if one is inside another."""
-    inside = enclosing([unit.name for unit in units])
-    for inner, outer in inside.items():
+    units = runtime.units
+    for inner, outer in runtime.executor.around.items():
         raise UsageError(
             f"unit '{units[inner].name}' stands inside unit '{units[outer].name}'.",
             "In vertical order it would be loaded again for every micro-batch of the outer one.",

@@ -46,6 +46,34 @@ class Request:
     mesh: Any = None  # what `mesh_of` reads
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
+    door: str = "initialize"  # which one was called
+
+    def __post_init__(self) -> None:
+        """Raise where something was given that no engine can be made of."""
+        if not isinstance(self.model, nn.Module):
+            raise UsageError(
+                f"a model of type {type(self.model).__name__} cannot be wrapped.", "", "pass a torch.nn.Module."
+            )
+        optimizer, data, schedule = self.optimizer, self.training_data, self.lr_scheduler
+        if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
+            fix = 'a name goes into the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}.'
+            raise refuse(
+                self.door, "optimizer", optimizer, "a torch.optim.Optimizer, or a callable that makes one", fix
+            )
+        if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
+            wanted = "a schedule with step(), or a callable that makes one of an optimizer"
+            fix = "pass one of torch.optim.lr_scheduler, or leave it out."
+            raise refuse(self.door, "lr_scheduler", schedule, wanted, fix)
+        if isinstance(data, DataLoader):
+            wanted = "a dataset: the engine makes a loader of it for this rank's share"
+            fix = "pass its dataset, or keep the loader and leave this out."
+            raise refuse(self.door, "training_data", data, wanted, fix)
+        is_dataset = isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
+        if data is not None and not is_dataset:
+            wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
+            raise refuse(self.door, "training_data", data, wanted, "pass a torch.utils.data.Dataset.")
+        if self.collate_fn is not None and not callable(self.collate_fn):
+            raise refuse(self.door, "collate_fn", self.collate_fn, "a function of a list of samples", "leave it out.")
 
 
 def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> Facts:
@@ -71,13 +99,6 @@ def _count(value: Any) -> int | None:
 
 def _largest(values: Any) -> int | None:
     return max(map(_count, values), default=None, key=lambda size: size or 0) if isinstance(values, list) else None
-
-
-def module_of(model: Any) -> nn.Module:
-    """The model, or a UsageError."""
-    if isinstance(model, nn.Module):
-        return model
-    raise UsageError(f"a model of type {type(model).__name__} cannot be wrapped.", "", "pass a torch.nn.Module.")
 
 
 def parameters_of(call: str, name: str, given: Any) -> list[Any]:
@@ -135,33 +156,8 @@ def chosen_mesh(config: Config, given: Any, world: Mesh) -> Mesh:
     return found
 
 
-def _check(request: Request) -> None:
-    """Raise where something was given that no engine can be made of."""
-    module_of(request.model)
-    optimizer, data, schedule = request.optimizer, request.training_data, request.lr_scheduler
-    if optimizer is not None and not isinstance(optimizer, Optimizer) and not callable(optimizer):
-        fix = 'a name goes into the configuration: "optimizer": {"type": "AdamW", "params": {"lr": 0.001}}.'
-        raise refuse(_DOOR, "optimizer", optimizer, "a torch.optim.Optimizer, or a callable that makes one", fix)
-    if schedule is not None and not callable(schedule) and not hasattr(schedule, "step"):
-        wanted = "a schedule with step(), or a callable that makes one of an optimizer"
-        raise refuse(_DOOR, "lr_scheduler", schedule, wanted, "pass one of torch.optim.lr_scheduler, or leave it out.")
-    if isinstance(data, DataLoader):
-        wanted = "a dataset: the engine makes a loader of it for this rank's share"
-        raise refuse(_DOOR, "training_data", data, wanted, "pass its dataset, or keep the loader and leave this out.")
-    is_dataset = isinstance(data, IterableDataset) or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))
-    if data is not None and not is_dataset:
-        wanted = "a dataset, with __getitem__ and __len__, or an IterableDataset"
-        raise refuse(_DOOR, "training_data", data, wanted, "pass a torch.utils.data.Dataset.")
-    if request.collate_fn is not None and not callable(request.collate_fn):
-        raise refuse(_DOOR, "collate_fn", request.collate_fn, "a function of a list of samples", "leave it out.")
-
-
-_DOOR = "initialize"
-
-
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
     """Build the engine.  Collective: every rank passes the same model and configuration."""
-    _check(request)
     world = current_mesh(default_device())
     config = resolve(raw, facts_of(request, world))
     mesh = chosen_mesh(config, request.mesh, world)
@@ -239,7 +235,7 @@ def plan(
     world = Mesh().on_world(ranks, rank, torch.device(device))
     source, origin = choose_source({} if config is None else config, None, None)
     given = None if model_parameters is None else parameters_of("plan", "model_parameters", model_parameters)
-    request = Request(module_of(model), optimizer, given)
+    request = Request(model, optimizer, given, door="plan")
     chosen = resolve(load(source, origin=origin), facts_of(request, world, has_bf16=True))
     axes = chosen_mesh(chosen, mesh, world)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)

@@ -203,7 +203,7 @@ class Executor:
     ) -> None:
         self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
         self.updates: Callable[[], Updates | None] = lambda: None
-        self._around = enclosing([unit.name for unit in units])
+        self.around = enclosing([unit.name for unit in units])
         tuner = Tuner(settings, [unit.numel for unit in units], comm)
         self.tuner = tuner if tuner.knobs else None  # None: no size is open
         self.order_is_agreed = False
@@ -258,7 +258,7 @@ class Executor:
 
     def _plan(self, order: Sequence[int]) -> None:
         deferred, ahead = self.schedule.forward.updated, self.schedule.backward.updated
-        self._follow(plan_schedule(self.sizes, order, self.settings, self._around, deferred=deferred, ahead=ahead))
+        self._follow(plan_schedule(self.sizes, order, self.settings, self.around, deferred=deferred, ahead=ahead))
 
     # -- weights: G, U before it, R
 

@@ -27,7 +27,7 @@ from ...config import choose_source
 from ...config.keywords import ConfigKeywords
 from ...config.load import load
 from ...engine.engine import Engine
-from ...engine.start import Request, module_of, parameters_of, start
+from ...engine.start import Request, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from .comm import init_distributed, join
@@ -88,7 +88,6 @@ def initialize(
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
     if unchanged:
         refuse_miscount()
-        end_engine_of(module_of(model))
     request = Request(
         model,
         optimizer,
@@ -97,9 +96,11 @@ def initialize(
         training_data,
         collate_fn,
         mesh=mesh,
-        leaf_modules=leaf_module_names(module_of(model)),
         drops_idle_schedule=unchanged,
     )
+    if unchanged:
+        end_engine_of(model)
+    request.leaf_modules = leaf_module_names(model)
     engine = start(raw, request, DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.runtime.settings.stage == 3:
