@@ -29,6 +29,9 @@ PATIENCE = timedelta(days=7)
 
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
+SHARD_AXES = ("dp_shard", "sp")  # over whose ranks a state is cut
+REDUCE_AXES = ("dp_replicate", *SHARD_AXES)  # over whose ranks gradients are summed: they have one piece of the model
+MODEL_AXES = ("pp", "tp")  # over whose ranks the model is cut into pieces
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
 NOT_BUILT = {"pp": "pipeline", "sp": "sequence", "tp": "tensor"}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
-from ..base.mesh import Mesh, shares_gpu
+from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import Position, raised_in
@@ -133,9 +133,12 @@ class Comm:
         self.rank, self.size = 0, 1
         self._engine = _Engine(trains, transport == "gloo")
         self._world: WorldContext | None = None
-        self._shard: Comm | None = None  # the groups of a mesh
+        self._whole: Comm | None = None  # the groups of a mesh
+        self._shard: Comm | None = None
         self.replicas: Comm | None = None  # the ranks that hold the same slices as this one, where others do
+        self.along: dict[str, Comm] = {}  # by axis ("tp", "sp", "pp"), where it has several ranks
         self._owners: Partition | None = None
+        self.pieces: tuple[int, ...] = (0,)  # of each piece of the model the first rank of the world that has it
         self._barrier: Pending | None = None  # while a walk is under way, the barrier at its start
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
@@ -150,23 +153,46 @@ class Comm:
             self._join(world, (world.ranks,), self, "")
 
     @property
+    def whole(self) -> Comm:
+        """Return the communicator of the world: this one, unless it is the group of one piece of the model."""
+        return self if self._whole is None else self._whole
+
+    @property
     def shard(self) -> Comm:
         """Return the communicator of the ranks among which states are cut: this one, unless a mesh says less."""
         return self if self._shard is None else self._shard
 
     @property
     def owners(self) -> Partition:
-        """Return, for each slice of a state, the ranks that hold it, ascending; one each without replicas."""
-        return tuple((rank,) for rank in self.ranks) if self._owners is None else self._owners
+        """Return, for each slice of a state, the ranks of this group that hold it, ascending; one each without
+        replicas.
+        """
+        return tuple((rank,) for rank in range(self.size)) if self._owners is None else self._owners
 
     def lay_out(self, mesh: Mesh) -> Comm:
-        """Make the groups of a mesh over this world: `shard` and `replicas`.  Collective; returns this communicator."""
+        """Make the groups of a mesh over this world, and return that of the ranks with this one's piece of the model.
+
+        Collective in the world.  Without the axes pp and tp there is one piece, and the group is this communicator.
+        """
+        pieces = mesh.groups_along(*REDUCE_AXES)
+        piece = self.split(pieces, "data")
+        if piece is not self:
+            piece._whole, piece.pieces = self, tuple(ranks[0] for ranks in pieces)
         if mesh.dp_replicate > 1:
-            self._owners = mesh.groups_along("dp_replicate")
-            self._shard = self.split(mesh.groups_along("dp_shard", "sp"), "dp_shard")
-            replicas = self.split(self._owners, "dp_replicate")
-            self.replicas = replicas if replicas is not self else copy(self)  # not itself, or it would never be freed
-        return self
+            groups = mesh.groups_along("dp_replicate")
+            here = [ranks for ranks in groups if set(ranks) <= set(piece.ranks)]
+            piece._owners = tuple(tuple(map(piece.ranks.index, ranks)) for ranks in here)
+            piece._shard = self._other(mesh.groups_along(*SHARD_AXES), "dp_shard", piece)
+            piece.replicas = self._other(groups, "dp_replicate", piece)
+        for axis in ("tp", "sp", "pp"):
+            if getattr(mesh, axis) > 1:
+                piece.along[axis] = self._other(mesh.groups_along(axis), axis, piece)
+        return piece
+
+    def _other(self, groups: Partition, axis: str, holder: Comm) -> Comm:
+        """Return `split`'s communicator for `holder` to hold, which is another object, or it would never be freed."""
+        found = self.split(groups, axis)
+        return copy(found) if found is holder or found is self else found
 
     def split(self, groups: Partition, axis: str) -> Comm:
         """Return the communicator of the one of these groups that this rank is in. Collective in the world.
@@ -181,7 +207,8 @@ class Comm:
             return self
         found = copy(self)
         found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
-        found._shard, found.replicas, found._owners, found._barrier, found._last = None, None, None, None, None
+        found._whole, found._shard, found.replicas, found._owners, found.along = None, None, None, None, {}
+        found._barrier, found._last = None, None
         found._lanes = {}
         if self._world is None or len(ranks) == 1:
             found._world, found._transport = None, SingleRank(self.device)

@@ -15,7 +15,7 @@ import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from zlib import crc32
 
@@ -583,8 +583,33 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     """Return the verdict: the global norm of the reduced gradients, and what each rank has to say of them. Collective.
 
-    The norm is the same float64 on every rank. word: a number that travels along; on every rank, or on none.
+    The norm is the same float64 on every rank of the world: first the ranks with one piece of the model add up their
+    slices, then all ranks the pieces. word: a number that travels along; on every rank, or on none.
     """
+    verdict, comm = _agree_on_piece(runtime, word), runtime.comm
+    if comm.whole is comm:
+        return verdict
+    flags = (verdict.any_late, verdict.any_edited, not verdict.is_idle, verdict.any_graphless)
+    fact = sum(each << place for place, each in enumerate(flags))
+    counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
+    row = [float(fact), sum(square for group, square in counted if group.planned.is_counted)]
+    row += [] if word is None else [word]
+    rows = comm.whole.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm of all pieces").tolist()
+    total = sum(rows[first][1] for first in comm.pieces)
+    facts = [int(each[0]) for each in rows]
+    return replace(
+        verdict,
+        norm=math.sqrt(total) if total >= 0 else math.nan,
+        any_late=any(each & 1 for each in facts),
+        any_edited=any(each & 2 for each in facts),
+        is_idle=not any(each & 4 for each in facts),
+        any_graphless=any(each & 8 for each in facts),
+        words=tuple(number for each in rows for number in each[2:]),
+    )
+
+
+def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
+    """Return what the ranks with one piece of the model agree on. Collective among them."""
     groups, comm = runtime.trained_groups, runtime.comm
     edited = any(group.gradient.state.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
@@ -610,7 +635,8 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
     facts = [int(row[0]) for row in rows]
     # Where several ranks hold a slice, a program that treats it differently on two of them shows here.
     differ = any(
-        len({str(rows[rank][1 + number * len(owners) + place]) for rank in (comm.ranks if is_whole else ranks)}) > 1
+        len({str(rows[rank][1 + number * len(owners) + place]) for rank in (range(comm.size) if is_whole else ranks)})
+        > 1
         for number, is_whole in enumerate(group.gradient.is_whole for group in groups)
         for place, ranks in enumerate(owners)
     )

@@ -19,12 +19,20 @@ from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
 
 @dataclass(frozen=True)
 class GroupKey:
-    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan."""
+    """Parameters of one unit with the same key lie in one flat buffer: one row of the plan.
+
+    split: how they lie along "tp", "" without that axis.  is_counted: whether these elements count in norms and
+    checkpoints, or another rank along "tp" holds them too.  sharers: coordinates along "tp" whose gradients are
+    summands of one.
+    """
 
     dtype: torch.dtype
     trainable: bool
     persistent: bool
     full_precision: bool
+    split: str = ""
+    is_counted: bool = True
+    sharers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,6 +52,11 @@ class GroupPlan:
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
         """Return a group of which nothing but its size is known."""
         return cls(plan, FlatLayout((), padded_numel // ranks, ranks))
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether these elements count in norms and checkpoints (`GroupKey`)."""
+        return self.key is None or self.key.is_counted
 
     @property
     def padded_numel(self) -> int:
@@ -122,11 +135,14 @@ class UnitPlan:
         ]
 
 
-def group_params(unit: UnitShape, persistent: frozenset[str]) -> dict[GroupKey, list[str]]:
-    """Return a unit's parameter names by group, in the order the model declares them."""
+def group_params(unit: UnitShape, persistent: frozenset[str], coordinate: int = 0) -> dict[GroupKey, list[str]]:
+    """Return a unit's parameter names by group, in the order the model declares them.  coordinate: along "tp"."""
     groups: dict[GroupKey, list[str]] = {}
     for name, param in unit.params.items():
         key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision)
+        if (split := param.split) is not None:
+            counted, summands = split.is_counted_at(coordinate), split.summands(coordinate)
+            key = replace(key, split=split.kind, is_counted=counted, sharers=summands)
         groups.setdefault(key, []).append(name)
     return groups
 
@@ -168,7 +184,10 @@ def plan_group(
 def plan_units(
     model: ModelShape, settings: PlanSettings, mesh: Mesh, uncut: Collection[str] = ()
 ) -> tuple[UnitPlan, ...]:
-    """Return the units of a model, root first."""
+    """Return the units of a model, root first.
+
+    Of parameters that are split along "tp" the shapes are of this rank's part already (planner/split.py).
+    """
     persistent = persistent_names(model.units, settings)
     return tuple(
         UnitPlan(
@@ -177,7 +196,7 @@ def plan_units(
                 plan_group(
                     unit.name or "root", key, names, [unit.params[name].shape for name in names], settings, mesh, uncut
                 )
-                for key, names in group_params(unit, persistent).items()
+                for key, names in group_params(unit, persistent, mesh.coordinates["tp"]).items()
             ),
             unit.is_tile,
         )
