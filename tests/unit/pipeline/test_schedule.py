@@ -1,0 +1,216 @@
+"""Schedules of pipelines: their numbers are those of the specification, the verifier finds every mistake."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from itertools import product
+
+import pytest
+from torch.distributed.pipelining.schedules import _Action
+
+from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.pipeline.schedule import (
+    Action,
+    Kind,
+    PipelineSchedule,
+    breadth_first,
+    forward_only,
+    interleaved,
+    make_schedule,
+    most_in_flight,
+    one_f_one_b,
+    read_csv,
+)
+from deepseek_zero.pipeline.verify import ScheduleError, simulate, verify
+
+F, B = Kind.FORWARD, Kind.BACKWARD
+
+
+def compute(schedule: PipelineSchedule, rank: int) -> str:
+    return " ".join(str(action) for action in schedule.programs[rank] if action.kind in (F, B))
+
+
+def count(schedule: PipelineSchedule, rank: int, kind: Kind) -> int:
+    return sum(action.kind is kind for action in schedule.programs[rank])
+
+
+def all_schedules() -> list[PipelineSchedule]:
+    found = []
+    for ranks, many in product((1, 2, 3, 4), (1, 2, 3, 5, 8)):
+        tied = (0, ranks - 1)
+        found.append(one_f_one_b(ranks, many, tied=tied))
+        for virtual in (1, 2, 3):
+            tied = (0, ranks * virtual - 1)
+            found.append(interleaved(ranks, virtual, many, tied=tied))
+            found.append(breadth_first(ranks, virtual, many, tied=tied))
+            found.append(breadth_first(ranks, virtual, many, max(ranks, many // 2), tied=tied))
+            found.append(forward_only(ranks, virtual, many))
+    return found
+
+
+@pytest.mark.parametrize("schedule", all_schedules(), ids=lambda each: f"{each.name}-{each.ranks}-{each.stages}")
+def test_what_generators_make_is_proven(schedule: PipelineSchedule) -> None:
+    verify(schedule)
+    for rank, program in enumerate(schedule.programs):
+        if schedule.name != "forward_only":
+            assert most_in_flight(program) <= schedule.in_flight[rank]
+            assert count(schedule, rank, Kind.REDUCE) == len(schedule.stages_of(rank))
+            assert count(schedule, rank, Kind.UPDATE) == 1
+
+
+def test_1f1b_is_the_order_everybody_draws() -> None:
+    found = one_f_one_b(3, 4)
+    assert compute(found, 0) == "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"
+    assert compute(found, 1) == "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3"
+    assert compute(found, 2) == "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    assert found.in_flight == (3, 2, 1)
+    assert str(found).splitlines()[2].startswith("2UNSHARD 2RECV_F0 2F0 2B0 2SEND_B0 2RECV_F1 2F1")
+
+
+def test_interleaved_visits_the_stages_of_a_rank_in_groups() -> None:
+    found = interleaved(2, 2, 4)
+    assert compute(found, 1) == "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+    assert found.in_flight == (5, 3)
+
+
+def test_breadth_first_gathers_a_stage_twice_and_two_at_once() -> None:
+    for ranks, virtual, many in ((1, 4, 3), (2, 3, 4), (4, 2, 8)):
+        found = breadth_first(ranks, virtual, many)
+        for rank in range(ranks):
+            own = found.stages_of(rank)
+            # The last stage of a rank is used backward as soon as it was used forward: one gather serves both.
+            assert count(found, rank, Kind.GATHER) == 2 * len(own) - 1
+            assert count(found, rank, Kind.REDUCE) == len(own)
+        assert max(simulate(found).most_gathered) <= 2
+
+
+def test_groups_gather_as_often_as_there_are_groups() -> None:
+    ranks, virtual, many, group = 2, 3, 16, 4
+    found = breadth_first(ranks, virtual, many, group)
+    verify(found)
+    for rank in range(ranks):
+        assert count(found, rank, Kind.GATHER) <= 2 * many // group * virtual
+        assert most_in_flight(found.programs[rank]) <= virtual * group + 2 * ranks
+    assert max(simulate(found).most_gathered) <= 3
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "breadth_first"])
+def test_the_bubble_is_what_the_table_says(name: str) -> None:
+    ranks, many = 4, 8
+    for virtual in (1,) if name == "1f1b" else (1, 2):
+        found = make_schedule(name, ranks, virtual, many)
+        assert simulate(found, 1.0, 2.0).bubble == pytest.approx((ranks - 1) / (virtual * many))
+
+
+def test_backwards_ascend_in_the_micro_batch() -> None:
+    for found in (breadth_first(2, 2, 4), interleaved(3, 2, 6), one_f_one_b(4, 7)):
+        for program in found.programs:
+            for stage in {action.stage for action in program}:
+                micros = [action.micro for action in program if action.kind is B and action.stage == stage]
+                assert micros == sorted(micros)
+
+
+def changed(schedule: PipelineSchedule, rank: int, program: list[Action]) -> PipelineSchedule:
+    programs = list(schedule.programs)
+    programs[rank] = tuple(program)
+    return replace(schedule, programs=tuple(programs))
+
+
+def without(schedule: PipelineSchedule, rank: int, kind: Kind) -> PipelineSchedule:
+    program = list(schedule.programs[rank])
+    program.remove(next(action for action in program if action.kind is kind))
+    return changed(schedule, rank, program)
+
+
+def swapped(schedule: PipelineSchedule, rank: int, first: Action, second: Action) -> PipelineSchedule:
+    program = list(schedule.programs[rank])
+    here, there = program.index(first), program.index(second)
+    program[here], program[there] = program[there], program[here]
+    return changed(schedule, rank, program)
+
+
+def test_the_verifier_finds_what_is_wrong() -> None:
+    good = one_f_one_b(2, 3, tied=(0, 1))
+    for broken, said in (
+        (without(good, 0, Kind.SEND_F), "sent"),
+        (without(good, 1, Kind.RECV_F), "1F0 stands before 1RECV_F0"),
+        (without(good, 1, Kind.GATHER), "not gathered"),
+        (without(good, 1, Kind.RELEASE), "stays gathered"),
+        (without(good, 1, Kind.REDUCE), "before stage 1 is reduced"),
+        (without(good, 1, Kind.TIE), "before the tied gradients"),
+        (without(good, 1, Kind.UPDATE), "has 0 updates"),
+        (without(good, 1, Kind.BACKWARD), "follows 0 backwards|before 1B0"),
+        (swapped(good, 1, Action(1, Kind.RECV_F, 1), Action(1, Kind.RECV_F, 2)), "before"),
+        (swapped(good, 0, Action(0, Kind.SEND_F, 0), Action(0, Kind.SEND_F, 1)), "before"),
+        (swapped(good, 1, Action(1, Kind.REDUCE), Action(1, B, 2)), "after 2 of 3"),
+        (replace(good, in_flight=(1, 1)), "in flight"),
+    ):
+        with pytest.raises(ScheduleError, match=said):
+            verify(broken)
+
+
+def test_messages_that_pass_each_other_are_found() -> None:
+    good = one_f_one_b(2, 4)
+    program = [action for action in good.programs[0] if action.kind is not Kind.SEND_F]
+    place = program.index(Action(0, F, 1)) + 1
+    program[place:place] = [Action(0, Kind.SEND_F, 1), Action(0, Kind.SEND_F, 0)]
+    for micro in (2, 3):
+        program.insert(program.index(Action(0, F, micro)) + 1, Action(0, Kind.SEND_F, micro))
+    with pytest.raises(ScheduleError, match="message 0 is sent for stage 0, micro-batch 1, and received as stage 0"):
+        verify(changed(good, 0, program))
+
+
+def test_a_ring_of_waits_is_found() -> None:
+    # Rank 0 receives the gradient of micro-batch 0 before it sends its activation.
+    good = one_f_one_b(2, 2)
+    program = [action for action in good.programs[0] if action != Action(0, Kind.RECV_B, 0)]
+    program.insert(program.index(Action(0, Kind.SEND_F, 0)), Action(0, Kind.RECV_B, 0))
+    with pytest.raises(ScheduleError, match="hangs: pipeline rank 0 at 0RECV_B0, rank 1 at 1RECV_F0"):
+        verify(changed(good, 0, program))
+
+
+def test_csv_is_pytorchs() -> None:
+    for schedule in (one_f_one_b(3, 4), interleaved(2, 2, 4), breadth_first(2, 2, 4)):
+        again = read_csv(schedule.to_csv())
+        assert again.programs == schedule.programs
+        assert again.placement == schedule.placement
+        for cell in schedule.to_csv().replace("\r\n", ",").split(","):
+            if "UPDATE" not in cell and cell:
+                assert str(_Action.from_str(cell)) == cell
+
+
+def test_a_table_of_computations_is_completed() -> None:
+    found = read_csv("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1,,\n")
+    verify(found)
+    assert found.micro_batches == 2
+    assert Action(1, Kind.RECV_F, 1) in found.programs[1]
+    # The rank of a stage is the row it computes in: a V of four stages over two ranks.
+    table = read_csv("0F0,3F0,3B0,0B0\n1F0,2F0,2B0,1B0\n")
+    verify(table)
+    assert table.placement == (0, 1, 1, 0)
+    assert table.edges == ((0, 1), (1, 0))
+    with pytest.raises(NotBuiltError, match="two halves"):
+        read_csv("0F0,0I0,0W0\n")
+    with pytest.raises(UsageError, match="no action"):
+        read_csv("0F0,backward\n")
+    with pytest.raises(UsageError, match="stages"):
+        read_csv("1F0,1B0\n")
+
+
+def test_numbers_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(UsageError, match="1f1b with 2 virtual"):
+        make_schedule("1f1b", 2, 2, 4)
+    with pytest.raises(UsageError, match="groups of 2"):
+        make_schedule("breadth_first", 4, 2, 8, group=2)
+    with pytest.raises(UsageError, match="unknown"):
+        make_schedule("gpipe", 2, 1, 4)
+    with pytest.raises(UsageError, match="at least 1"):
+        make_schedule("1f1b", 2, 1, 0)
+
+
+def test_a_plan_for_16384_ranks_is_made_and_proven_in_two_seconds() -> None:
+    began = time.process_time()
+    for name, virtual in (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4)):
+        verify(make_schedule(name, 16, virtual, 64))  # of a mesh of 16 x 8 x 128: as many programs as pipeline ranks
+    assert time.process_time() - began < 2.0
