@@ -174,6 +174,22 @@ def test_backward_returns_the_loss_over_the_accumulation_steps() -> None:
     )
 
 
+def test_a_step_looks_for_no_name_behind_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, asked = engine_with(), list[str]()
+    look_up = type(engine).__getattr__
+
+    def noted(self: Any, name: str) -> Any:
+        asked.append(name)
+        return look_up(self, name)
+
+    monkeypatch.setattr(type(engine), "__getattr__", noted)
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 3)).sum())
+        engine.step()
+    assert engine.global_steps == 1 and asked == []
+    assert engine.module.colour == "blue" and asked == ["module"]
+
+
 def test_init_distributed_without_a_launcher_starts_a_group_of_one() -> None:
     deepseek_zero.init_distributed("gloo", auto_mpi_discovery=False, distributed_port=1234, verbose=False, rank=-1)
     try:
