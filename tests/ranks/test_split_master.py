@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import deepseek_zero as dz
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.optim.nonfinite import promote_unit
 from deepseek_zero.sharding.access import full_master
 from deepseek_zero.utils import (
     safe_get_full_fp32_param,
@@ -249,7 +248,7 @@ def test_a_lifted_unit_has_the_masters_values_and_trains_on(stage: int) -> None:
     engine, _ = trained(run, steps=2)
     before = everything(engine)
     for unit in engine.runtime.units:
-        promote_unit(engine.runtime, unit)
+        engine.runtime.promote_to_fp32(unit)
     after = everything(engine)
     assert (after["master"], after["moment"]) == (before["master"], before["moment"])
     assert after["weight"] == before["master"]

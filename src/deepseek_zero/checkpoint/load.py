@@ -95,8 +95,7 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
         runtime.executor.reshard_all()
-        runtime.drop_grads()
-        runtime.backwards = 0
+        runtime.discard_step()
         if optimizer is not None:
             discard_deferred(optimizer)
             if optimizer.fallback is not None:
@@ -368,7 +367,7 @@ def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) 
     """Write the gradients whose update comes a step late; the trainer's own values say whether one is due."""
     for group in optimizer.runtime.trained_groups:
         known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
-        group.gradient.delayed.absent = set(range(len(group.members))) - set(known) if known else None
+        group.gradient.delayed.restore_absent(set(range(len(group.members))) - set(known) if known else None)
         for member in group.members:
             if reader.has(DELAYED, member.name):
                 start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)

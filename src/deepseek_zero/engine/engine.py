@@ -494,11 +494,7 @@ class Engine(StandsForModule):
             self.optimizer.finish()  # gradients of another dtype are to come
         runtime.drop_grads()
         for group in runtime.trained_groups:
-            assert group.plan.grad is not None
-            dtype = policy.grad_dtype(group.plan.weight.dtype, accumulation)
-            if dtype != group.plan.grad.dtype:
-                group.planned = group.planned.with_grad_dtype(dtype)
-                group.gradient.buffer = group.gradient.delayed.buffer = None
+            group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, accumulation))
 
     # -- looking
 

@@ -110,12 +110,6 @@ class NonFiniteReport:
 PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale that is merely too high recovers sooner
 
 
-def promote_unit(runtime: Runtime, unit: Unit) -> None:
-    """Compute a unit in fp32 from now on. Collective; raise if the unit is not sharded."""
-    unit.promote_to_fp32()
-    runtime.forward.any_promoted = True
-
-
 class PrecisionFallback:
     """Counts the units that skipped steps name; promotes units to fp32 at step boundaries."""
 
@@ -138,7 +132,7 @@ class PrecisionFallback:
         at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
         if self._count < PATIENCE and not at_minimum:
             return None
-        promote_unit(self.runtime, unit)
+        self.runtime.promote_to_fp32(unit)
         self.changed = True
         self._suspect, self._count = None, 0
         log_once(
@@ -157,4 +151,4 @@ class PrecisionFallback:
         """Promote the units that were promoted when a checkpoint was saved. Collective; every unit must be sharded."""
         for unit in self.runtime.units:
             if unit.name in names and not unit.is_promoted:
-                promote_unit(self.runtime, unit)
+                self.runtime.promote_to_fp32(unit)

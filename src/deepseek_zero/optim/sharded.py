@@ -415,7 +415,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             if verdict.any_edited:
                 for each in [group.gradient.spread(group.members[0].name) for group in groups]:
                     each.wait()
-            if any(group.gradient.state.absent for group in groups):
+            if any(group.gradient.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
             scale = self.loss_scale
             self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
@@ -521,8 +521,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients. Local."""
-        self.runtime.drop_grads()
-        self.runtime.backwards = 0
+        self.runtime.discard_step()
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state as the inner optimizer has it; engine checkpoints name it by parameter and hold
@@ -611,7 +610,7 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
 def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
     """Return what the ranks with one piece of the model agree on. Collective among them."""
     groups, comm = runtime.trained_groups, runtime.comm
-    edited = any(group.gradient.state.is_edited for group in groups)
+    edited = any(group.gradient.is_edited for group in groups)
     absent = crc32("\n".join(absent_among(groups)).encode())
     # This rank's flags in one number, which float64 holds exactly.
     said = (bool(runtime.executor.late), edited, runtime.is_idle, runtime.is_graphless)
@@ -656,7 +655,7 @@ def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
 
 def absent_among(groups: Sequence[ParamGroup]) -> list[str]:
     """Return the names of parameters without a gradient (dropped or frozen): they are not updated."""
-    return [group.members[number].name for group in groups for number in sorted(group.gradient.state.absent or ())]
+    return [group.members[number].name for group in groups for number in sorted(group.gradient.absent or ())]
 
 
 def clip_factor(norm: float, max_norm: float) -> float:

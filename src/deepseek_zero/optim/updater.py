@@ -177,7 +177,7 @@ class MasterShard:
     def is_absent(self, *, waiting: bool = False) -> bool:
         """Return whether no parameter of the shard has a gradient (all frozen or dropped): its update is skipped."""
         gradient = self.group.gradient
-        absent = (gradient.delayed.absent if waiting else gradient.state.absent) or set()
+        absent = (gradient.delayed.absent if waiting else gradient.absent) or set()
         return bool(absent) and all(cover.number in absent for cover in self.overlaps())
 
     def chance(self, chance: StochasticRounding, state: str) -> Tensor:
@@ -228,7 +228,7 @@ class ParamOverlap:
     @property
     def is_absent(self) -> bool:
         """Return whether the parameter has no gradient in the last step."""
-        return self.number in (self.shard.group.gradient.state.absent or ())
+        return self.number in (self.shard.group.gradient.absent or ())
 
     def of(self, state: Tensor) -> Tensor:
         """Return the covered elements of a state as long as the shard: a flat view."""
@@ -627,7 +627,7 @@ class Updater:
             shard.group for tile in tiles for shard in {id(p.group): p for _, p in tile}.values()
         )
         for group in self._tiles_left:
-            group.gradient.is_deferred = True
+            group.gradient.defer()
             group.set_pending(self)
 
     def step_speculative(self, tiles: Sequence[Tile], decision: Decision, note: Callable[[MasterShard], None]) -> None:
@@ -689,8 +689,7 @@ class Updater:
             self._tiles_left[group] -= 1
             if not self._tiles_left[group]:
                 group.set_pending(None)
-                group.gradient.is_deferred = False
-                group.gradient.discard()
+                group.gradient.finish_deferred()
         return True
 
     def _staged_states(self, tile: Tile, *, waiting: bool = False) -> Iterator[StagedState]:
@@ -824,4 +823,4 @@ class DelayedUpdate:
         """Restore a saved decision; the gradient has been loaded already."""
         self.deferred = Decision(state["factor"], state["number"], state["hypers"]) if state is not None else None
         for group in self.groups:
-            group.gradient.delayed.is_full = self.deferred is not None
+            group.gradient.delayed.restore(is_full=self.deferred is not None)

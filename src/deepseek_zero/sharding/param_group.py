@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 import torch
@@ -236,6 +237,17 @@ class ParamGroup:
         found = [buffer.extent for buffer in buffers if buffer.extent is not None]
         found += self.gradient.delayed.extents
         return found + (self.master.extents() if self.master is not None else [])
+
+    def follow_frozen(self) -> None:
+        """Note whether there is still a member to train, after some were frozen or unfrozen on all ranks. Local."""
+        self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
+
+    def set_grad_dtype(self, dtype: torch.dtype) -> None:
+        """Keep gradients in another dtype from now on, between two steps; every rank does so. Local."""
+        assert self.plan.grad is not None
+        if dtype != self.plan.grad.dtype:
+            self.planned = self.planned.with_grad_dtype(dtype)
+            self.gradient.drop_buffers()
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Flush this update before any read of the group's states; None: nothing is pending."""
@@ -516,22 +528,84 @@ class MasterWeight:
         return FlatBuffer(self.buffer.layout, spec, self.read(0, self.buffer.memory.numel()))
 
 
+class GradState(Enum):
+    """The states of a group's gradient within one step.
+
+    Where the plan shards gradients, a summand that comes beside a sum (of the next micro-batch, or a late one) leaves
+    the state as it is: the sum stays, and the summand is added when it is reduced.  Where it replicates them, the
+    summand takes the sum's memory, and an earlier sum is set aside.
+    """
+
+    EMPTY = "empty"  # no gradient has come since the last step
+    COLLECTING = "collecting"  # this rank's summand is under way, and there is no sum
+    REDUCING = "reducing"  # the sum is under way; the buffer belongs to the transport
+    PARTIAL = "partially reduced"  # the sum of one replica's ranks, of which every replica has its own
+    REDUCED = "reduced"  # the sum of all ranks
+    DEFERRED = "deferred"  # a step is over, and its update, still to come, needs the sum
+
+
+GRAD_MOVES = {
+    (GradState.EMPTY, GradState.COLLECTING),
+    (GradState.EMPTY, GradState.REDUCED),  # zeros that a program changes, or the delayed gradient of a step before
+    (GradState.EMPTY, GradState.DEFERRED),  # the update of parameters that are all absent
+    (GradState.COLLECTING, GradState.REDUCING),
+    (GradState.COLLECTING, GradState.REDUCED),  # such zeros, made beside the summand
+    (GradState.COLLECTING, GradState.EMPTY),
+    (GradState.REDUCING, GradState.PARTIAL),
+    (GradState.REDUCING, GradState.REDUCED),
+    (GradState.REDUCING, GradState.EMPTY),  # the sum failed
+    (GradState.PARTIAL, GradState.COLLECTING),
+    (GradState.PARTIAL, GradState.REDUCING),  # over the replicas, or to add a summand
+    (GradState.PARTIAL, GradState.EMPTY),
+    (GradState.REDUCED, GradState.COLLECTING),
+    (GradState.REDUCED, GradState.REDUCING),
+    (GradState.REDUCED, GradState.DEFERRED),
+    (GradState.REDUCED, GradState.EMPTY),
+    (GradState.DEFERRED, GradState.EMPTY),
+}
+_SUMMED = frozenset((GradState.REDUCING, GradState.PARTIAL, GradState.REDUCED))  # of the step under way
+
+
 class Gradient:
     """Collects, reduces and exposes the gradient of one trainable group: (numel,) while partial, a slice when
     reduced.
+
+    buffer: of the sum, None before the first. absent: indices of members whose `.grad` is None, which are not updated;
+    None: no backward has ended. is_edited: the program has set values that may differ between ranks. known_squares: of
+    this rank's slice; None where it may have changed. delayed: the gradient of an earlier step.
     """
 
     def __init__(self, group: ParamGroup) -> None:
         self.group = group
         self.predivide = group.planned.predivide
         self.buffer: FlatBuffer | None = None
-        self.state = ReductionState()
         self.guard = StateGuard()  # a checkpoint takes no gradient but the one that waits: no reader
-        self.is_deferred = False  # a deferred update of the last step still needs the sum
-        self.known_squares: float | None = None  # of this rank's slice; None where it may have changed
-        self.delayed = DelayedGradient(self)  # for the step after its own
+        self._state = GradState.EMPTY
+        self._clear()
+        self.delayed = DelayedGradient(self)
         self._sharded_grads: list[ShardedGradient] = []
         self._is_exposed = False
+
+    def _clear(self) -> None:
+        """Forget what has come since the last step."""
+        self.absent: set[int] | None = None
+        self.is_edited = False
+        self.known_squares: float | None = None
+        self._partial: FlatBuffer | None = None  # this rank's summand while one is under way
+        self._arrived: set[int] = set()  # indices of members that are in it
+        self._reduction: Pending = DONE  # into `buffer`, maybe still under way
+        self._carried_sum: Tensor | None = None  # an earlier sum of the same step, to be added to the next
+        self._carried_state = GradState.EMPTY  # that it had
+
+    @property
+    def state(self) -> GradState:
+        return self._state
+
+    def _enter(self, state: GradState) -> None:
+        if (self._state, state) not in GRAD_MOVES:
+            name = self.group.members[0].name
+            raise AssertionError(f"the gradient of '{name}' cannot go from {self._state.value} to {state.value}")
+        self._state = state
 
     @property
     def is_whole(self) -> bool:
@@ -550,33 +624,39 @@ class Gradient:
         if grad.is_sparse:
             grad = grad.to_dense()
         into = self._open().view(self.group.members[number].slot)
-        if number in self.state.arrived:
+        if number in self._arrived:
             into.add_(grad)
         else:
             into.copy_(grad)
-            self.state.arrived.add(number)
+            self._arrived.add(number)
 
     def _open(self) -> FlatBuffer:
         """Return the partial gradient under way; make one if there is none."""
-        state, group = self.state, self.group
-        if state.partial is not None:
-            return state.partial
-        if self.is_deferred and self.guard.pending is not None:
-            self.guard.pending.flush_group(self.group)
+        if self._partial is not None:
+            return self._partial
+        self._flush_deferred()
+        group = self.group
         assert group.plan.grad is not None
         if group.plan.grad.placement is P:
             buffer = self.ensure_buffer()
-            state.reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
+            self._reduction.wait()  # a late gradient: the sum under way lands where this one is to be collected
             group.comm_ctx.world.wait_until_read(buffer.memory)
-            if state.reduced:  # a second backward nobody announced: keep the first one's sum aside
+            if self._state in _SUMMED:  # a second backward nobody announced: keep the first one's sum aside
                 self._carry(self._own(buffer))
-            state.partial = buffer
+            self._partial = buffer
         else:
             dtype = group.planned.travel_dtype
             spec = Spec(P, dtype, group.plan.grad.tier)
             storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
-            state.partial = FlatBuffer(group.layout, spec, storage)
-        return state.partial
+            self._partial = FlatBuffer(group.layout, spec, storage)
+        if self._state is GradState.EMPTY:
+            self._enter(GradState.COLLECTING)
+        return self._partial
+
+    def _flush_deferred(self) -> None:
+        """Run the deferred update that needs the sum, whose memory is about to be taken."""
+        if self._state is GradState.DEFERRED and self.guard.pending is not None:
+            self.guard.pending.flush_group(self.group)
 
     def _own(self, buffer: FlatBuffer) -> Tensor:
         return buffer.memory if self.is_whole else buffer.shard(self.group.comm_ctx.comm.rank)
@@ -587,35 +667,38 @@ class Gradient:
 
         Collective within the reduce lane: a rank that skipped the unit calls it too.
         """
-        state, group = self.state, self.group
+        group = self.group
         assert group.plan.grad is not None
         self.known_squares = None
         partial = self._open()
         for number, member in enumerate(group.members):
-            if number not in state.arrived:
+            if number not in self._arrived:
                 partial.memory[member.slot.start : member.slot.stop].zero_()
         for low, high in group.layout.gaps:
             partial.memory[low:high].zero_()
         if self.predivide != 1.0:
             partial.memory.div_(self.predivide)
-        state.partial, state.arrived = None, set()
+        self._partial, self._arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
-        has_replicas = group.comm_ctx.replicas is not None
-        if has_replicas and state.reduced and state.is_total:  # a backward that comes after the replicas have met
-            self._carry(self.ensure_buffer().load())
-        pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=state.reduced)
-        state.reduced, state.is_total = True, False
+        if group.comm_ctx.replicas is not None and self._state is GradState.REDUCED:
+            self._carry(self.ensure_buffer().load())  # a backward that comes after the replicas have met
+        pending = move(partial, self.ensure_buffer(), group.comm_ctx, what, add=self._state in _SUMMED)
+        self._enter(GradState.REDUCING)
         return pending.then(lambda: self._finish_shard(partial))
 
     def _carry(self, own: Tensor) -> None:
         """Set an earlier sum of the same step aside, to be added to the next one."""
-        state = self.state
-        state.carried_sum, state.carried_is_total = own.clone(), state.is_total
-        state.reduced = state.is_total = False
+        self._carried_sum, self._carried_state = own.clone(), self._state
+        self._enter(GradState.COLLECTING)
+
+    def _summed(self) -> None:
+        """Note that the sum over the ranks of one replica is there."""
+        self._enter(GradState.REDUCED if self.group.comm_ctx.replicas is None else GradState.PARTIAL)
 
     def _finish_shard(self, partial: FlatBuffer) -> None:
         """Release the summands of a finished sum; if it is offloaded, take its norm on the way."""
+        self._summed()
         self.group.comm_ctx.pool.give(partial.memory)
         if self.buffer is not None:
             self._store_offloaded(self.buffer)
@@ -651,7 +734,7 @@ class Gradient:
 
     def _reduce_in_place(self, partial: FlatBuffer, what: str) -> Pending:
         """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice (stage 0)."""
-        state, group = self.state, self.group
+        group = self.group
         own, waits = self._own(partial), group.comm_ctx.replicas is not None
         if waits:  # slices first are summed over the replicas, then, at stage 0, gathered
             cut = partial.shard(group.comm_ctx.comm.rank)
@@ -659,15 +742,16 @@ class Gradient:
         else:
             target = FlatBuffer(group.layout, replace(partial.spec, placement=R if self.is_whole else S), own)
         pending = move(partial, target, group.comm_ctx, what)
-        state.reduced, state.is_total = True, False
+        self._enter(GradState.REDUCING)
 
-        def settle() -> None:
-            if state.carried_sum is not None and not (waits and state.carried_is_total):
-                own.add_(state.carried_sum)
-                state.carried_sum = None
+        def finish() -> None:
+            self._summed()
+            if self._carried_sum is not None and self._carried_state is self._state:  # else it is added to the total
+                own.add_(self._carried_sum)
+                self._carried_sum = None
 
-        state.reduction = pending.then(settle)
-        return state.reduction
+        self._reduction = pending.then(finish)
+        return self._reduction
 
     def sum_over_replicas(self, what: str) -> Pending:
         """Start to sum the replicas' sums of one step, once for all its backwards.
@@ -675,11 +759,10 @@ class Gradient:
         Collective among the ranks that hold this slice; does nothing if they have met for this sum, or if there is one
         replica.
         """
-        state, group, buffer = self.state, self.group, self.buffer
-        comm_ctx = group.comm_ctx
-        if comm_ctx.replicas is None or buffer is None or not state.reduced or state.is_total or self.is_deferred:
+        comm_ctx, buffer = self.group.comm_ctx, self.buffer
+        if comm_ctx.replicas is None or buffer is None or self._state is not GradState.PARTIAL:
             return DONE
-        state.is_total = True
+        self._enter(GradState.REDUCING)
         self.known_squares = None
         replicas = replace(comm_ctx.replicas, bucket_numel=comm_ctx.bucket_numel)
         pending = all_reduce(buffer.shard(comm_ctx.comm.rank), replicas, what)
@@ -687,51 +770,70 @@ class Gradient:
         def finish() -> None:
             if self.is_whole and comm_ctx.comm.size > 1:
                 comm_ctx.comm.all_gather(buffer.memory, "reduce", what).wait()
-            if state.carried_sum is not None:
-                self._own(buffer).add_(state.carried_sum)
-                state.carried_sum = None
+            self._enter(GradState.REDUCED)
+            if self._carried_sum is not None:
+                self._own(buffer).add_(self._carried_sum)
+                self._carried_sum = None
             self._store_offloaded(buffer)
 
-        state.reduction = pending.then(finish)
-        return state.reduction
+        self._reduction = pending.then(finish)
+        return self._reduction
 
     def has(self, number: int) -> bool:
         """Return whether a member has a reduced gradient."""
-        return self.is_reduced and not (self.state.absent and number in self.state.absent)
+        return self.is_reduced and not (self.absent and number in self.absent)
 
     @property
     def is_reduced(self) -> bool:
-        """Return whether there is a reduced gradient."""
-        return self.buffer is not None and self.state.reduced and not self.is_deferred
+        """Return whether there is a reduced gradient of the step under way."""
+        return self._state in _SUMMED
+
+    @property
+    def is_deferred(self) -> bool:
+        """Return whether a deferred update of the last step still needs the sum."""
+        return self._state is GradState.DEFERRED
+
+    @property
+    def _has_sum(self) -> bool:
+        return self._state in _SUMMED or self._state is GradState.DEFERRED
 
     def reduced(self) -> Tensor | None:
         """Return a flat view of the reduced gradient of this rank's master; None before a backward."""
-        return self._own(self.buffer) if self.buffer is not None and self.state.reduced else None
+        return self._own(self.buffer) if self.buffer is not None and self._has_sum else None
 
     def read(self, low: int, high: int) -> Tensor | None:
         """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written a second time."""
-        if self.buffer is None or not self.state.reduced:
+        if self.buffer is None or not self._has_sum:
             return None
         if self.buffer.spec.placement is S:
             return self.buffer.read(low, high)
         return self._own(self.buffer)[low:high]
 
+    def defer(self) -> None:
+        """Keep the sum for an update that is still to come; `finish_deferred` drops it. Local."""
+        if self._state is GradState.EMPTY:
+            self.absent = set(range(len(self.group.members)))  # nobody has a gradient, so that nobody is updated
+        self._enter(GradState.DEFERRED)
+
+    def finish_deferred(self) -> None:
+        """Drop the sum, which the deferred update has used. Local."""
+        self._enter(GradState.EMPTY)
+        self.discard()
+
     def discard(self) -> None:
-        """Drop the gradient (zero_grad, a finished or skipped step); its memory stays for the next. Local.
+        """Drop the gradient (zero_grad, a finished or skipped step) unless a deferred update needs it; its memory
+        stays for the next. Local.
 
         On the CPU the pages of a shard are the system's until then.
         """
-        self._is_exposed = False
-        with without_torch_function():
-            for member in self.group.members:
-                member.param.grad = None
-        if self.is_deferred:
+        self._unset_grads()
+        if self._state is GradState.DEFERRED:
             return
-        partial = self.state.partial
-        if partial is not None and partial is not self.buffer:
-            self.group.comm_ctx.pool.give(partial.memory)
-        self.state = ReductionState()
-        self.known_squares = None
+        if self._state is not GradState.EMPTY:
+            self._enter(GradState.EMPTY)
+        if self._partial is not None and self._partial is not self.buffer:
+            self.group.comm_ctx.pool.give(self._partial.memory)
+        self._clear()
         shard = self.buffer if self.buffer is not None and self.buffer.spec.placement is S else None
         if shard is not None and shard.extent is not None:
             self.guard.before_read()  # an update made ahead of its step goes with the gradient
@@ -740,6 +842,23 @@ class Gradient:
         elif shard is not None and has_pages_to_return(shard.memory):
             return_pages(shard.memory)
 
+    def drop_buffers(self) -> None:
+        """Free the memory of the sum and of the delayed gradient, for others of another dtype; both must be empty."""
+        assert self._state is GradState.EMPTY and not self.delayed.is_full, "a gradient's memory was dropped with it"
+        self.buffer = None
+        self.delayed.buffer = None
+
+    def swap_delayed(self, buffer: FlatBuffer | None, absent: set[int] | None, *, is_full: bool) -> None:
+        """Take a delayed gradient's place: buffer (None: its values are here already), absent members, whether there
+        is one.
+        """
+        if buffer is not None:
+            self.buffer = buffer
+        self.absent, self.known_squares = absent, None
+        state = GradState.REDUCED if is_full else GradState.EMPTY
+        if self._state is not state:
+            self._enter(state)
+
     # -- what `.grad` shows, and what the program makes of it
 
     def expose(self, *, joined: bool = True) -> None:
@@ -747,11 +866,11 @@ class Gradient:
 
         A frozen member has none unless one came before it was frozen, as in torch.
         """
-        self._is_exposed, state = True, self.state
+        self._is_exposed = True
         if not self._sharded_grads:
             self._sharded_grads = [sharded_gradient(member.param, member.placeholder) for member in self.group.members]
-        is_first = state.absent is None
-        absent = state.absent = set() if state.absent is None else state.absent
+        is_first = self.absent is None
+        absent = self.absent = set() if self.absent is None else self.absent
         with without_torch_function():
             for number, (member, grad) in enumerate(zip(self.group.members, self._sharded_grads, strict=True)):
                 if not member.param.requires_grad:
@@ -776,14 +895,17 @@ class Gradient:
         for number, value in assigned:
             if value is not None:
                 self.assign(number, value)
-            elif self.state.absent is not None and number not in self.state.absent:
+            elif self.absent is not None and number not in self.absent:
                 self._part_of(number).values.zero_()
                 self._changed(number)
-                self.state.absent.add(number)
+                self.absent.add(number)
 
     def hide(self) -> None:
         """Clear the exposed `.grad` before a backward: autograd would add to it."""
         self.take_assigned()
+        self._unset_grads()
+
+    def _unset_grads(self) -> None:
         self._is_exposed = False
         with without_torch_function():
             for member in self.group.members:
@@ -820,9 +942,9 @@ class Gradient:
         self._refuse_partial_sum(name)
         part.values.copy_(mine)
         self._changed(number)
-        self.state.is_edited = True
-        if self.state.absent is not None:
-            self.state.absent.discard(number)
+        self.is_edited = True
+        if self.absent is not None:
+            self.absent.discard(number)
         if self._is_exposed:
             with without_torch_function():
                 self.group.members[number].param.grad = self._sharded_grads[number]
@@ -842,12 +964,12 @@ class Gradient:
 
         Between the micro-batches of a step it is this rank's own sum if that is still to be reduced.
         """
-        slot, state = self.group.members[number].slot, self.state
-        if state.partial is not None and state.partial is self.buffer:
-            values = state.partial.memory[slot.start : slot.stop]
-            if number not in state.arrived:
+        slot = self.group.members[number].slot
+        if self._partial is not None and self._partial is self.buffer:
+            values = self._partial.memory[slot.start : slot.stop]
+            if number not in self._arrived:
                 values.zero_()
-                state.arrived.add(number)
+                self._arrived.add(number)
             return Part(values, 0, is_whole=True)
         self._seed()
         values = self.of(slot)
@@ -856,11 +978,10 @@ class Gradient:
 
     def _seed(self) -> None:
         """Make a reduced gradient, of zeros, if no backward has made one."""
-        if self.is_deferred and self.guard.pending is not None:
-            self.guard.pending.flush_group(self.group)
-        if not self.state.reduced:
+        self._flush_deferred()
+        if not self._has_sum:
             self._own(self.ensure_buffer()).zero_()
-            self.state.reduced = self.state.is_total = True
+            self._enter(GradState.REDUCED)
             self.known_squares = None
 
     def _changed(self, number: int) -> None:
@@ -875,11 +996,11 @@ class Gradient:
         self._refuse_partial_sum(self.group.members[number].name)
         self._changed(number)
         if not alike:
-            self.state.is_edited = True
+            self.is_edited = True
 
     def _refuse_partial_sum(self, name: str) -> None:
         """Raise UsageError while each replica has a sum of its own: what is set now would count once for each."""
-        if self.group.comm_ctx.replicas is not None and self.state.reduced and not self.state.is_total:
+        if self._state is GradState.PARTIAL:
             raise UsageError(
                 f"the gradient of '{name}' was changed between the micro-batches of a step, on a mesh with replicas.",
                 "Until the last backward of a step each replica has its own sum, to which a change would be added.",
@@ -936,14 +1057,19 @@ class Gradient:
 
 class DelayedGradient:
     """The gradient of an earlier step, for a delayed update. buffer: this rank's slice of it, allocated on first
-    use.
+    use. absent: as of the gradient under way.
     """
 
     def __init__(self, gradient: Gradient) -> None:
         self.gradient = gradient
         self.buffer: FlatBuffer | None = None
-        self.is_full = False  # `buffer` has one
-        self.absent: set[int] | None = None  # as of the gradients under way (`ReductionState`)
+        self.absent: set[int] | None = None
+        self._is_full = False
+
+    @property
+    def is_full(self) -> bool:
+        """Return whether `buffer` has a gradient."""
+        return self._is_full
 
     @property
     def extents(self) -> list[Extent]:
@@ -952,35 +1078,43 @@ class DelayedGradient:
 
     def swap(self, *, keep: bool) -> None:
         """Exchange the delayed and the reduced gradient; `keep`: False drops the reduced one."""
-        gradient, comes = self.gradient, self.is_full
+        gradient, comes = self.gradient, self._is_full
         if not (keep or comes):
             return
         gradient.group.guard.before_write()
         theirs, mine = gradient.ensure_buffer(), self._ensure_buffer()
-        if theirs.spec.placement is S:
-            gradient.buffer, self.buffer = mine, theirs
+        is_cut = theirs.spec.placement is S
+        if is_cut:
+            self.buffer = theirs
         else:
             _change_places(theirs.shard(gradient.group.comm_ctx.comm.rank), mine.load())
-        gradient.state.reduced = comes
-        gradient.state.absent, self.absent = self.absent, gradient.state.absent
-        gradient.known_squares = None
-        self.is_full = keep
+        absent, self.absent = self.absent, gradient.absent
+        gradient.swap_delayed(mine if is_cut else None, absent, is_full=comes)
+        self._is_full = keep
         if not keep:
             self.discard()
 
     def read(self, low: int, high: int) -> Tensor | None:
         """Return elements [low, high) of it, to be read only; None if there is none."""
-        return self.buffer.read(low, high) if self.is_full and self.buffer is not None else None
+        return self.buffer.read(low, high) if self._is_full and self.buffer is not None else None
 
     def owned(self, slot: Slot) -> Tensor:
         """Return this rank's part of one member's: a flat view, which a checkpoint fills."""
         self.gradient.group.guard.before_write()
         return self._ensure_buffer().owned_view(slot, self.gradient.group.comm_ctx.comm.rank)
 
+    def restore_absent(self, absent: set[int] | None) -> None:
+        """Take the members that had no gradient from a checkpoint, which fills `owned` for the others."""
+        self.absent = absent
+
+    def restore(self, *, is_full: bool) -> None:
+        """Take from a checkpoint whether there is one, after its values."""
+        self._is_full = is_full
+
     def discard(self) -> None:
         """Drop it: no update will use it."""
         self.gradient.group.guard.before_write()
-        self.is_full, self.absent = False, None
+        self._is_full, self.absent = False, None
         for extent in self.extents:
             extent.discard(0, extent.memory.numel())
 
@@ -990,21 +1124,6 @@ class DelayedGradient:
             assert spec is not None
             self.buffer = self.gradient.new_slice(spec)
         return self.buffer
-
-
-@dataclass
-class ReductionState:
-    """The parts of the gradient that have arrived since the last step."""
-
-    arrived: set[int] = field(default_factory=set)  # indices of members that are in `partial`
-    reduced: bool = False  # `buffer` holds a reduced sum
-    partial: FlatBuffer | None = None  # this rank's summand while a backward is under way
-    reduction: Pending = field(default_factory=lambda: DONE)  # of `buffer`, maybe still under way
-    carried_sum: Tensor | None = None  # an earlier reduced sum of the same step, to be added (undeclared accumulation)
-    absent: set[int] | None = None  # indices of members whose `.grad` is None: no update; None: no backward has ended
-    is_total: bool = False  # the sum is over the replicas, too; always so where there are none
-    carried_is_total: bool = False
-    is_edited: bool = False  # by values that may differ between ranks
 
 
 def complete(full: Tensor, group: ParamGroup, slot: Slot, what: str) -> None:

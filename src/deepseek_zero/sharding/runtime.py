@@ -68,6 +68,15 @@ class Phase(Enum):
     BACKWARD = "backward"  # inside a backward that reached an output of the model
 
 
+PHASE_MOVES = {
+    (Phase.IDLE, Phase.FORWARD),
+    (Phase.IDLE, Phase.BACKWARD),
+    (Phase.FORWARD, Phase.IDLE),  # it ended, or an exception ended it
+    (Phase.FORWARD, Phase.BACKWARD),  # of an output so far: inside the forward, or after an exception ended it
+    (Phase.BACKWARD, Phase.IDLE),  # as above
+}
+
+
 class Runtime:
     """One wrapped model at work."""
 
@@ -75,7 +84,7 @@ class Runtime:
         self.model, self.units, self.settings = model, units, plan.settings
         self._planned = plan
         self.comm, self.comm_ctx = comm_ctx.world, comm_ctx
-        self.phase = Phase.IDLE
+        self._phase = Phase.IDLE
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.loss_factor = LossFactor(self)
         self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
@@ -88,6 +97,16 @@ class Runtime:
         for group in self.groups:
             group.runtime = weakref.ref(self)
         self._handles = [*install_hooks(self), *shard_state_dicts(units)]
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def enter(self, phase: Phase) -> None:
+        """Go on to another phase; only what is in this file does."""
+        if (self._phase, phase) not in PHASE_MOVES:
+            raise AssertionError(f"a wrapped model cannot go from {self._phase.value} to {phase.value}")
+        self._phase = phase
 
     @property
     def plan(self) -> Plan:
@@ -131,12 +150,17 @@ class Runtime:
         """Hear of the gradients of a group that is trained from now on."""
         self._handles += watch_grads(self, unit.number, group)
 
+    def promote_to_fp32(self, unit: Unit) -> None:
+        """Compute a unit in fp32 from now on.  Collective; raises if the unit is not sharded."""
+        unit.promote_to_fp32()
+        self.forward.any_promoted = True
+
     def unit_of(self, group: ParamGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)
 
     def fetch(self, group: ParamGroup) -> bool:
         """Gather a group's unit because something reads a parameter at rest; False outside forward and backward."""
-        if self.phase is Phase.IDLE and not self.forward.active and backward_id() == -1:
+        if self._phase is Phase.IDLE and not self.forward.active and backward_id() == -1:
             return False
         unit = self.unit_of(group)
         if self.forward.active:
@@ -147,13 +171,13 @@ class Runtime:
     @property
     def was_interrupted(self) -> bool:
         """A backward that an exception ended: its phase never closed, and no backward runs now."""
-        return self.phase is Phase.BACKWARD and backward_id() == -1
+        return self._phase is Phase.BACKWARD and backward_id() == -1
 
     # -- backward
 
     def on_output_grad(self, unit: Unit, grad: Tensor) -> None:
         """A gradient reached a unit's output: its weights are about to be needed."""
-        if self.phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
+        if self._phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
             self._open_backward()
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
@@ -167,10 +191,10 @@ class Runtime:
     def _open_backward(self) -> None:
         """The first gradient of a backward call reached an output of this model."""
         self.loss_factor.refuse_gradient_of_gradient()
-        if self.phase is Phase.BACKWARD:
+        if self._phase is Phase.BACKWARD:
             self.recover()  # the backward before this one never ended
         self._backward_id = backward_id()
-        self.phase = Phase.BACKWARD
+        self.enter(Phase.BACKWARD)
         self.comm.meter.clock.enter("backward")
         queue_backward_callback(at_backward_end(self))
         with torch.no_grad():
@@ -180,7 +204,7 @@ class Runtime:
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
-        if self.phase is not Phase.BACKWARD:
+        if self._phase is not Phase.BACKWARD:
             raise UsageError(
                 f"parameter '{unit.group_of[id(param)].name_of(param)}' got a gradient from outside the wrapped "
                 "model's forward.",
@@ -216,7 +240,9 @@ class Runtime:
             self.executor.end()
             self.executor.reshard_all()
             self.executor.update_expected()
-            self.phase, self._backward_id, self.forward.count = Phase.IDLE, -1, 0
+            if self._phase is not Phase.IDLE:  # a rank that skipped the backward was not in it
+                self.enter(Phase.IDLE)
+            self._backward_id, self.forward.count = -1, 0
             self.backwards += 1
             for group in self.trained_groups:
                 group.gradient.expose(joined=joined)
@@ -249,7 +275,7 @@ class Runtime:
     @property
     def is_idle(self) -> bool:
         """Whether this rank has no gradient: no backward has brought one, and the program has made none."""
-        return not self.has_gradients and not any(group.gradient.state.is_edited for group in self.trained_groups)
+        return not self.has_gradients and not any(group.gradient.is_edited for group in self.trained_groups)
 
     def after_step(self, *, drop: bool = True) -> None:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
@@ -283,26 +309,31 @@ class Runtime:
         if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
             self.comm_ctx.pool.return_pages()
 
+    def discard_step(self) -> None:
+        """Forget the backwards since the last step and their gradients; local, but all ranks must do it."""
+        self.drop_grads()
+        self.backwards = 0
+
     # -- trouble
 
     def on_backward_dropped(self, number: int) -> None:
         """A backward call is over; unless it came to its end, an exception ended it, which others wait to hear."""
-        if self.phase is Phase.BACKWARD and self._backward_id == number:
+        if self._phase is Phase.BACKWARD and self._backward_id == number:
             self.comm.post_error(RuntimeError("its backward ended early; its own output tells why"))
 
     def recover(self) -> None:
         """After a forward or backward that an exception ended: drain, drop the half-made gradients, start clean."""
         self.comm.withdraw_error()
-        if self.phase is Phase.IDLE:
+        if self._phase is Phase.IDLE:
             return
-        interrupted, self.phase = self.phase, Phase.IDLE
+        interrupted = self._phase
+        self.enter(Phase.IDLE)
         self.forward.clear()
         with torch.no_grad():
             self.executor.end()
             self.executor.reshard_all()
             if interrupted is Phase.BACKWARD:
-                self.drop_grads()
-                self.backwards = 0
+                self.discard_step()
         self.forward.count = 0
 
 
@@ -352,7 +383,7 @@ class Forward:
         )
         if begins:
             self.runtime.recover()
-            self.runtime.phase = Phase.FORWARD
+            self.runtime.enter(Phase.FORWARD)
             self.runtime.comm.meter.clock.enter("forward")
         is_border = self._is_outermost() and self.runtime.loss_factor.has_border
         self.active.append(ForwardFrame(unit, is_border=is_border))
@@ -450,7 +481,7 @@ class Forward:
         if self.runtime.phase is not Phase.FORWARD:
             return
         self.runtime.executor.end()
-        self.runtime.phase = Phase.IDLE
+        self.runtime.enter(Phase.IDLE)
         self.runtime.comm.meter.clock.enter(BETWEEN)
         if training:
             self.count += 1
@@ -735,7 +766,7 @@ def _apply(runtime: Runtime, changed: Sequence[ParamInfo]) -> None:
         groups = [each for group in unit.groups for each in (_divide(runtime, unit.name, group, parts.get(group)))]
         fresh = [group for group in groups if group not in unit.groups]
         for group in groups:
-            group.is_idle = group.trainable and all(member.is_frozen for member in group.members)
+            group.follow_frozen()
         unit.set_groups(groups)
         for group in fresh:
             group.runtime = weakref.ref(runtime)

@@ -259,10 +259,10 @@ def test_an_edit_changes_what_the_step_uses_and_each_slice_is_its_owners(stage: 
         gradient.reduce("it").wait()
         gradient.expose()
         params[0].grad.mul_(0.5)
-        assert not gradient.state.is_edited, "by the same on every rank"
+        assert not gradient.is_edited, "by the same on every rank"
         params[1].grad = torch.full(SHAPES["b"], 1.0 + rank.index)
         gradient.take_assigned()
-        assert gradient.state.is_edited
+        assert gradient.is_edited
         gradient.spread("it").wait()
         found, layout = whole(group), group.layout
         assert torch.equal(found["a"], 0.5 * plain_sum([summand(r, 0, "a") for r in range(size)], torch.float32))

@@ -1,0 +1,133 @@
+"""Every state machine of the heart: what its table allows happens, and everything else raises and changes nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_zero.planner.spec import P
+from deepseek_zero.sharding.executor import MOVES, UnitState
+from deepseek_zero.sharding.param_group import GRAD_MOVES, Gradient, GradState, ParamGroup
+from deepseek_zero.sharding.runtime import PHASE_MOVES, Phase
+from tests.in_process import Rank, build_one, run_ranks, sharded
+from tests.models import Odd
+
+
+def check(table: set[Any], states: type[Enum], owner: Any, attribute: str, enter: Callable[[Any], None]) -> None:
+    for before, after in itertools.product(states, states):
+        setattr(owner, attribute, before)
+        if (before, after) in table:
+            enter(after)
+            assert getattr(owner, attribute) is after
+        else:
+            with pytest.raises(AssertionError, match=f"cannot go from {before.value} to {after.value}"):
+                enter(after)
+            assert getattr(owner, attribute) is before
+
+
+def test_a_unit_goes_where_its_table_says() -> None:
+    def body(rank: Rank) -> None:
+        unit = sharded(rank, Odd(), stage=3).root
+        check(MOVES, UnitState, unit, "_state", unit._enter)
+
+    run_ranks(1, body)
+
+
+def test_a_phase_follows_where_its_table_says() -> None:
+    def body(rank: Rank) -> None:
+        runtime = sharded(rank, Odd(), stage=3)
+        check(PHASE_MOVES, Phase, runtime, "_phase", runtime.enter)
+
+    run_ranks(1, body)
+
+
+def test_a_gradient_goes_where_its_table_says() -> None:
+    def body(rank: Rank) -> None:
+        gradient = build_one(rank, Odd(), stage=3).gradient
+        check(GRAD_MOVES, GradState, gradient, "_state", gradient._enter)
+
+    run_ranks(1, body)
+
+
+def test_every_state_is_reached_and_left() -> None:
+    tables: list[tuple[set[Any], type[Enum]]] = [(MOVES, UnitState), (PHASE_MOVES, Phase), (GRAD_MOVES, GradState)]
+    for table, states in tables:
+        assert {after for _, after in table} == {before for before, _ in table} == set(states)
+
+
+@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("stage", range(4))
+def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = build_one(rank, Odd(), stage=stage)
+        group.gather("it").wait()
+        group.point_to_unsharded()
+        gradient = group.gradient
+        assert gradient.state is GradState.EMPTY
+        bring(group)
+        assert gradient.state is GradState.COLLECTING
+        pending = gradient.reduce("it")
+        assert gradient.state is GradState.REDUCING
+        with pytest.raises(AssertionError, match="cannot go from reducing to deferred"):
+            gradient.defer()
+        pending.wait()
+        assert gradient.state is GradState.REDUCED
+        bring(group)  # a second backward: it takes the sum's place, or is collected beside it
+        assert gradient.state is (GradState.COLLECTING if group.plan.grad.placement is P else GradState.REDUCED)
+        gradient.reduce("it").wait()
+        assert_twos(gradient, size)
+        gradient.defer()
+        gradient.discard()  # which all gradients are after a step
+        assert gradient.state is GradState.DEFERRED
+        assert gradient.is_deferred
+        assert not gradient.is_reduced
+        assert_twos(gradient, size)
+        gradient.finish_deferred()
+        assert gradient.state is GradState.EMPTY
+        assert gradient.reduced() is None
+        with pytest.raises(AssertionError, match="cannot go from empty to empty"):
+            gradient.finish_deferred()
+
+    run_ranks(size, body)
+
+
+def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
+    def body(rank: Rank) -> None:
+        group = build_one(rank, Odd(), stage=1)
+        bring(group)
+        with pytest.raises(AssertionError, match="dropped with it"):
+            group.gradient.drop_buffers()
+        group.gradient.discard()
+        group.gradient.drop_buffers()
+        assert group.gradient.buffer is None
+
+    run_ranks(1, body)
+
+
+def test_an_update_that_is_deferred_without_a_gradient_changes_nothing() -> None:
+    def body(rank: Rank) -> None:
+        gradient = build_one(rank, Odd(), stage=3).gradient
+        gradient.defer()
+        assert gradient.absent == set(range(len(gradient.group.members)))
+
+    run_ranks(2, body)
+
+
+def bring(group: ParamGroup) -> None:
+    """A backward that finds a gradient of ones."""
+    for member in group.members:
+        member.param.grad = torch.ones(member.slot.shape)
+        group.gradient.collect(member.param)
+
+
+def assert_twos(gradient: Gradient, size: int) -> None:
+    """Two backwards of `size` ranks were added up."""
+    values = gradient.reduced()
+    assert values is not None
+    assert set(values.unique().tolist()) <= {0.0, 2.0 * size}  # 0: padding
+    assert values.any()
