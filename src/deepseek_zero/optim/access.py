@@ -101,13 +101,13 @@ def _state_views(param: nn.Parameter, key: str) -> Iterator[tuple[ParamOverlap, 
     if not isinstance(owner, ParamGroup) or optimizer is None:
         return
     for cover in _covers(optimizer, owner, param):
-        state = optimizer.state.get(cover.shard.param, {}).get(key)
+        state = optimizer.load_states().get(cover.shard.param, {}).get(key)
         if isinstance(state, Tensor) and state.shape == cover.shard.param.shape:
             yield cover, cover.of(state)
 
 
 def _no_state(optimizer: ShardedOptimizer, name: str, key: str) -> UsageError:
-    known = sorted({key for state in optimizer.state.values() for key in state})
+    known = sorted({key for state in optimizer.load_states().values() for key in state})
     return UsageError(
         f"optimizer {type(optimizer.inner).__name__} has no element-wise state '{key}' for '{name}'.",
         f"It has {', '.join(known)}." if known else "An optimizer makes its state in its first step.",

@@ -185,6 +185,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
+        """Return `load_states()`: torch's name for users, the one property that does what a verb does; we read none."""
+        return self.load_states()
+
+    def load_states(self) -> dict[Tensor, dict[str, Any]]:
+        """Run every deferred update, fetch offloaded moments, and return the inner optimizer's state, by shard.
+
+        Local. Raises `StorageError` if a disk fails, `UsageError` after an update that failed.
+        """
         self.finish()
         for shard in self.shards():
             self.moments.load(shard, working=False)
@@ -527,7 +535,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return this rank's state as the inner optimizer has it; engine checkpoints name it by parameter and hold
         the delayed update too.
         """
-        self.state  # noqa: B018 - fetches offloaded states
+        self.load_states()
         scaler = self.scaler.state_dict() if self.scaler else None
         stretches = [[(shard.names[0], shard.start, shard.stop) for shard in shards] for shards in self.shards_by_group]
         counts = {"updates": self.updater.updates, "steps": self.steps}

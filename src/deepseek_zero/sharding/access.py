@@ -115,7 +115,9 @@ class GatheredParameters:
         held = zip(self.groups, self._copies, self._marks, strict=True)
         changed = [member_names(group) for group, copy, mark in held if _mark(group, copy) != mark]
         changed += [shard.name_of(param) for param, shard in self.building if shard.is_changed(param)]
-        comms = [group.comm_ctx.world for group in self.groups] + [shard.session.comm for _, shard in self.building]
+        comms = [group.comm_ctx.world for group in self.groups] + [
+            shard.session.open_comm() for _, shard in self.building
+        ]
         if not comms:
             return
         row = torch.tensor([len(changed)])

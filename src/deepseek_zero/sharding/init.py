@@ -51,7 +51,7 @@ class InitShard:
 
     def whole(self) -> Tensor:
         """Every element, flat; a new tensor.  Collective."""
-        comm = self.session.comm
+        comm = self.session.open_comm()
         padded = comm.empty(self.slice.numel() * comm.size, self.slice.dtype)
         padded.chunk(comm.size)[comm.rank].copy_(self.slice) if padded.numel() else None
         if comm.size > 1 and padded.numel():
@@ -75,7 +75,7 @@ class InitShard:
     def reshard(self, param: nn.Parameter, source: int | None) -> None:
         """Cut it again, with the values of the rank `source`; None: as it was."""
         if source is not None:
-            mine = _scatter_slices(self.session.comm, param.data, source, self.slice.dtype)
+            mine = _scatter_slices(self.session.open_comm(), param.data, source, self.slice.dtype)
             self.slice.copy_(mine)
         self.unsharded, self.is_pinned = None, False
         self.session.awake = [shard for shard in self.session.awake if shard is not self]
@@ -96,7 +96,7 @@ class InitShard:
 
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """This rank's slice of a whole value; local."""
-        comm = self.session.comm
+        comm = self.session.open_comm()
         flat = value.detach().expand(self.shape).reshape(-1)
         start = comm.rank * self.slice.numel()
         part = flat[start : start + self.slice.numel()]
@@ -132,9 +132,8 @@ class Init:
         if module is not None and enabled:
             self.shard(module)
 
-    @property
-    def comm(self) -> Comm:
-        """The ranks that build together."""
+    def open_comm(self) -> Comm:
+        """Return the communicator of the ranks that build together; the first call makes it.  Collective."""
         if self._comm is None:
             self._comm = Comm(current_mesh(self._device).device, trains=False)
         return self._comm
@@ -167,7 +166,7 @@ class Init:
                 self._cut(param)
 
     def _cut(self, param: nn.Parameter) -> None:
-        mine = _scatter_slices(self.comm, param.data, 0, self.dtype or param.dtype)
+        mine = _scatter_slices(self.open_comm(), param.data, 0, self.dtype or param.dtype)
         shard = InitShard(weakref.ref(param), type(param), param.shape, mine.clone(), self, next(NUMBERS))
         keep_alive(param, shard)
         reshard(param, _placeholder(mine, param.shape))
@@ -259,7 +258,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
         shard.session.reshard_pinned()
     else:
         shard = _empty_shard(param, session)
-    start = shard.session.comm.rank * shard.slice.numel()
+    start = shard.session.open_comm().rank * shard.slice.numel()
     for low, part in read(start, min(start + shard.slice.numel(), shard.numel)):
         cast_master(part.to(shard.slice.device), shard.slice[low - start : low - start + part.numel()])
 
@@ -267,7 +266,7 @@ def take_slice(param: nn.Parameter, session: Init, read: Reading) -> None:
 def _empty_shard(param: nn.Parameter, session: Init) -> InitShard:
     """Return a slice for a parameter on the meta device, which is sharded from now on."""
     dtype, shape, kind = session.dtype or param.dtype, param.shape, type(param)
-    per_rank = -(-param.numel() // session.comm.size)
+    per_rank = -(-param.numel() // session.open_comm().size)
     values = torch.zeros(per_rank, dtype=dtype, device=session._device)
     nothing = torch.full((), float("nan") if dtype.is_floating_point else 0, dtype=dtype, device=values.device)
     real = nn.Parameter(nothing.expand(shape), requires_grad=param.requires_grad)

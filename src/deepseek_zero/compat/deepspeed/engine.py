@@ -193,7 +193,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def state(self) -> Any:
-        return self.optimizer.state if self.optimizer is not None else {}
+        return self.optimizer.load_states() if self.optimizer is not None else {}
 
     @property
     def defaults(self) -> dict[str, Any]:
