@@ -31,7 +31,7 @@ from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, all_reduce, has_pages_to_return, move
 from .init import take_values
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
-from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
+from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshard
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
@@ -58,13 +58,11 @@ class ParamInfo:
 
     def unshard(self, data: Tensor) -> None:
         """Let the parameter view `data`, in the class it had before wrapping."""
-        self.param.__class__ = self.param_class
-        self.param.data = data
+        unshard(self.param, self.param_class, data)
 
     def reshard(self) -> None:
         """Let the parameter be a sharded one, which holds a placeholder of its shape."""
-        self.param.data = self.placeholder
-        self.param.__class__ = ShardedParameter
+        reshard(self.param, self.placeholder)
 
 
 class ParamGroup:

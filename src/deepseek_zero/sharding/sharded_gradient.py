@@ -20,10 +20,10 @@ from ..base.device import without_torch_function
 from ..base.errors import AtRestError
 from .sharded_parameter import (
     CONVERSIONS,
+    NEEDS_ELEMENTS,
     ShardedParameter,
-    changes_nothing,
+    answer_without_elements,
     function_name,
-    is_safe,
     name_of,
     owner_of,
     tensors_among,
@@ -102,14 +102,11 @@ class ShardedGradient(Tensor):
             return args[0]
         if name in ("detach_", "requires_grad_", "contiguous"):
             return args[0]
-        if is_safe(name, args, kwargs):
-            with without_torch_function():
-                return function(*args, **kwargs)
+        if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
+            return found
         if name.endswith("_like"):  # of the whole shape, so that the same seed draws the same on any number of ranks
             with without_torch_function():
                 return function(args[0].as_subclass(Tensor), *args[1:], **kwargs)
-        if name in CONVERSIONS and changes_nothing(args, kwargs, CONVERSIONS[name]):
-            return args[0]
         if name.startswith("_foreach_"):
             return _foreach(name, args, kwargs)
         if name in NORMS:

@@ -62,6 +62,22 @@ CONVERSIONS: dict[str, torch.dtype | str | None] = {
 }
 
 
+NEEDS_ELEMENTS: Any = object()
+
+
+def answer_without_elements(function: Callable[..., Any], name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Return what a call gives that reads no elements, or would convert its tensor to what it is; else NEEDS_ELEMENTS.
+
+    name: the function's. Every `__torch_function__` of a tensor whose elements are elsewhere asks this first.
+    """
+    if is_safe(name, args, kwargs):
+        with without_torch_function():
+            return function(*args, **kwargs)
+    if name in CONVERSIONS and changes_nothing(args, kwargs, CONVERSIONS[name]):
+        return args[0]
+    return NEEDS_ELEMENTS
+
+
 def function_name(function: Callable[..., Any]) -> str:
     """The attribute of a property access, the name of anything else."""
     name = getattr(function, "__name__", str(function))
@@ -132,17 +148,14 @@ class ShardedParameter(nn.Parameter):
     ) -> Any:
         kwargs = kwargs or {}
         name = function_name(function)
-        if is_safe(name, args, kwargs):
-            with without_torch_function():
-                return function(*args, **kwargs)
+        if (found := answer_without_elements(function, name, args, kwargs)) is not NEEDS_ELEMENTS:
+            return found
         resting = [value for value in tensors_among((*args, *kwargs.values())) if type(value) is ShardedParameter]
         if name == "copy_" and resting and resting[0] is args[0] and len(resting) == 1:
             return _write(args[0], args[1] if len(args) > 1 else kwargs["src"])
         if name == "data" and len(args) == 2 and (_is_placeholder(args[1]) or args[1] is args[0]):
             with without_torch_function():
                 return function(*args, **kwargs)
-        if name in CONVERSIONS and changes_nothing(args, kwargs, CONVERSIONS[name]):
-            return args[0]
         for param in resting:
             owner = owner_of(param)
             if owner is None or not owner.fetch_for(param):

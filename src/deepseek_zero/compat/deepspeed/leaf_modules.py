@@ -19,26 +19,14 @@ def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Mark every module of these classes (types, class names, or full class names); returns them."""
-    return _mark(
-        model,
-        lambda name, module: _is_one_of(module, leaf_module_classes),
-        True,
-        raise_if_not_found,
-        leaf_module_classes,
-    )
+    return _mark_classes(model, leaf_module_classes, True, raise_if_not_found)
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Take the mark off every module of these classes; returns them."""
-    return _mark(
-        model,
-        lambda name, module: _is_one_of(module, leaf_module_classes),
-        False,
-        raise_if_not_found,
-        leaf_module_classes,
-    )
+    return _mark_classes(model, leaf_module_classes, False, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_name(
@@ -80,6 +68,12 @@ def z3_leaf_module(model: nn.Module) -> bool:
 def z3_leaf_parameter(param: nn.Parameter) -> bool:
     """Return False: modules are marked here, and parameters never."""
     return False
+
+
+def _mark_classes(
+    model: nn.Module, classes: Sequence[type[nn.Module] | str], flag: bool, must_find: bool
+) -> list[nn.Module]:
+    return _mark(model, lambda name, module: _is_one_of(module, classes), flag, must_find, classes)
 
 
 def _mark(
