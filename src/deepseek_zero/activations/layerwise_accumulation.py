@@ -1,10 +1,11 @@
-"""Layerwise accumulation: all micro-batches of a unit before the next unit, so that one load of its weights serves all.
+"""Layerwise accumulation: what passes between units that take the micro-batches of a batch in turn.
 
 The engine is called once, with all micro-batches of a step in one batch. Modules around the units (embedding, head,
-loss) run over the whole batch. Each unit runs over one micro-batch after the other, each in a checkpoint of its own:
+loss) run over the whole batch. Each unit runs over one micro-batch after the other, on one gather of its weights: which
+units, how many micro-batches and in which order is the program's (`layerwise` in planner/schedule.py), and its executor
+is asked. Here a unit's arguments are cut, each micro-batch runs in a checkpoint of its own, and the outputs are joined:
 forward keeps nothing inside the unit, and backward holds the activations of one micro-batch. Autograd goes from the
-last micro-batch to the first, and hands a parameter's gradient over when it has added all of them: to sharding/ this is
-one forward and one backward of the unit.
+last micro-batch to the first, and hands a parameter's gradient over when it has added all of them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ FIX = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates
 
 
 class LayerwiseAccumulation:
-    """Runs the units of one model over so many micro-batches one after the other, wherever gradients are recorded.
+    """Cuts the batch for the units of one model that take micro-batches in turn, wherever gradients are recorded.
 
     samples: of the current or last forward, on this rank.
     """
 
-    def __init__(self, runtime: Runtime, micro_batches: int) -> None:
-        self.micro_batches, self.samples = micro_batches, 0
-        self._forwards = [LayerwiseForward(self, unit) for unit in _units_to_cut(runtime)]
+    def __init__(self, runtime: Runtime) -> None:
+        self.micro_batches, self.samples = runtime.settings.layerwise_micro_batches, 0
+        self._runtime = weakref.ref(runtime)
+        cut = [unit for unit in runtime.units if len(runtime.executor.forwards(unit)) > 1]
+        self._forwards = [LayerwiseForward(self, unit) for unit in cut]
         # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
         self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
@@ -59,6 +62,13 @@ class LayerwiseAccumulation:
                 f"call the engine with a multiple of {self.micro_batches} samples; a loader drops a short last batch "
                 "with dataloader_drop_last.",
             )
+
+    def turns(self, number: int) -> list[int]:
+        """Return the micro-batches of a unit in the order that the program has them in."""
+        runtime = self._runtime()
+        assert runtime is not None  # its hooks have raised already
+        forwards = runtime.executor.forwards(runtime.units[number])
+        return [action.micro_batch for action in forwards if action.micro_batch is not None]
 
     def cut(self, unit: str, call: Call) -> list[Call]:
         """Yield a unit's arguments per micro-batch: tensors as long as the batch are cut, the rest stays whole."""
@@ -118,7 +128,7 @@ class LayerwiseForward:
     """Replaces the forward of a unit's module: the module's own without gradients, else one call per micro-batch."""
 
     def __init__(self, order: LayerwiseAccumulation, unit: Unit) -> None:
-        self.order, self.unit = order, unit.name
+        self.order, self.unit, self.number = order, unit.name, unit.number
         # Weakly, or module and forward would hold each other, and a dropped model keep its memory for a while.
         self._module = weakref.ref(unit.module)
         self._own = unit.module.__dict__.get("forward")  # the instance's own, which the program put there
@@ -128,7 +138,8 @@ class LayerwiseForward:
         if not torch.is_grad_enabled() or not self.order.samples:
             return self.whole(args, kwargs)
         calls = self.order.cut(self.unit, (args, kwargs))
-        return self.order.join(self.unit, [checkpoint(self.whole, *call) for call in calls])
+        outputs = {part: checkpoint(self.whole, *calls[part]) for part in self.order.turns(self.number)}
+        return self.order.join(self.unit, [outputs[part] for part in sorted(outputs)])
 
     def whole(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's own forward."""
@@ -145,25 +156,6 @@ class LayerwiseForward:
         del module.__dict__["forward"]
         if self._own is not None:
             module.forward = self._own
-
-
-def _units_to_cut(runtime: Runtime) -> list[Unit]:
-    """Return all units but the root, and tiles, which need no cutting; raise `UsageError` if one is inside another."""
-    units = runtime.units
-    for inner, outer in runtime.executor.around.items():
-        raise UsageError(
-            f"unit '{units[inner].name}' stands inside unit '{units[outer].name}'.",
-            "In vertical order it would be loaded again for every micro-batch of the outer one.",
-            f"name units that do not contain each other (`units`), or {FIX}.",
-        )
-    found = [unit for unit in units[1:] if not unit.is_tile]
-    if not found:
-        raise UsageError(
-            "the model has no units to take its micro-batches in turn.",
-            "Nothing repeats in it, so all its weights belong to the root, which runs over the whole batch.",
-            f"name its blocks in `units`, or {FIX}.",
-        )
-    return found
 
 
 def _tensors(value: Any) -> list[Tensor]:

@@ -80,7 +80,7 @@ def assemble(
     if chosen.make is not None:
         optimizer = ShardedOptimizer(runtime, chosen.groups, chosen.make, step_settings, scaler, plan.update)
     runtime.loss_factor.scaler = scaler
-    slices, saving = config.zero_optimization.vertical_micro_batches, saving_settings_of(config)
+    saving = saving_settings_of(config)
     parts = Parts(
         runtime,
         optimizer,
@@ -100,7 +100,6 @@ def assemble(
         [
             f"{parts.data_settings}",
             f"schedule {parts.schedule}",
-            f"vertical {slices}",
             f"save on signal {saving.on_signal}",
             f"deterministic {config.deterministic}",
         ],
@@ -111,7 +110,7 @@ def assemble(
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)
-    parts.vertical = LayerwiseAccumulation(runtime, slices) if slices > 1 else None
+    parts.vertical = LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
     if config.deterministic:
         parts.determinism = run_on_all_ranks(comm, "deterministic algorithms", lambda: Determinism(mesh.device))
     capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])

@@ -109,7 +109,6 @@ class Parts:
             f"schedule {self.schedule}",
             f"recomputation {self.recompute.settings if self.recompute is not None else None}",
             f"deterministic algorithms: {self.determinism is not None}",
-            f"micro-batches in vertical order: {self.vertical.micro_batches if self.vertical is not None else 1}",
             *units,
             str(self.runtime.executor.schedule),
         ]

@@ -20,7 +20,7 @@ from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .memory import STATES, group_bytes, moments_for, total_bytes
 from .pool_estimate import Size, buffer_bytes, pool_buffers
-from .schedule import Schedule, enclosing, plan_schedule
+from .schedule import Schedule, schedule_units
 from .spec import PlanSettings
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
 from .units import UnitPlan, plan_units
@@ -204,14 +204,14 @@ def _plan(
         mesh,
         machine,
         units,
-        declared_schedule(units, settings, update),
+        declared_schedule(units, settings, update, mesh.dp_replicate),
         plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
         shape.buffer_bytes,
     )
 
 
 def declared_schedule(
-    units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
+    units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None, replicas: int = 1
 ) -> Schedule:
     """Return the schedule of units that are used in the order the model declares them, and updated as `update` says."""
     may_wait = update is not None and update.can_defer
@@ -221,8 +221,7 @@ def declared_schedule(
         if may_wait and any(group.plan.can_defer_update for group in unit.trained)
     ]
     ahead = [number for number in deferred if update is not None and update.by_unit and number]
-    sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
-    return plan_schedule(sizes, range(len(units)), settings, around, deferred=deferred, ahead=ahead)
+    return schedule_units(units, settings, deferred=deferred, ahead=ahead, replicas=replicas)
 
 
 def _with_unit_tiers(

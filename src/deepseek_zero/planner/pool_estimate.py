@@ -17,7 +17,7 @@ import torch
 from ..base.device import CPU
 from ..tiers.tier import Tier
 from .layout import SUM_TILE_NUMEL, FlatLayout, messages_of
-from .schedule import ActionKind, Schedule, enclosing, plan_schedule
+from .schedule import ActionKind, Schedule, schedule_units
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
 
@@ -56,43 +56,42 @@ class _StepReplay:
     ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
+    all_reducing: list[Size] = field(default_factory=list)  # buffers of the sum over replicas under way
     # Of its groups: room for a message, how many there are, how many are under way at once.
     staged: list[tuple[Size, int, int]] = field(default_factory=list)
     outgoing: list[Size] = field(default_factory=list)  # the last message's, on its way until the next one is
 
     def play(self, schedule: Schedule) -> None:
-        actions = list(schedule.actions())
-        last = max((place for place, each in enumerate(actions) if each.kind is ActionKind.REDUCE), default=-1)
-        for place, action in enumerate(actions):
+        for action in schedule.actions():
             unit = self.units[action.unit]
+            if action.kind not in (ActionKind.ALL_REDUCE, ActionKind.UPDATE):
+                self._end_all_reduces()
             match action.kind:
                 case ActionKind.GATHER:
                     self.ledger.take(self._gathered(unit))
                 case ActionKind.RELEASE:
                     self.ledger.give(self._gathered(unit))
-                case ActionKind.BACKWARD:
+                case ActionKind.BACKWARD if action is schedule.backward.computes[action.unit][0]:
                     self.ledger.take(self._partials(unit))
                 case ActionKind.REDUCE:
                     self._reduce(unit)
-                    if place == last and self.replicas > 1:
-                        self._wait_in_flight()
-                        self._sum_over_replicas(
-                            [self.units[each.unit] for each in actions if each.kind is ActionKind.REDUCE]
-                        )
+                case ActionKind.ALL_REDUCE if unit.trained:
+                    self._all_reduce(unit)
         self._wait_in_flight()
         self.ledger.give(self.outgoing)
         self.outgoing = []
 
-    def _sum_over_replicas(self, units: Sequence[UnitPlan]) -> None:
+    def _all_reduce(self, unit: UnitPlan) -> None:
         """The sum over replicas, two units under way at a time."""
-        before: list[Size] = []
-        for unit in units:
-            taken = [size for group in unit.trained for size in self._outer(group)]
-            self.ledger.take(taken)
-            self.ledger.take([self.scratch])
-            self.ledger.give([*before, self.scratch])
-            before = taken
-        self.ledger.give(before)
+        self._wait_in_flight()
+        taken = [size for group in unit.trained for size in self._outer(group)]
+        self.ledger.take([*taken, self.scratch])
+        self.ledger.give([*self.all_reducing, self.scratch])
+        self.all_reducing = taken
+
+    def _end_all_reduces(self) -> None:
+        self.ledger.give(self.all_reducing)
+        self.all_reducing = []
 
     def _outer(self, group: GroupPlan) -> list[Size]:
         """What one group's slice takes on its way: inboxes, and itself where it does not divide."""
@@ -202,8 +201,7 @@ def pool_buffers(
         if replicas == 1 and not any(group.plan.is_offloaded for group in groups):
             return Counter()
         in_place = True
-    sizes, around = [unit.gathered_numel for unit in units], enclosing([unit.name for unit in units])
-    declared = plan_schedule(sizes, range(len(units)), settings, around)
+    declared = schedule_units(units, settings, replicas=replicas)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
         player = _StepReplay(

@@ -4,13 +4,19 @@ It is a list of actions for each pass; `sharding/executor.py` runs it, the memor
 `print(schedule)` shows lines such as ``G0 F0 G1 F1 R1``:
 
     G  gather: all-gather a unit's weights; out of another memory, fetch this rank's slice first
-    U  update: carry out the update that an earlier step deferred, or (after S) the one of this step, ahead of its end
-    F  forward        B  backward
+    U  update: carry out the update that an earlier step deferred, or, behind S or A, this step's, ahead of its end
+    F  forward        B  backward; ``F1.2``: of micro-batch 2, where a unit takes the micro-batches of a batch in turn
     R  release: let the gathered weights go
     S  reduce: reduce-scatter a unit's gradients; to another memory, store this rank's slice after it
+    A  all-reduce: add up the sums that replicas (dp_replicate) have of a unit's gradients, once a step
 
 Each action runs when all before it in its lane have run, and not before: F and B when the program comes there, R in
-forward when the unit's forward is over, S when the unit's gradients are complete, U where an update is pending.
+forward when the unit's forward is over, S when the unit's gradients are complete, A when all S have run, U where an
+update is pending.
+
+A program is made in two steps.  An order (`whole_batch`, `layerwise`) lists who computes when: F and B alone.
+`plan_schedule` adds what that asks for, whatever the order: gathers ahead of uses, releases and reductions behind them.
+`verify` proves the result, so that another order, such as a pipeline's, is another list and no other rule.
 
 The order of units is recorded on the first step and is only a hint: a unit used out of order costs latency, never
 correctness.  Every rank computes the same program and walks all of it, so that a unit one rank skips is still gathered
@@ -19,12 +25,16 @@ by all.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import groupby
 
-from .spec import PlanSettings
+from ..base.errors import UsageError
+from .spec import PlanSettings, S
+from .units import UnitPlan
 
 
 class ActionKind(Enum):
@@ -36,15 +46,27 @@ class ActionKind(Enum):
     RELEASE = "R"
     BACKWARD = "B"
     REDUCE = "S"
+    ALL_REDUCE = "A"
+
+    @property
+    def computes(self) -> bool:
+        """Whether the model computes: the unit's weights are in use."""
+        return self in (ActionKind.FORWARD, ActionKind.BACKWARD)
 
 
 @dataclass(frozen=True)
 class Action:
+    """One thing done with one unit.
+
+    micro_batch: the part of the batch that a forward or backward takes; None: all of it.
+    """
+
     kind: ActionKind
     unit: int
+    micro_batch: int | None = None
 
     def __str__(self) -> str:
-        return f"{self.kind.value}{self.unit}"
+        return f"{self.kind.value}{self.unit}" + ("" if self.micro_batch is None else f".{self.micro_batch}")
 
 
 @dataclass(frozen=True)
@@ -56,7 +78,7 @@ class Pass:
     @cached_property
     def order(self) -> tuple[int, ...]:
         """Units in the order they compute in; the root first."""
-        return tuple(action.unit for action in self.actions if action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+        return tuple(unit for unit, _ in groupby(each.unit for each in self.actions if each.kind.computes))
 
     @cached_property
     def position(self) -> dict[int, int]:
@@ -64,20 +86,36 @@ class Pass:
         return {unit: place for place, unit in enumerate(self.order)}
 
     @cached_property
+    def computes(self) -> dict[int, tuple[Action, ...]]:
+        """Unit -> its forwards or backwards, in order: one, or one for each micro-batch."""
+        found = dict[int, tuple[Action, ...]]()
+        for action in self.actions:
+            if action.kind.computes:
+                found[action.unit] = (*found.get(action.unit, ()), action)
+        return found
+
+    @cached_property
     def gathers(self) -> tuple[tuple[int, ...], ...]:
         """For each place of `order` the units whose gather stands before it and behind the place before."""
         found: list[list[int]] = [[]]
+        computing: int | None = None
         for action in self.actions:
             if action.kind is ActionKind.GATHER:
                 found[-1].append(action.unit)
-            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            elif action.kind.computes and action.unit != computing:
                 found.append([])
+                computing = action.unit
         return tuple(map(tuple, found[:-1]))
 
     @cached_property
     def reduces(self) -> tuple[int, ...]:
         """Units in the order their gradients are reduced in."""
         return self._units_of(ActionKind.REDUCE)
+
+    @cached_property
+    def all_reduces(self) -> tuple[int, ...]:
+        """Units in the order their sums are added up over the replicas."""
+        return self._units_of(ActionKind.ALL_REDUCE)
 
     @cached_property
     def released(self) -> frozenset[int]:
@@ -95,11 +133,11 @@ class Pass:
 
     @cached_property
     def _released_before(self) -> dict[int, frozenset[int]]:
-        found, gone = {}, set[int]()
+        found, gone = dict[int, frozenset[int]](), set[int]()
         for action in self.actions:
             if action.kind is ActionKind.RELEASE:
                 gone.add(action.unit)
-            elif action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
+            elif action.kind.computes and action.unit not in found:
                 found[action.unit] = frozenset(gone)
         return found
 
@@ -111,17 +149,25 @@ class Pass:
 class Schedule:
     """The programs of forward, of a forward without backward, and of backward.
 
-    kept: units that stay gathered from forward to backward.
+    accumulate: of a backward that does not end a step: it leaves out what is done once a step.  kept: units that stay
+    gathered from forward to backward.
     """
 
     forward: Pass
     inference: Pass
+    accumulate: Pass
     backward: Pass
     kept: frozenset[int]
 
     def actions(self) -> list[Action]:
-        """Everything one training micro-batch does, in order; the root (first in forward) frames the rest."""
+        """Everything one training micro-batch that ends a step does, in order; the root (first in forward) frames the
+        rest.
+        """
         return [*self.forward.actions, *self.backward.actions]
+
+    def passes(self, accumulation: int) -> list[tuple[Pass, int]]:
+        """Return the passes of a step of so many forwards and backwards, and how often each runs in it."""
+        return [(self.forward, accumulation), (self.accumulate, accumulation - 1), (self.backward, 1)]
 
     def peak_live_numel(self, sizes: Sequence[int]) -> int:
         """Largest number of gathered elements alive at once."""
@@ -151,6 +197,73 @@ def enclosing(names: Sequence[str]) -> dict[int, int]:
     return found
 
 
+# -- who computes when
+
+
+def whole_batch(kind: ActionKind, order: Sequence[int]) -> list[Action]:
+    """Return the order in which a whole batch goes through the units, one after the other."""
+    return [Action(kind, unit) for unit in order]
+
+
+def layerwise(kind: ActionKind, order: Sequence[int], micro_batches: int, cut: Collection[int]) -> list[Action]:
+    """Return the order in which each of the units in `cut` takes all micro-batches before the next unit does.
+
+    Backward takes the last one first, as autograd does.
+    """
+    numbers = range(micro_batches) if kind is ActionKind.FORWARD else reversed(range(micro_batches))
+    turns = list(numbers)
+    return [Action(kind, unit, part) for unit in order for part in (turns if unit in cut else [None])]
+
+
+def cut_units(units: Sequence[UnitPlan]) -> frozenset[int]:
+    """Return the units that take micro-batches in turn: all but the root, and tiles, which need no cutting.
+
+    Raises `UsageError` if one stands inside another, or if there is none.
+    """
+    fix = "leave vertical_micro_batches out (gradient_accumulation_steps accumulates too)"
+    for inner, outer in enclosing([unit.name for unit in units]).items():
+        raise UsageError(
+            f"unit '{units[inner].name}' stands inside unit '{units[outer].name}'.",
+            "In vertical order it would be loaded again for every micro-batch of the outer one.",
+            f"name units that do not contain each other (`units`), or {fix}.",
+        )
+    found = frozenset(number for number, unit in enumerate(units) if number and not unit.is_tile)
+    if not found:
+        raise UsageError(
+            "the model has no units to take its micro-batches in turn.",
+            "Nothing repeats in it, so all its weights belong to the root, which runs over the whole batch.",
+            f"name its blocks in `units`, or {fix}.",
+        )
+    return found
+
+
+# -- what that asks for
+
+
+def schedule_units(
+    units: Sequence[UnitPlan],
+    settings: PlanSettings,
+    order: Sequence[int] | None = None,
+    *,
+    deferred: Collection[int] = (),
+    ahead: Collection[int] = (),
+    replicas: int = 1,
+) -> Schedule:
+    """Return the schedule of planned units.  order: None: as they are declared; the others as in `plan_schedule`."""
+    grads = [group.plan.grad for unit in units for group in unit.trained]
+    return plan_schedule(
+        [unit.gathered_numel for unit in units],
+        range(len(units)) if order is None else order,
+        settings,
+        enclosing([unit.name for unit in units]),
+        deferred=deferred,
+        ahead=ahead,
+        cut=cut_units(units) if settings.layerwise_micro_batches > 1 else (),
+        reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
+        replicas=replicas,
+    )
+
+
 def plan_schedule(
     sizes: Sequence[int],
     order: Sequence[int],
@@ -159,42 +272,202 @@ def plan_schedule(
     *,
     deferred: Collection[int] = (),
     ahead: Collection[int] = (),
+    cut: Collection[int] = (),
+    reduces_each_backward: bool = True,
+    replicas: int = 1,
 ) -> Schedule:
     """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root, in use throughout.
 
     sizes: elements that gathering unit u brings here (0 where nothing is sharded).  around: what `enclosing` found;
     such a unit is in use until the last one inside it is done, forward and backward.  deferred: units whose update may
-    wait for the next forward.  ahead: units that may be updated in backward, ahead of their step.
+    wait for the next forward.  ahead: units that may be updated in backward, ahead of their step.  cut: units that take
+    the settings' micro-batches in turn.  reduces_each_backward: gradients are sharded, so that no backward leaves them
+    to the one that ends a step.  replicas: ranks that hold the same slices.
     """
     around = around or {}
     forward, backward = list(order), _reverse(order, around)
-    none: frozenset[int] = frozenset()
-    at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams_weights else none
+    at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams_weights else frozenset[int]()
     kept = _kept(sizes, backward, settings, at_turn)
+    work = _Work(sizes, around, settings, frozenset(deferred), frozenset(ahead), replicas)
 
-    def walk(kind: ActionKind, resident: frozenset[int], stays: frozenset[int]) -> Pass:
-        units = backward if kind is ActionKind.BACKWARD else forward
-        gathers, ends = _gathers(sizes, units, around, settings, resident, stays), _ends(units, around)
-        actions: list[Action] = []
-        for place, unit in enumerate(units):
-            for each in gathers[place]:
-                if kind is ActionKind.FORWARD and each in deferred:
-                    actions.append(Action(ActionKind.UPDATE, each))
-                actions.append(Action(ActionKind.GATHER, each))
-            actions.append(Action(kind, unit))
-            for each in [*ends[place], *([units[0]] if place == len(units) - 1 else [])]:
-                if kind is ActionKind.BACKWARD:
-                    actions.append(Action(ActionKind.REDUCE, each))
-                    actions += [Action(ActionKind.UPDATE, each)] if each in ahead else []
-                actions += [Action(ActionKind.RELEASE, each)] if each not in stays else []
-        return Pass(tuple(actions))
+    def computes(kind: ActionKind, units: Sequence[int]) -> list[Action]:
+        return layerwise(kind, units, settings.layerwise_micro_batches, cut) if cut else whole_batch(kind, units)
 
-    return Schedule(
-        forward=walk(ActionKind.FORWARD, none, kept),
-        inference=walk(ActionKind.FORWARD, none, none),
-        backward=walk(ActionKind.BACKWARD, kept, none),
+    schedule = Schedule(
+        forward=work.lower(computes(ActionKind.FORWARD, forward), stays=kept),
+        inference=work.lower(whole_batch(ActionKind.FORWARD, forward)),
+        accumulate=work.lower(computes(ActionKind.BACKWARD, backward), resident=kept, reduces=reduces_each_backward),
+        backward=work.lower(computes(ActionKind.BACKWARD, backward), resident=kept, reduces=True, ends_step=True),
         kept=kept,
     )
+    verify(schedule, around, reduces_each_backward=reduces_each_backward, replicas=replicas)
+    return schedule
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What an order of computing is given to become a program; as in `plan_schedule`."""
+
+    sizes: Sequence[int]
+    around: Mapping[int, int]
+    settings: PlanSettings
+    deferred: frozenset[int]
+    ahead: frozenset[int]
+    replicas: int
+
+    def lower(
+        self,
+        computes: Sequence[Action],
+        *,
+        resident: frozenset[int] = frozenset(),
+        stays: frozenset[int] = frozenset(),
+        reduces: bool = False,
+        ends_step: bool = False,
+    ) -> Pass:
+        """Return the pass that computes in this order.
+
+        resident, stays: units that are gathered as it begins, and as it ends.  reduces: sum gradients.  ends_step: do
+        what is done once a step.
+        """
+        turns = [(unit, list(mine)) for unit, mine in groupby(computes, key=lambda action: action.unit)]
+        units = [unit for unit, _ in turns]
+        gathers, ends = (
+            _gathers(self.sizes, units, self.around, self.settings, resident, stays),
+            _ends(units, self.around),
+        )
+        root, actions = units[0], list[Action]()
+        for place, (_, mine) in enumerate(turns):
+            for unit in gathers[place]:
+                if mine[0].kind is ActionKind.FORWARD and unit in self.deferred:
+                    actions.append(Action(ActionKind.UPDATE, unit))
+                actions.append(Action(ActionKind.GATHER, unit))
+            actions += mine
+            is_last = place == len(turns) - 1
+            for unit in [*ends[place], *([root] if is_last else [])]:
+                if reduces:
+                    actions += self._sums(ActionKind.REDUCE, [unit], ends_step and self.replicas == 1)
+                if is_last and unit == root and ends_step and self.replicas > 1:
+                    summed = [each.unit for each in actions if each.kind is ActionKind.REDUCE]
+                    actions += self._sums(ActionKind.ALL_REDUCE, summed, True)
+                actions += [Action(ActionKind.RELEASE, unit)] if unit not in stays else []
+        return Pass(tuple(actions))
+
+    def _sums(self, kind: ActionKind, units: Sequence[int], is_total: bool) -> Iterator[Action]:
+        """Yield the sums of units, and behind each the update that it is the last sum for."""
+        for unit in units:
+            yield Action(kind, unit)
+            if is_total and unit in self.ahead:
+                yield Action(ActionKind.UPDATE, unit)
+
+
+# -- what every program keeps to
+
+
+def verify(
+    schedule: Schedule,
+    around: Mapping[int, int] | None = None,
+    *,
+    reduces_each_backward: bool = True,
+    replicas: int = 1,
+) -> None:
+    """Prove a schedule, whichever order it came from; raise `AssertionError` that names the action which breaks a rule.
+
+    A unit computes only while it is gathered, with all that is around it; it is gathered once in a pass, and nothing
+    stays gathered behind the last.  Each micro-batch goes forward once, and then backward once.  Gradients are summed
+    once, when the last micro-batch of the unit has gone backward; over replicas once a step, when every unit's sum over
+    the shards has been made, since a rank that skips units would keep others waiting.  An update comes before its
+    unit's gather, or behind the last sum.
+    """
+    for backward, ends_step in ((schedule.accumulate, False), (schedule.backward, True)):
+        proof = _Proof(around or {}, replicas)
+        proof.follow(schedule.forward)
+        proof.follow(backward)
+        proof.conclude(reduces=ends_step or reduces_each_backward, ends_step=ends_step)
+    proof = _Proof(around or {}, replicas)
+    proof.follow(schedule.inference)
+    if proof.live:
+        raise AssertionError(f"units {sorted(proof.live)} stay gathered behind a forward without backward")
+
+
+@dataclass
+class _Proof:
+    """Where a program has come to.  done: forwards and backwards.  open: forwards of each unit without backward yet."""
+
+    around: Mapping[int, int]
+    replicas: int
+    live: set[int] = field(default_factory=set)
+    gathered: set[int] = field(default_factory=set)  # in this pass
+    updated: set[int] = field(default_factory=set)  # in this pass
+    done: set[Action] = field(default_factory=set)
+    open: Counter[int] = field(default_factory=Counter)
+    reduced: set[int] = field(default_factory=set)
+    totals: set[int] = field(default_factory=set)
+    is_forward: bool = True
+
+    def follow(self, walk: Pass) -> None:
+        self.gathered, self.updated, root = set(), set(), walk.order[0]
+        self.is_forward = walk.computes[root][0].kind is ActionKind.FORWARD
+        for place, action in enumerate(walk.actions):
+            if broken := self._rule_broken_by(action, root):
+                behind = " ".join(map(str, walk.actions[max(0, place - 6) : place]))
+                raise AssertionError(f"{action} {broken}, in ... {behind} {action} ...")
+
+    def conclude(self, *, reduces: bool, ends_step: bool) -> None:
+        """Raise if something is left over that a micro-batch must do."""
+        units = set(self.open)
+        totals = units if ends_step and self.replicas > 1 else set[int]()
+        left = [
+            ("stay gathered", self.live),
+            ("never went backward", {unit for unit, count in self.open.items() if count}),
+            ("are summed or not, against the plan", self.reduced ^ (units if reduces else set())),
+            ("are summed over replicas or not, against the plan", self.totals ^ totals),
+        ]
+        for what, found in left:
+            if found:
+                raise AssertionError(f"units {sorted(found)} {what}")
+
+    def _rule_broken_by(self, action: Action, root: int) -> str:
+        """Take one action; return the rule it breaks, "" for none."""
+        unit, broken = action.unit, ""
+        match action.kind:
+            case ActionKind.GATHER:
+                broken = "gathers what is gathered" if unit in self.live else ""
+                broken = broken or ("is the second gather of a pass" if unit in self.gathered else "")
+                self.live.add(unit)
+                self.gathered.add(unit)
+            case ActionKind.RELEASE:
+                broken = "" if unit in self.live else "releases what is not gathered"
+                self.live.discard(unit)
+            case ActionKind.FORWARD | ActionKind.BACKWARD:
+                missing = {root, *_outward(unit, self.around)} - self.live
+                broken = f"uses {sorted(missing)}, which is not gathered" if missing else ""
+                broken = broken or ("computes a second time" if action in self.done else "")
+                if action.kind is ActionKind.BACKWARD and replace(action, kind=ActionKind.FORWARD) not in self.done:
+                    broken = broken or "goes backward without a forward"
+                self.done.add(action)
+                self.open[unit] += 1 if action.kind is ActionKind.FORWARD else -1
+            case ActionKind.REDUCE:
+                broken = "is the second sum of a backward" if unit in self.reduced else ""
+                broken = broken or ("comes before the last backward of its unit" if self.open[unit] else "")
+                self.reduced.add(unit)
+            case ActionKind.ALL_REDUCE:
+                broken = "is the second sum over replicas" if unit in self.totals else ""
+                if len(self.reduced) < len(self.open):
+                    missing = set(self.open) - self.reduced
+                    broken = broken or f"comes before the sums of {sorted(missing)} over the shards"
+                self.totals.add(unit)
+            case ActionKind.UPDATE:
+                summed = self.totals if self.replicas > 1 else self.reduced
+                if self.is_forward:
+                    broken = "updates what is gathered" if unit in self.live else ""
+                else:
+                    broken = "comes before the last sum of its unit" if unit not in summed else ""
+                broken = broken or ("is the second update of a pass" if unit in self.updated else "")
+                self.updated.add(unit)
+        return broken
+
+
+# -- orders, ends and gathers of a walk
 
 
 def _reverse(order: Sequence[int], around: Mapping[int, int]) -> list[int]:

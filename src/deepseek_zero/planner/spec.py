@@ -180,7 +180,8 @@ class PlanSettings:
     ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
     the memory of sharded weights.  state_tier: of moments, masters of their own and gradient shards.  unit_tiers: units
     for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
-    delayed_update: updates come one step late.
+    delayed_update: updates come one step late.  layerwise_micro_batches: parts of a batch that each unit takes in turn,
+    on one gather.
     """
 
     stage: int = 3
@@ -202,6 +203,7 @@ class PlanSettings:
     unit_tiers: tuple[UnitTiers, ...] = ()
     device_bytes: int = NO_LIMIT
     delayed_update: bool = False
+    layerwise_micro_batches: int = 1
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()

@@ -1,16 +1,18 @@
 """What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
-    gathers  = micro-batches x (gathers the schedule lists) x slice x (N-1), in the weight's dtype
-    reduces  = micro-batches (sharded gradients) or 1 (whole ones) x slice x (N-1), in the dtype that travels
-    outer    = 2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
-    refresh  = slice x (N-1), where the optimizer works on slices of a weight that is whole
+    G, gather      slice x (N-1), in the weight's dtype
+    S, reduce      slice x (N-1), in the dtype that travels; at stage 0 once more, in the one gradients are kept in
+    A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
+    refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
 
-A slice is padded numel / N elements, so each term is (N-1)/N of the padded size.  With persistence 0, window 0 and G
-micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.  Nothing is allocated and nothing is sent.
+for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is (N-1)/N of the
+padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.
+Nothing is allocated and nothing is sent.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -51,14 +53,29 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
     if world == 1:
         return StepVolume(0, 0, 0, 0, 0)
     trained = [group for unit in units for group in unit.trained]
-    once = sum(gather_bytes(units[action.unit]) for action in schedule.actions() if action.kind is ActionKind.GATHER)
+    sent: Counter[ActionKind] = Counter()
+    for walk, times in schedule.passes(settings.accumulation):
+        for action in walk.actions:
+            sent[action.kind] += times * _bytes_of(action.kind, units[action.unit], replicas)
     return StepVolume(
-        gathers=once * settings.accumulation,
-        reduces=sum(_reduce_bytes(group, settings) + _outer_bytes(group, replicas) for group in trained),
+        gathers=sent[ActionKind.GATHER],
+        reduces=sent[ActionKind.REDUCE] + sent[ActionKind.ALL_REDUCE],
         refresh=sum(_refresh_bytes(group) for group in trained),
         rows=8 * (1 + ranks * len(trained)) * (world - 1),
         first_step_rows=8 * len(units) * (world - 1),
     )
+
+
+def _bytes_of(kind: ActionKind, unit: UnitPlan, replicas: int) -> int:
+    """Return the bytes a rank sends for one action."""
+    match kind:
+        case ActionKind.GATHER:
+            return gather_bytes(unit)
+        case ActionKind.REDUCE:
+            return sum(map(_reduce_bytes, unit.trained))
+        case ActionKind.ALL_REDUCE:
+            return sum(_all_reduce_bytes(group, replicas) for group in unit.trained)
+    return 0
 
 
 def gather_bytes(unit: UnitPlan) -> int:
@@ -66,17 +83,16 @@ def gather_bytes(unit: UnitPlan) -> int:
     return sum(_to_others(group, group.plan.weight.dtype) for group in unit.sharded)
 
 
-def _reduce_bytes(group: GroupPlan, settings: PlanSettings) -> int:
+def _reduce_bytes(group: GroupPlan) -> int:
+    """Return the bytes of one sum over the shards; at stage 0 every rank wants all of it."""
     plan = group.plan
     assert plan.grad is not None and plan.master is not None
-    if plan.grad.placement is S:
-        return _to_others(group, group.travel_dtype) * settings.accumulation
-    back = _to_others(group, plan.grad.dtype) if plan.master.placement is R else 0  # stage 0: every rank wants the sum
-    return _to_others(group, group.travel_dtype) + back
+    is_whole = plan.grad.placement is not S and plan.master.placement is R
+    return _to_others(group, group.travel_dtype) + (_to_others(group, plan.grad.dtype) if is_whole else 0)
 
 
-def _outer_bytes(group: GroupPlan, replicas: int) -> int:
-    """The sum over replicas, once a step: a slice is reduced in parts, and the parts are gathered."""
+def _all_reduce_bytes(group: GroupPlan, replicas: int) -> int:
+    """Return the bytes of one sum over replicas: a slice is reduced in parts, and the parts are gathered."""
     assert group.plan.grad is not None
     part = -(-(group.padded_numel // group.ranks) // replicas)
     return 2 * (replicas - 1) * part * group.plan.grad.dtype.itemsize

@@ -2,8 +2,10 @@
 
 A `Unit` is parameter groups that are gathered, released and reduced together (a transformer block, say), and owns their
 state machine.  `Executor` is the order in which units move.  Two lanes carry collectives, each in the program's order
-on every rank: "gather" (G) and "reduce" (S).  Every rank runs the whole program, actions of units that it skips
-included.  Releases (R) are decided here and nowhere else, updates (U) are the optimizer's, which `Updates` stands for.
+on every rank: "gather" (G) and "reduce" (S, and A among the replicas).  Every rank runs the whole program, actions of
+units that it skips included.  Releases (R) are decided here and nowhere else, updates (U) are the optimizer's, which
+`Updates` stands for.  Forwards and backwards (F, B) are the model's; where a unit takes micro-batches in turn, it asks
+`forwards` which come next.
 
 A model that strays from the program is served on demand: a unit that is used before its turn has the program run up to
 it; one that is used again is gathered again.  Until the ranks have agreed on an order, the order of uses is recorded;
@@ -25,8 +27,8 @@ from torch import nn
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, Pending
-from ..planner.schedule import Pass, Schedule, enclosing, plan_schedule
-from ..planner.spec import PlanSettings, S
+from ..planner.schedule import Action, Pass, Schedule, schedule_units
+from ..planner.spec import PlanSettings
 from ..planner.units import UnitPlan
 from .buffer import OrderedIssueQueue
 from .param_group import ParamGroup, ParamInfo, gathers_a_copy
@@ -203,7 +205,6 @@ class Executor:
     ) -> None:
         self.units, self.settings, self.comm, self.issue_queue = list(units), settings, comm, queue
         self.updates: Callable[[], Updates | None] = lambda: None
-        self.around = enclosing([unit.name for unit in units])
         tuner = Tuner(settings, [unit.numel for unit in units], comm)
         self.tuner = tuner if tuner.knobs else None  # None: no size is open
         self.order_is_agreed = False
@@ -214,6 +215,7 @@ class Executor:
         self._to_gather: deque[int] = deque()  # asked for, and held back by an update that comes first
         self._resident_before: frozenset[int] = frozenset()
         self.late: set[int] = set()  # units with gradients that came after their sum
+        self._ends_step = True  # the backward under way does what is done once a step
         self._reduced = 0  # reductions of this backward that have been started
         self._in_flight: Unit | None = None
         self._follow(schedule)
@@ -224,10 +226,9 @@ class Executor:
         self._frozen = [unit for unit in self.units[1:] if unit.has_frozen_shards]
         sharded = [group for unit in self.units for group in unit.sharded]
         self._gathers_in_place = any(group.weight.symmetric is not None for group in sharded)
-        grads = [group.plan.grad for unit in self.units for group in unit.trained]
-        self.reduces_each_backward = any(grad is not None and grad.placement is S for grad in grads)
         backward = schedule.backward
         self.reduces = [number for number in backward.reduces if self.units[number].trained]
+        self.all_reduces = [number for number in backward.all_reduces if self.units[number].trained]
         self._reduced_before = {  # how many reductions stand before backward comes to a unit
             unit: sum(number in backward.released_before(unit) for number in self.reduces) for unit in backward.order
         }
@@ -258,17 +259,26 @@ class Executor:
 
     def _plan(self, order: Sequence[int]) -> None:
         deferred, ahead = self.schedule.forward.updated, self.schedule.backward.updated
-        self._follow(plan_schedule(self.sizes, order, self.settings, self.around, deferred=deferred, ahead=ahead))
+        replicas = self.comm.replicas.size if self.comm.replicas is not None else 1
+        planned = [unit.planned for unit in self.units]
+        self._follow(schedule_units(planned, self.settings, order, deferred=deferred, ahead=ahead, replicas=replicas))
 
     # -- weights: G, U before it, R
 
     def begin(self, walk: Pass) -> None:
         """Start a pass; the one before must have ended.  Collective within the gather lane."""
         if self._gathers_in_place:
-            self.comm.shard.barrier_begin("backward" if walk is self.schedule.backward else "forward")
+            is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
+            self.comm.shard.barrier_begin("backward" if is_backward else "forward")
         self._walk, self._reached = walk, 0
         self._to_gather.clear()
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
+
+    def forwards(self, unit: Unit) -> tuple[Action, ...]:
+        """Return the forwards of a unit that the program has for a batch that is trained on, in their order: one of the
+        whole batch, or one of each micro-batch.  Local.
+        """
+        return self.schedule.forward.computes[unit.number]
 
     def use(self, unit: Unit, *, in_turn: bool = True) -> None:
         """Have the unit's weights unsharded when this returns.  Collective within the gather lane.
@@ -377,15 +387,25 @@ class Executor:
             self._to_gather.popleft()
             unit.unshard()  # which makes the update first
 
-    # -- gradients: S, U behind it, R
+    # -- gradients: S, A, U behind them, R
 
-    def begin_backward(self) -> None:
-        """Start the backward pass.  Collective within the gather lane."""
-        self._reduced = 0
+    @property
+    def reduces_now(self) -> bool:
+        """Return whether the backward under way sums gradients: the one that ends a step does, and every one where
+        gradients are sharded.
+        """
+        return self._ends_step or bool(self.schedule.accumulate.reduces)
+
+    def begin_backward(self, *, ends_step: bool) -> None:
+        """Start the backward pass.  Collective within the gather lane.
+
+        ends_step: no other backward comes before the step.
+        """
+        self._ends_step, self._reduced = ends_step, 0
         for unit in self.units:
             unit.arrived.clear()
             unit.reduced_in_backward = False
-        self.begin(self.schedule.backward)
+        self.begin(self.schedule.backward if ends_step else self.schedule.accumulate)
 
     def advance(self) -> None:
         """Reduce the units whose turn has come and whose gradients are all here, and release them."""
@@ -406,10 +426,12 @@ class Executor:
             self._reduce_next()
 
     def reduce_rest(self) -> None:
-        """Reduce what is left, in order, and wait for all of it."""
+        """Reduce what is left, in order, and wait for all of it; then run A where this backward ends a step."""
         while self._reduced < len(self.reduces):
             self._reduce_next()
         self.wait_for_reduce()
+        if self._ends_step:
+            self.all_reduce()
 
     def reduce_late(self) -> None:
         """Before a step: reduce what any rank collected too late.  Collective; where none did, nobody need call."""
@@ -421,18 +443,16 @@ class Executor:
                 self._reduce(self.units[number])
         self.wait_for_reduce()
         self.late.clear()
-        self.sum_over_replicas()
+        self.all_reduce()
 
-    def sum_over_replicas(self) -> None:
-        """Add up the sums that replicas have of this step, each slice among the ranks that hold it; once a step.
+    def all_reduce(self) -> None:
+        """Run A: add up the sums that replicas have of this step, each slice among the ranks that hold it, two units
+        under way at a time; what they have added up already is left alone.
 
-        Collective among them.  Not while backward goes on: a rank that skips units would keep ranks of the other
-        replicas waiting, and with them its own.
+        Collective among them.
         """
-        if self.comm.replicas is None:
-            return
         under_way: deque[Unit] = deque()
-        for number in self.reduces:
+        for number in self.all_reduces:
             self.units[number].sum_over_replicas()
             under_way.append(self.units[number])
             if len(under_way) > 1:
@@ -490,8 +510,8 @@ class Executor:
         return landed
 
     def _after_reduce(self, landed: Unit | None) -> None:
-        """Run the U behind an S; where there are replicas, it comes behind their sum."""
-        if landed is not None and self.comm.replicas is None:
+        """Run the U behind an S, unless it stands behind an A."""
+        if landed is not None and not self.all_reduces:
             self._update(landed)
 
     def _update(self, unit: Unit) -> None:

@@ -182,7 +182,7 @@ class Runtime:
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
         self.executor.reshard_frozen_before(unit)
-        if self._reduces_now and unit is not self.root and self.forward.count <= 1:
+        if self.executor.reduces_now and unit is not self.root and self.forward.count <= 1:
             self.executor.gather_before(unit)
             with torch.no_grad():
                 self.executor.skip_past(unit)
@@ -200,7 +200,7 @@ class Runtime:
         with torch.no_grad():
             for group in self.trained_groups:
                 group.gradient.hide()
-        self.executor.begin_backward()
+        self.executor.begin_backward(ends_step=self.is_boundary)
 
     def on_grad(self, unit: Unit, param: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete.  Called where nothing is recorded for autograd."""
@@ -217,13 +217,8 @@ class Runtime:
         unit.arrived.add(id(param))
         if unit.reduced_in_backward:
             self.executor.late.add(unit.number)
-        elif self._reduces_now and unit.is_complete:
+        elif self.executor.reduces_now and unit.is_complete:
             self.executor.advance()
-
-    @property
-    def _reduces_now(self) -> bool:
-        """Sharded gradients are reduced in every backward, partial ones at the boundary."""
-        return self.is_boundary or self.executor.reduces_each_backward
 
     def end_backward(self, *, joined: bool = True) -> None:
         """Every gradient of this backward has been computed on this rank.  joined: False where it skipped it."""
@@ -232,10 +227,8 @@ class Runtime:
             self.executor.gather_rest()
             if self.settings.unused_is_error:
                 self.executor.refuse_unused()
-            if self._reduces_now:
+            if self.executor.reduces_now:
                 self.executor.reduce_rest()
-                if self.is_boundary:
-                    self.executor.sum_over_replicas()
                 self.comm_ctx.copy_engine.synchronize()
             self.executor.end()
             self.executor.reshard_all()
@@ -256,7 +249,7 @@ class Runtime:
                 self.executor.end()
             for group in self.trained_groups:
                 group.gradient.hide()
-            self.executor.begin_backward()
+            self.executor.begin_backward(ends_step=self.is_boundary)
             self.end_backward(joined=False)
 
     # -- steps
@@ -268,7 +261,7 @@ class Runtime:
         self.comm.meter.clock.enter("optimizer")
         if self.backwards == 0:
             self.join_skipped_passes()
-        self.executor.sum_over_replicas()
+        self.executor.all_reduce()
         for group in self.trained_groups:
             group.gradient.take_assigned()
 

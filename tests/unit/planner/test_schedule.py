@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from deepseek_zero.planner.schedule import ActionKind, Schedule, enclosing, plan_schedule
+from deepseek_zero.planner.schedule import Action, ActionKind, Pass, Schedule, enclosing, plan_schedule, verify
 from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.tiers.tier import Tier
 
@@ -112,6 +112,119 @@ def test_the_peak_is_the_root_and_one_block_without_a_window_and_the_model_with_
     assert schedule_of(window=0).peak_live_numel(SIZES) == 110
     assert schedule_of(window=250).peak_live_numel(SIZES) == 210
     assert schedule_of(window=10**9).peak_live_numel(SIZES) == 310
+
+
+# -- orders: layerwise, and what is done once a step
+
+
+def test_layerwise_a_unit_takes_all_micro_batches_on_one_gather_and_backward_the_last_one_first() -> None:
+    settings = PlanSettings(window_numel=0, layerwise_micro_batches=2)
+    schedule = plan_schedule([10, 100, 100], range(3), settings, cut={1, 2}, ahead={1})
+    assert str(schedule) == (
+        "G0 F0 G1 F1.0 F1.1 R1 G2 F2.0 F2.1 R2 R0 G0 B0 G2 B2.1 B2.0 S2 R2 G1 B1.1 B1.0 S1 U1 R1 S0 R0"
+    )
+    assert " ".join(map(str, schedule.inference.actions)) == "G0 F0 G1 F1 R1 G2 F2 R2 R0", "nothing is kept anyway"
+    assert (schedule.forward.order, schedule.backward.order) == ((0, 1, 2), (0, 2, 1))
+    assert schedule.forward.gathers == ((0,), (1,), (2,))
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batch(seed: int) -> None:
+    draw = random.Random(seed)
+    sizes = [draw.randint(0, 50) for _ in range(draw.randint(2, 9))]
+    window, ahead = (draw.choice([0, 10, 60, 150, 10**9]) for _ in range(2))
+    settings = PlanSettings(window_numel=window, ahead_numel=ahead)
+    cut = draw.sample(range(1, len(sizes)), draw.randint(1, len(sizes) - 1))
+    parts = replace(settings, layerwise_micro_batches=draw.randint(2, 5))
+    whole, layerwise = (
+        plan_schedule(sizes, range(len(sizes)), settings),
+        plan_schedule(sizes, range(len(sizes)), parts, cut=cut),
+    )
+    assert list(dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.forward.actions)) == list(
+        whole.forward.actions
+    )
+    assert list(dict.fromkeys(Action(each.kind, each.unit) for each in layerwise.backward.actions)) == list(
+        whole.backward.actions
+    )
+    for unit in range(len(sizes)):
+        expected = range(parts.layerwise_micro_batches) if unit in cut else [None]
+        assert [each.micro_batch for each in layerwise.forward.computes[unit]] == list(expected)
+        assert [each.micro_batch for each in layerwise.backward.computes[unit]] == list(expected)[::-1]
+
+
+def test_replicas_meet_once_a_step_when_all_units_are_summed_and_updates_come_behind_that() -> None:
+    schedule = plan_schedule([10, 100], range(2), PlanSettings(window_numel=0), replicas=2, ahead={1})
+    assert " ".join(map(str, schedule.backward.actions)) == "G0 B0 G1 B1 S1 R1 S0 A1 U1 A0 R0"
+    assert " ".join(map(str, schedule.accumulate.actions)) == "G0 B0 G1 B1 S1 R1 S0 R0"
+    assert [times for _, times in schedule.passes(4)] == [4, 3, 1]
+
+
+def test_whole_gradients_are_summed_in_the_backward_that_ends_a_step() -> None:
+    schedule = plan_schedule([0, 0], range(2), PlanSettings(), reduces_each_backward=False)
+    assert (schedule.accumulate.reduces, schedule.backward.reduces) == ((), (1, 0))
+
+
+# -- the proof
+
+
+def program(text: str) -> Pass:
+    kinds = {kind.value: kind for kind in ActionKind}
+    parts = [(word[0], *word[1:].split(".")) for word in text.split()]
+    return Pass(tuple(Action(kinds[part[0]], int(part[1]), *map(int, part[2:])) for part in parts))
+
+
+FORWARD, BACKWARD = "G0 F0 G1 F1.0 F1.1 R1 R0", "G0 B0 G1 B1.1 B1.0 S1 R1 S0 A1 A0 R0"
+SOUND = (FORWARD, BACKWARD)
+
+
+@pytest.mark.parametrize(
+    ("forward", "backward", "says"),
+    [
+        ("G0 F0 F1.0 F1.1 R0", BACKWARD, r"F1\.0 uses \[1\], which is not gathered, in \.\.\. G0 F0 F1\.0"),
+        ("G0 F0 G1 F1.0 R1 F1.1 R0", BACKWARD, r"F1\.1 uses \[1\], which is not gathered"),
+        ("G0 F0 G1 R0 F1.0 F1.1 R1", BACKWARD, r"F1\.0 uses \[0\], which is not gathered"),
+        ("G0 F0 G1 F1.0 R1 G1 F1.1 R1 R0", BACKWARD, "G1 is the second gather of a pass"),
+        ("G0 F0 G1 G1 F1.0 F1.1 R1 R0", BACKWARD, "G1 gathers what is gathered"),
+        ("G0 F0 G1 F1.0 F1.1 R1 R1 R0", BACKWARD, "R1 releases what is not gathered"),
+        ("G0 F0 G1 F1.0 F1.0 R1 R0", BACKWARD, r"F1\.0 computes a second time"),
+        ("G0 F0 G1 U1 F1.0 F1.1 R1 R0", BACKWARD, "U1 updates what is gathered"),
+        ("G0 F0 U1 U1 G1 F1.0 F1.1 R1 R0", BACKWARD, "U1 is the second update of a pass"),
+        (FORWARD, BACKWARD.replace("B1.1", "B1.2"), r"B1\.2 goes backward without a forward"),
+        (FORWARD, BACKWARD.replace("B1.1 ", ""), "S1 comes before the last backward of its unit"),
+        (FORWARD, BACKWARD.replace("B1.0 S1", "S1 B1.0"), "S1 comes before the last backward of its unit"),
+        (FORWARD, BACKWARD.replace("S1", "S1 S1"), "S1 is the second sum of a backward"),
+        (FORWARD, BACKWARD.replace("B1.1 B1.0 S1 ", ""), r"A1 comes before the sums of \[1\] over the shards"),
+        (FORWARD, BACKWARD.replace("S0 A1", "A1 S0"), r"A1 comes before the sums of \[0\] over the shards"),
+        (FORWARD, BACKWARD.replace("A1", "A1 A1"), "A1 is the second sum over replicas"),
+        (FORWARD, BACKWARD.replace("S1", "S1 U1"), "U1 comes before the last sum of its unit"),
+        (FORWARD, BACKWARD.removesuffix(" R0"), r"units \[0\] stay gathered"),
+        (FORWARD, "G0 B0 S0 R0", r"units \[1\] never went backward"),
+        (FORWARD, BACKWARD.replace("S1 ", "").replace("A1 A0 ", ""), r"units \[1\] are summed or not"),
+        (FORWARD, BACKWARD.replace("A1 ", ""), r"units \[1\] are summed over replicas or not"),
+    ],
+)
+def test_a_program_that_breaks_a_rule_is_refused_with_the_action_that_does(
+    forward: str, backward: str, says: str
+) -> None:
+    accumulate, kept = program(SOUND[1].replace("A1 A0 ", "")), frozenset[int]()
+    inference = program("G0 F0 R0")
+    sound = Schedule(program(SOUND[0]), inference, accumulate, program(SOUND[1]), kept)
+    verify(sound, replicas=2)
+    if forward is FORWARD:
+        broken = replace(sound, backward=program(backward))
+    else:
+        broken = replace(sound, forward=program(forward))
+    with pytest.raises(AssertionError, match=says):
+        verify(broken, replicas=2)
+
+
+def test_a_program_that_sums_where_the_plan_does_not_is_refused() -> None:
+    sound = plan_schedule([10, 100], range(2), PlanSettings(), replicas=2)
+    for facts in ({"replicas": 1}, {"replicas": 2, "reduces_each_backward": False}):
+        with pytest.raises(AssertionError, match="against the plan"):
+            verify(sound, **facts)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError, match="stay gathered behind a forward without backward"):
+        verify(replace(sound, inference=program("G0 F0")), replicas=2)
 
 
 # -- units inside units

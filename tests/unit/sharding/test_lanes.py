@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from deepseek_zero.base.errors import PeerError
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.schedule import ActionKind
 from deepseek_zero.sharding.executor import UnitState
 from deepseek_zero.sharding.runtime import Runtime
@@ -161,6 +162,48 @@ def test_what_is_issued_is_the_program_once_the_order_is_known(order: Sequence[i
         assert list(runtime.plan.schedule.forward.order) == [0, *(number + 1 for number in order)]
 
     run_ranks(2, body, seed=1)
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_with_replicas_and_accumulation_what_is_issued_is_the_passes_of_a_step(stage: int) -> None:
+    """Sums of whole gradients wait for the backward that ends a step, and so does A, at every stage."""
+    micro_batches, mesh = 3, Mesh(dp_replicate=2, dp_shard=2)
+    lanes = {
+        ActionKind.GATHER: "engine 0 dp_shard/gather",
+        ActionKind.REDUCE: "engine 0 dp_shard/reduce",
+        ActionKind.ALL_REDUCE: "engine 0 dp_replicate/reduce",
+    }
+
+    def body(rank: Rank) -> None:
+        model = Routed()
+        settings = {"stage": stage, "window_numel": 0, "accumulation": micro_batches}
+        runtime = sharded(rank, model, mesh, unit_names=("Block",), **settings)
+        names = [unit.name for unit in runtime.units]
+        for step in range(STEPS):
+            before = {kind: len(rank.issued(lane)) for kind, lane in lanes.items()}
+            for micro in range(micro_batches):
+                runtime.is_boundary = micro == micro_batches - 1
+                model(batch(rank.index, step), STRAIGHT).square().mean().backward()
+            schedule = runtime.plan.schedule
+            runtime.before_step()
+            for kind, lane in lanes.items():
+                verb = "gather" if kind is ActionKind.GATHER else "reduce"
+                program = [
+                    f"{verb} {names[action.unit]}"
+                    for micro in range(micro_batches)
+                    for walk in (
+                        schedule.forward,
+                        schedule.backward if micro == micro_batches - 1 else schedule.accumulate,
+                    )
+                    for action in walk.actions
+                    if action.kind is kind and (kind is not ActionKind.GATHER or runtime.units[action.unit].sharded)
+                ]
+                issued = [name for name in rank.issued(lane)[before[kind] :] if name.startswith(f"{verb} ")]
+                assert issued == program, (step, lane)
+                assert kind is not ActionKind.ALL_REDUCE or len(program) == len(names), "once a step"
+            runtime.after_step()
+
+    run_ranks(4, body, seed=3)
 
 
 @pytest.mark.parametrize("stage", range(4))
