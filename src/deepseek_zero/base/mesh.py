@@ -156,6 +156,17 @@ class Mesh:
         found = {replace(self, rank=rank).ranks_along(*axes): None for rank in range(self.world_size)}
         return tuple(found)
 
+    def replica_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
+        """The world cut into the ranks that hold the same slice of what so many neighbours along "tp" share: replicas,
+        and these neighbours of each, ascending.
+        """
+        found: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            here = replace(self, rank=rank).coordinates
+            place = (here["pp"], here["dp_shard"], here["sp"], here["tp"] // neighbours)
+            found.setdefault(place, []).append(rank)
+        return tuple(map(tuple, found.values()))
+
     def __str__(self) -> str:
         stated = [f"{axis}={size}" for axis, size in zip(AXES, self.sizes, strict=True) if size != 1]
         return " x ".join(stated) or "one rank"

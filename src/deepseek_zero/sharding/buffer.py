@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -323,15 +323,19 @@ class CommContext:
         return self.pool.comm
 
     @classmethod
-    def over(cls, world: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers) -> CommContext:
-        """Make the context of a world that is laid out on a mesh. divisor: of the sum over all ranks that reduce."""
-        engine = copy_engine_for(pool.device)
-        if world.replicas is None:
-            return cls(world.shard, pool, bucket_numel, divisor, tiers, copy_engine=engine)
+    def over(cls, comm: Comm, pool: Pool, bucket_numel: int, divisor: float, tiers: Tiers) -> CommContext:
+        """Make the context of the ranks with one piece of a model, laid out on a mesh. divisor: of the sum over all of
+        them.
+        """
+        plain = cls(comm.shard, pool, bucket_numel, divisor, tiers, copy_engine=copy_engine_for(pool.device))
+        return plain if comm.replicas is None else plain.with_replicas(comm.replicas, divisor)
+
+    def with_replicas(self, comm: Comm, divisor: float) -> CommContext:
+        """Return this context with those ranks for the outer sum of each slice. divisor: of the inner and outer sum."""
         # Sums are divided once, where they are formed first, before they are rounded.
-        inner, outer = (divisor, 1.0) if world.shard.size > 1 else (1.0, divisor)
-        replicas = cls(world.replicas, pool, bucket_numel, outer, tiers)
-        return cls(world.shard, pool, bucket_numel, inner, tiers, copy_engine=engine, replicas=replicas)
+        inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
+        replicas = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
+        return replace(self, divisor=inner, replicas=replicas)
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:

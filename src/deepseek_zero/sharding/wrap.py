@@ -18,6 +18,7 @@ from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..planner.spec import predivide_of
+from ..planner.units import GroupPlan
 from ..tiers.budget import DeviceBudget
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
@@ -55,10 +56,14 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
+    contexts = {0: comm_ctx}
+    for size in sorted({_sharers(group) for unit in plan.units for group in unit.groups} - {0}):
+        sharers = comm.whole.split(plan.mesh.replica_groups(size), f"tp{size}")
+        contexts[size] = comm_ctx.with_replicas(sharers, divisor)
     params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     for number in _as_they_get_values(model, plan, params, comm):
-        built[number] = [build_group(group, params, comm_ctx) for group in plan.units[number].groups]
+        built[number] = [build_group(group, params, contexts[_sharers(group)]) for group in plan.units[number].groups]
     units = [
         Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
         for number, unit in enumerate(plan.units)
@@ -66,6 +71,11 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     pool.clear()  # what units were packed in on their way to their slices
     _place_buffers(model, comm, device)
     return Runtime(model, units, comm_ctx, plan)
+
+
+def _sharers(group: GroupPlan) -> int:
+    """How many neighbours along "tp" have summands of this group's gradients; 0 where its own are whole."""
+    return len(group.key.sharers) if group.key is not None else 0
 
 
 @dataclass(frozen=True)
