@@ -30,7 +30,7 @@ from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import Position, raised_in
-from .ids import WORLD_LANE, CollectiveId, lane_number, lane_of
+from .ids import WORLD_LANE, CollectiveId, lane_number
 from .transports.base import (
     ConnectionLost,
     SingleRank,
@@ -52,9 +52,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class IssuedCollective:
-    """The place of one collective in its lane."""
+    """The place of one collective in its lane.  kind: the lane's last name ("gather", "reduce" or "rows")."""
 
     lane: Lane
+    kind: str
     sequence: int
     what: str
     issued: float
@@ -305,8 +306,7 @@ class Comm:
         """Wait until no other rank reads this buffer any more, so that it may be written."""
         if self._world is not None and self._last is not None and self._transport.is_read(tensor):
             issued = replace(self._last, arrived=[])
-            lane = lane_of(issued.lane.name)
-            self._wait(self._world, lambda: self._transport.wait_until_read(tensor), issued, lane)
+            self._wait(self._world, lambda: self._transport.wait_until_read(tensor), issued)
 
     def progress(self) -> None:
         """Take in messages that other ranks have sent, without waiting; called often, so only while something is
@@ -431,24 +431,24 @@ class Comm:
         if world.recorder.is_waiting:  # a wait that ended in an error left its line for the others to read
             world.recorder.withdraw("waiting")
         lane = self._lanes.get(lane_name) or self._first_use(world, lane_name)
-        issued = self._last = IssuedCollective(lane, lane.issued, what, time.perf_counter())
+        issued = self._last = IssuedCollective(lane, lane_name, lane.issued, what, time.perf_counter())
         lane.log.append((lane.issued, what))
         lane.issued += 1
         cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived)
         wait = self._until_evidence(world, issued, lambda: start(cid))
-        return Pending(lambda: self._wait(world, wait, issued, lane_name))
+        return Pending(lambda: self._wait(world, wait, issued))
 
     def _first_use(self, world: WorldContext, lane_name: str) -> Lane:
         lane = self._lanes[lane_name] = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
         return lane
 
-    def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective, lane: str) -> None:
+    def _wait(self, world: WorldContext, wait: Wait, issued: IssuedCollective) -> None:
         began, summed = time.perf_counter(), self.meter.sum_seconds
         self._until_evidence(world, issued, wait)
         ended = time.perf_counter()
-        self.meter.waited(lane, ended - began - (self.meter.sum_seconds - summed))
+        self.meter.waited(issued.kind, ended - began - (self.meter.sum_seconds - summed))
         if self.meter.events is not None and issued.arrived:
-            self.meter.events.append(Event(lane, issued.what, issued.issued, issued.arrived[0], (began, ended)))
+            self.meter.events.append(Event(issued.kind, issued.what, issued.issued, issued.arrived[0], (began, ended)))
         if world.recorder.is_waiting:
             world.recorder.withdraw("waiting")
 

@@ -643,7 +643,7 @@ class Gradient:
                 self._carry(self._own(buffer))
             self._partial = buffer
         else:
-            dtype = group.planned.travel_dtype
+            dtype = group.plan.grad.wire or group.plan.weight.dtype
             spec = Spec(P, dtype, group.plan.grad.tier)
             storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
             self._partial = FlatBuffer(group.layout, spec, storage)
