@@ -31,7 +31,7 @@ from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, all_reduce, has_pages_to_return, move
 from .init import take_values
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
-from .sharded_parameter import clear_owner, owner_of, reshard, set_owner, unshard
+from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
 
 NORM_TILE_NUMEL = PerDevice(cpu=1 << 15, accelerator=1 << 24)
 _TILE_NUMEL = 1 << 20  # elements that change places at once where buffers cannot
@@ -58,11 +58,13 @@ class ParamInfo:
 
     def unshard(self, data: Tensor) -> None:
         """Let the parameter view `data`, in the class it had before wrapping."""
-        unshard(self.param, self.param_class, data)
+        self.param.__class__ = self.param_class  # written out: every unit of every step comes here
+        self.param.data = data
 
     def reshard(self) -> None:
         """Let the parameter be a sharded one, which holds a placeholder of its shape."""
-        reshard(self.param, self.placeholder)
+        self.param.data = self.placeholder
+        self.param.__class__ = ShardedParameter
 
 
 class ParamGroup:
