@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.planner.spec import P
 from deepseek_zero.sharding.executor import MOVES, UnitState
 from deepseek_zero.sharding.param_group import GRAD_MOVES, Gradient, GradState, ParamGroup
@@ -96,6 +97,32 @@ def test_a_gradient_from_collecting_to_dropped(stage: int, size: int) -> None:
     run_ranks(size, body)
 
 
+@pytest.mark.parametrize("stage", range(4))
+def test_with_replicas_a_sum_is_partial_until_they_have_met(stage: int) -> None:
+    def body(rank: Rank) -> None:
+        runtime = sharded(rank, Odd(), Mesh(dp_replicate=2, dp_shard=2), stage=stage, accumulation=2)
+        (group,) = runtime.trained_groups
+        runtime.root.unshard()
+        runtime.root.wait_for_unshard()
+        gradient = group.gradient
+        for _ in range(2):  # the second comes after the replicas have met: their sum is set aside
+            bring(group)
+            gradient.reduce("it").wait()
+            assert gradient.state is GradState.PARTIAL
+            assert gradient.is_reduced
+            with pytest.raises(AssertionError, match="cannot go from partially reduced to deferred"):
+                gradient.defer()
+            pending = gradient.sum_over_replicas("it")
+            assert gradient.state is GradState.REDUCING
+            pending.wait()
+            assert gradient.state is GradState.REDUCED
+        assert_twos(gradient, size=1)  # the mean
+        gradient.sum_over_replicas("it, again").wait()
+        assert_twos(gradient, size=1)  # the mean
+
+    run_ranks(4, body)
+
+
 def test_memory_of_a_gradient_that_is_there_is_not_freed() -> None:
     def body(rank: Rank) -> None:
         group = build_one(rank, Odd(), stage=1)
@@ -126,7 +153,7 @@ def bring(group: ParamGroup) -> None:
 
 
 def assert_twos(gradient: Gradient, size: int) -> None:
-    """Two backwards of `size` ranks were added up."""
+    """Two backwards of `size` ranks, of ones each, were added up."""
     values = gradient.reduced()
     assert values is not None
     assert set(values.unique().tolist()) <= {0.0, 2.0 * size}  # 0: padding
