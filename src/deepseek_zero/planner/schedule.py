@@ -16,7 +16,8 @@ update is pending.
 
 A program is made in two steps.  An order (`whole_batch`, `layerwise`) lists who computes when: F and B alone.
 `plan_schedule` adds what that asks for, whatever the order: gathers ahead of uses, releases and reductions behind them.
-`verify` proves the result, so that another order, such as a pipeline's, is another list and no other rule.
+`verify` proves the result, so that another order is another list and no other rule.  (Stages on several ranks, and the
+messages between them, are pipeline/schedule.py's.)
 
 The order of units is recorded on the first step and is only a hint: a unit used out of order costs latency, never
 correctness.  Every rank computes the same program and walks all of it, so that a unit one rank skips is still gathered
