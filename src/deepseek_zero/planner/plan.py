@@ -102,7 +102,6 @@ class Plan:
             self.schedule,
             self.mesh.device,
             in_place,
-            self.mesh.dp_replicate,
             replicas_in_place,
         )
 
@@ -204,14 +203,14 @@ def _plan(
         mesh,
         machine,
         units,
-        declared_schedule(units, settings, update, mesh.dp_replicate),
+        declared_schedule(units, settings, update),
         plan_update(units, update, mesh.shard_index, mesh.device) if update is not None else None,
         shape.buffer_bytes,
     )
 
 
 def declared_schedule(
-    units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None, replicas: int = 1
+    units: tuple[UnitPlan, ...], settings: PlanSettings, update: UpdateSettings | None = None
 ) -> Schedule:
     """Return the schedule of units that are used in the order the model declares them, and updated as `update` says."""
     may_wait = update is not None and update.can_defer
@@ -221,7 +220,7 @@ def declared_schedule(
         if may_wait and any(group.plan.can_defer_update for group in unit.trained)
     ]
     ahead = [number for number in deferred if update is not None and update.by_unit and number]
-    return schedule_units(units, settings, deferred=deferred, ahead=ahead, replicas=replicas)
+    return schedule_units(units, settings, deferred=deferred, ahead=ahead)
 
 
 def _with_unit_tiers(

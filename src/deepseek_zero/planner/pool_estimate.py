@@ -51,8 +51,7 @@ class _StepReplay:
     copies_sums: bool = (
         False  # other memories are not the training device's: a sum for them is made beside its summands
     )
-    replicas: int = 1  # ranks that hold the same slices
-    replicas_in_place: bool = False  # they read each other's memory
+    replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
     ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
@@ -97,13 +96,15 @@ class _StepReplay:
         """What one group's slice takes on its way: inboxes, and itself where it does not divide."""
         assert group.plan.grad is not None
         dtype, slice_numel = group.plan.grad.dtype, group.layout.slice_numel
-        parts = FlatLayout((), -(-slice_numel // self.replicas), self.replicas)
+        if group.replicas == 1:
+            return []
+        parts = FlatLayout((), -(-slice_numel // group.replicas), group.replicas)
         message = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).numel
         found = [(dtype, parts.padded_numel)] if parts.padded_numel != slice_numel else []
         if self.replicas_in_place or not slice_numel:
             return found
         under_way = messages_of(parts.slice_numel, parts.ranks, self.settings.bucket_numel).in_flight
-        return found + [(dtype, message * (self.replicas - 1))] * under_way
+        return found + [(dtype, message * (group.replicas - 1))] * under_way
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
@@ -186,22 +187,21 @@ def pool_buffers(
     agreed: Schedule | None = None,
     device: torch.device = CPU,
     in_place: bool = False,
-    replicas: int = 1,
     replicas_in_place: bool = False,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
     agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
-    read each other's memory.  replicas: ranks that hold the same slices; replicas_in_place: as `in_place`, of them.
+    read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.
     In a world of one nothing is lent but for states that rest in other memories.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
-        if replicas == 1 and not any(group.plan.is_offloaded for group in groups):
+        if not any(group.replicas > 1 for group in groups) and not any(group.plan.is_offloaded for group in groups):
             return Counter()
         in_place = True
-    declared = schedule_units(units, settings, replicas=replicas)
+    declared = schedule_units(units, settings)
     most: Counter[Size] = Counter()
     for schedule in (declared, agreed or declared):
         player = _StepReplay(
@@ -210,7 +210,6 @@ def pool_buffers(
             (torch.float32, SUM_TILE_NUMEL.on(device)),
             in_place,
             device.type != "cpu",
-            replicas,
             replicas_in_place,
         )
         player.play(schedule)

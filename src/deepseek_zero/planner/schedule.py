@@ -8,7 +8,7 @@ It is a list of actions for each pass; `sharding/executor.py` runs it, the memor
     F  forward        B  backward; ``F1.2``: of micro-batch 2, where a unit takes the micro-batches of a batch in turn
     R  release: let the gathered weights go
     S  reduce: reduce-scatter a unit's gradients; to another memory, store this rank's slice after it
-    A  all-reduce: add up the sums that replicas (dp_replicate) have of a unit's gradients, once a step
+    A  all-reduce: add up the sums that replicas (dp_replicate; tp, of what its ranks share) have of a unit, once a step
 
 Each action runs when all before it in its lane have run, and not before: F and B when the program comes there, R in
 forward when the unit's forward is over, S when the unit's gradients are complete, A when all S have run, U where an
@@ -248,7 +248,6 @@ def schedule_units(
     *,
     deferred: Collection[int] = (),
     ahead: Collection[int] = (),
-    replicas: int = 1,
 ) -> Schedule:
     """Return the schedule of planned units.  order: None: as they are declared; the others as in `plan_schedule`."""
     grads = [group.plan.grad for unit in units for group in unit.trained]
@@ -261,7 +260,7 @@ def schedule_units(
         ahead=ahead,
         cut=cut_units(units) if settings.layerwise_micro_batches > 1 else (),
         reduces_each_backward=any(grad is not None and grad.placement is S for grad in grads),
-        replicas=replicas,
+        all_reduced=[number for number, unit in enumerate(units) if any(group.replicas > 1 for group in unit.groups)],
     )
 
 
@@ -275,7 +274,7 @@ def plan_schedule(
     ahead: Collection[int] = (),
     cut: Collection[int] = (),
     reduces_each_backward: bool = True,
-    replicas: int = 1,
+    all_reduced: Collection[int] = (),
 ) -> Schedule:
     """The schedule for units of these gathered sizes, used in this order; `order[0]` is the root, in use throughout.
 
@@ -283,13 +282,13 @@ def plan_schedule(
     such a unit is in use until the last one inside it is done, forward and backward.  deferred: units whose update may
     wait for the next forward.  ahead: units that may be updated in backward, ahead of their step.  cut: units that take
     the settings' micro-batches in turn.  reduces_each_backward: gradients are sharded, so that no backward leaves them
-    to the one that ends a step.  replicas: ranks that hold the same slices.
+    to the one that ends a step.  all_reduced: units of whose sums replicas have summands.
     """
     around = around or {}
     forward, backward = list(order), _reverse(order, around)
     at_turn = frozenset({order[0], *_ends(forward, around)[-1]}) if settings.streams_weights else frozenset[int]()
     kept = _kept(sizes, backward, settings, at_turn)
-    work = _Work(sizes, around, settings, frozenset(deferred), frozenset(ahead), replicas)
+    work = _Work(sizes, around, settings, frozenset(deferred), frozenset(ahead), frozenset(all_reduced))
 
     def computes(kind: ActionKind, units: Sequence[int]) -> list[Action]:
         return layerwise(kind, units, settings.layerwise_micro_batches, cut) if cut else whole_batch(kind, units)
@@ -301,7 +300,7 @@ def plan_schedule(
         backward=work.lower(computes(ActionKind.BACKWARD, backward), resident=kept, reduces=True, ends_step=True),
         kept=kept,
     )
-    verify(schedule, around, reduces_each_backward=reduces_each_backward, replicas=replicas)
+    verify(schedule, around, reduces_each_backward=reduces_each_backward, all_reduced=all_reduced)
     return schedule
 
 
@@ -314,7 +313,7 @@ class _Work:
     settings: PlanSettings
     deferred: frozenset[int]
     ahead: frozenset[int]
-    replicas: int
+    all_reduced: frozenset[int]
 
     def lower(
         self,
@@ -346,9 +345,10 @@ class _Work:
             is_last = place == len(turns) - 1
             for unit in [*ends[place], *([root] if is_last else [])]:
                 if reduces:
-                    actions += self._sums(ActionKind.REDUCE, [unit], ends_step and self.replicas == 1)
-                if is_last and unit == root and ends_step and self.replicas > 1:
-                    summed = [each.unit for each in actions if each.kind is ActionKind.REDUCE]
+                    actions += self._sums(ActionKind.REDUCE, [unit], ends_step and unit not in self.all_reduced)
+                if is_last and unit == root and ends_step:
+                    sums = [each.unit for each in actions if each.kind is ActionKind.REDUCE]
+                    summed = [each for each in sums if each in self.all_reduced]
                     actions += self._sums(ActionKind.ALL_REDUCE, summed, True)
                 actions += [Action(ActionKind.RELEASE, unit)] if unit not in stays else []
         return Pass(tuple(actions))
@@ -369,7 +369,7 @@ def verify(
     around: Mapping[int, int] | None = None,
     *,
     reduces_each_backward: bool = True,
-    replicas: int = 1,
+    all_reduced: Collection[int] = (),
 ) -> None:
     """Prove a schedule, whichever order it came from; raise `AssertionError` that names the action which breaks a rule.
 
@@ -380,11 +380,11 @@ def verify(
     unit's gather, or behind the last sum.
     """
     for backward, ends_step in ((schedule.accumulate, False), (schedule.backward, True)):
-        proof = _Proof(around or {}, replicas)
+        proof = _Proof(around or {}, frozenset(all_reduced))
         proof.follow(schedule.forward)
         proof.follow(backward)
         proof.conclude(reduces=ends_step or reduces_each_backward, ends_step=ends_step)
-    proof = _Proof(around or {}, replicas)
+    proof = _Proof(around or {}, frozenset(all_reduced))
     proof.follow(schedule.inference)
     if proof.live:
         raise AssertionError(f"units {sorted(proof.live)} stay gathered behind a forward without backward")
@@ -395,7 +395,7 @@ class _Proof:
     """Where a program has come to.  done: forwards and backwards.  open: forwards of each unit without backward yet."""
 
     around: Mapping[int, int]
-    replicas: int
+    all_reduced: frozenset[int]
     live: set[int] = field(default_factory=set)
     gathered: set[int] = field(default_factory=set)  # in this pass
     updated: set[int] = field(default_factory=set)  # in this pass
@@ -416,7 +416,7 @@ class _Proof:
     def conclude(self, *, reduces: bool, ends_step: bool) -> None:
         """Raise if something is left over that a micro-batch must do."""
         units = set(self.open)
-        totals = units if ends_step and self.replicas > 1 else set[int]()
+        totals = units & self.all_reduced if ends_step else set[int]()
         left = [
             ("stay gathered", self.live),
             ("never went backward", {unit for unit, count in self.open.items() if count}),
@@ -458,7 +458,7 @@ class _Proof:
                     broken = broken or f"comes before the sums of {sorted(missing)} over the shards"
                 self.totals.add(unit)
             case ActionKind.UPDATE:
-                summed = self.totals if self.replicas > 1 else self.reduced
+                summed = self.totals if unit in self.all_reduced else self.reduced
                 if self.is_forward:
                     broken = "updates what is gathered" if unit in self.live else ""
                 else:

@@ -40,13 +40,14 @@ class GroupPlan:
     """Parameters of one unit that share a row of the table: specs, layout, and how their gradients travel.
 
     key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
-    before they travel.
+    before they travel.  replicas: ranks that have sums of the same slices, to be added up once a step.
     """
 
     plan: ShardPlan
     layout: FlatLayout
     key: GroupKey | None = None
     predivide: float = 1.0
+    replicas: int = 1
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
@@ -177,7 +178,8 @@ def plan_group(
     settings = settings.for_unit(unit, full_precision=key.full_precision)
     plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=mesh.shard_size)
     layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
-    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size))
+    replicas = mesh.dp_replicate * max(1, len(key.sharers))
+    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas)
     return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
 
 

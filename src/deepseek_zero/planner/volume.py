@@ -46,7 +46,7 @@ class StepVolume:
 def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, replicas: int = 1) -> StepVolume:
     """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each.
 
-    replicas: ranks that hold the same slices.
+    replicas: ranks along dp_replicate.
     """
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
     world = ranks * replicas
@@ -56,7 +56,7 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
     sent: Counter[ActionKind] = Counter()
     for walk, times in schedule.passes(settings.accumulation):
         for action in walk.actions:
-            sent[action.kind] += times * _bytes_of(action.kind, units[action.unit], replicas)
+            sent[action.kind] += times * _bytes_of(action.kind, units[action.unit])
     return StepVolume(
         gathers=sent[ActionKind.GATHER],
         reduces=sent[ActionKind.REDUCE] + sent[ActionKind.ALL_REDUCE],
@@ -66,7 +66,7 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
     )
 
 
-def _bytes_of(kind: ActionKind, unit: UnitPlan, replicas: int) -> int:
+def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
     """Return the bytes a rank sends for one action."""
     match kind:
         case ActionKind.GATHER:
@@ -74,7 +74,7 @@ def _bytes_of(kind: ActionKind, unit: UnitPlan, replicas: int) -> int:
         case ActionKind.REDUCE:
             return sum(map(_reduce_bytes, unit.trained))
         case ActionKind.ALL_REDUCE:
-            return sum(_all_reduce_bytes(group, replicas) for group in unit.trained)
+            return sum(map(_all_reduce_bytes, unit.trained))
     return 0
 
 
@@ -91,11 +91,11 @@ def _reduce_bytes(group: GroupPlan) -> int:
     return _to_others(group, group.travel_dtype) + (_to_others(group, plan.grad.dtype) if is_whole else 0)
 
 
-def _all_reduce_bytes(group: GroupPlan, replicas: int) -> int:
+def _all_reduce_bytes(group: GroupPlan) -> int:
     """Return the bytes of one sum over replicas: a slice is reduced in parts, and the parts are gathered."""
     assert group.plan.grad is not None
-    part = -(-(group.padded_numel // group.ranks) // replicas)
-    return 2 * (replicas - 1) * part * group.plan.grad.dtype.itemsize
+    part = -(-(group.padded_numel // group.ranks) // group.replicas)
+    return 2 * (group.replicas - 1) * part * group.plan.grad.dtype.itemsize
 
 
 def _refresh_bytes(group: GroupPlan) -> int:

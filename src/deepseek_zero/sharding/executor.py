@@ -259,9 +259,8 @@ class Executor:
 
     def _plan(self, order: Sequence[int]) -> None:
         deferred, ahead = self.schedule.forward.updated, self.schedule.backward.updated
-        replicas = self.comm.replicas.size if self.comm.replicas is not None else 1
         planned = [unit.planned for unit in self.units]
-        self._follow(schedule_units(planned, self.settings, order, deferred=deferred, ahead=ahead, replicas=replicas))
+        self._follow(schedule_units(planned, self.settings, order, deferred=deferred, ahead=ahead))
 
     # -- weights: G, U before it, R
 
@@ -511,7 +510,7 @@ class Executor:
 
     def _after_reduce(self, landed: Unit | None) -> None:
         """Run the U behind an S, unless it stands behind an A."""
-        if landed is not None and not self.all_reduces:
+        if landed is not None and landed.number not in self.all_reduces:
             self._update(landed)
 
     def _update(self, unit: Unit) -> None:

@@ -153,7 +153,7 @@ def test_layerwise_all_but_forwards_and_backwards_is_what_it_is_for_a_whole_batc
 
 
 def test_replicas_meet_once_a_step_when_all_units_are_summed_and_updates_come_behind_that() -> None:
-    schedule = plan_schedule([10, 100], range(2), PlanSettings(window_numel=0), replicas=2, ahead={1})
+    schedule = plan_schedule([10, 100], range(2), PlanSettings(window_numel=0), all_reduced=(0, 1), ahead={1})
     assert " ".join(map(str, schedule.backward.actions)) == "G0 B0 G1 B1 S1 R1 S0 A1 U1 A0 R0"
     assert " ".join(map(str, schedule.accumulate.actions)) == "G0 B0 G1 B1 S1 R1 S0 R0"
     assert [times for _, times in schedule.passes(4)] == [4, 3, 1]
@@ -209,22 +209,22 @@ def test_a_program_that_breaks_a_rule_is_refused_with_the_action_that_does(
     accumulate, kept = program(SOUND[1].replace("A1 A0 ", "")), frozenset[int]()
     inference = program("G0 F0 R0")
     sound = Schedule(program(SOUND[0]), inference, accumulate, program(SOUND[1]), kept)
-    verify(sound, replicas=2)
+    verify(sound, all_reduced=(0, 1))
     if forward is FORWARD:
         broken = replace(sound, backward=program(backward))
     else:
         broken = replace(sound, forward=program(forward))
     with pytest.raises(AssertionError, match=says):
-        verify(broken, replicas=2)
+        verify(broken, all_reduced=(0, 1))
 
 
 def test_a_program_that_sums_where_the_plan_does_not_is_refused() -> None:
-    sound = plan_schedule([10, 100], range(2), PlanSettings(), replicas=2)
-    for facts in ({"replicas": 1}, {"replicas": 2, "reduces_each_backward": False}):
+    sound = plan_schedule([10, 100], range(2), PlanSettings(), all_reduced=(0, 1))
+    for facts in ({"all_reduced": ()}, {"all_reduced": (0, 1), "reduces_each_backward": False}):
         with pytest.raises(AssertionError, match="against the plan"):
             verify(sound, **facts)  # type: ignore[arg-type]
     with pytest.raises(AssertionError, match="stay gathered behind a forward without backward"):
-        verify(replace(sound, inference=program("G0 F0")), replicas=2)
+        verify(replace(sound, inference=program("G0 F0")), all_reduced=(0, 1))
 
 
 # -- units inside units
