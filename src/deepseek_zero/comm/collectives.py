@@ -302,6 +302,10 @@ class Comm:
         """Allow slices to be written again: each `gather_in_place` is a collective of its own from now on."""
         self._barrier = None
 
+    def is_read(self, tensor: Tensor) -> bool:
+        """Return whether another rank may still read this buffer, as far as this one has heard. Local."""
+        return self._world is not None and self._transport.is_read(tensor)
+
     def wait_until_read(self, tensor: Tensor) -> None:
         """Wait until no other rank reads this buffer any more, so that it may be written."""
         if self._world is not None and self._last is not None and self._transport.is_read(tensor):
@@ -345,17 +349,24 @@ class Comm:
         return self._issue(lane, f"gather {what}", start)
 
     def exchange(
-        self, pieces: Sequence[Tensor], inbox: Sequence[Tensor | None], lane: str, what: str, use: Use | None = None
+        self,
+        pieces: Sequence[Tensor],
+        inbox: Sequence[Tensor | None],
+        lane: str,
+        what: str,
+        use: Use | None = None,
+        kind: str = "reduce_scatter",
     ) -> Pending:
         """Send pieces[s] to rank s and receive rank s's piece into inbox[s]; own entries are ignored.
 
         The first half of a reduce-scatter: pieces and inbox are flat, of one dtype on all ranks. use(received) is the
         second: it is called once, at the latest by `wait()`, and with `reads_in_place`, entries of the inbox that are
         None are views of the owners' memory there. The pieces may be written again after `wait_until_read`; without
-        `use`, after `wait()`, which raises `PeerError` if another rank failed or strayed. Collective within its lane.
+        `use`, after `wait()`, which raises `PeerError` if another rank failed or strayed. kind: as what the meter
+        counts it. Collective within its lane.
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
-        self.meter.count("reduce_scatter", sent)
+        self.meter.count(kind, sent)
 
         def timed(received: Sequence[Tensor]) -> None:
             began = time.perf_counter()
