@@ -1,0 +1,82 @@
+"""Cuts a model over a tensor-parallel axis: a plan becomes layers, local parameters and one rank's counts of heads."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..comm.collectives import Comm, scatter
+from ..planner.split import Split
+from .cuts import cut
+from .group import TensorGroup
+from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
+from .plans import ParallelPlan, ParallelSettings, choose
+from .streams import Streams
+from .virtual import VirtualAxis, run_in_passes
+
+KINDS = {
+    "column": Column,
+    "column_gather": Column,
+    "head": Column,
+    "row": Row,
+    "row_scatter": Row,
+    "vocabulary": Vocabulary,
+}
+
+
+def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None = None) -> dict[str, Split]:
+    """Cut a whole model in place; return where each parameter's elements are, by the model's names.
+
+    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. Values are the first
+    rank's. Afterwards this rank's parameters are its own parts. Collective; refusals are raised before anything is cut.
+    """
+    settings = settings or ParallelSettings()
+    plan = choose(model, comm.size, settings)
+    _take_values(model, plan, comm)
+    streams = Streams(comm.rank, comm.device) if _has_dropout(model) else None
+    axis = TensorAxis(TensorGroup(comm), streams)
+    _become(model, plan, axis)
+    for (name, attribute), local in plan.attributes.items():
+        setattr(model.get_submodule(name), attribute, local[comm.rank])
+    return plan.splits
+
+
+def virtual(model: nn.Module, tp: int, settings: ParallelSettings | None = None) -> nn.Module:
+    """Make a whole model compute, in this process alone, as it would on that many tensor-parallel ranks; returns it.
+
+    A debugging tool: loss and gradients are those of the ranks bit by bit, with whole parameters.
+    """
+    settings = settings or ParallelSettings()
+    plan = choose(model, tp, settings)
+    axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=_has_dropout(model))
+    for holder, name in plan.attentions.items():
+        module = model.get_submodule(name)
+        counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
+        run_in_passes(model.get_submodule(holder), axis, counts)
+    _become(model, plan, axis)
+    return model
+
+
+def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
+    for choice in plan.choices:
+        if choice.part is not None:
+            become(choice.module, KINDS[choice.style], axis, choice.part)
+
+
+def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
+    """Give each parameter this rank's part of the first rank's values."""
+    for name, parameter in model.named_parameters():
+        split = plan.splits[name]
+        parts = [cut(parameter.data, split, rank) for rank in range(comm.size)]
+        own = parts[comm.rank].contiguous()
+        if not parameter.is_meta:
+            scatter(comm, [part.reshape(-1) for part in parts], own.view(-1), f"values of {name}")
+        parameter.data = own
+
+
+def _has_dropout(model: nn.Module) -> bool:
+    """Return whether a layer may drop something in training."""
+    for module in model.modules():
+        names = ("p", "dropout", "attention_dropout", "attn_dropout")
+        if any(isinstance(value := getattr(module, name, None), float) and value > 0 for name in names):
+            return True
+    return False

@@ -1,0 +1,111 @@
+"""Cuts a whole tensor into what each rank of the tensor-parallel axis holds, and joins the parts again.
+
+`cut` is for the weights of one rank. `blocks` and `join` keep gradients: the virtual axis (virtual.py) cuts and joins
+with them whatever several ranks would hold, in one process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..comm.collectives import ordered_sum
+from ..planner.layout import SUM_TILE_NUMEL
+from ..planner.split import Ranges, Split
+
+
+def cut(whole: Tensor, split: Split, coordinate: int) -> Tensor:
+    """Return a contiguous copy of what one rank holds of a whole tensor; the tensor itself unless it is split."""
+    return _taken(whole, split.dim, split.ranges[coordinate]) if split.kind == "split" else whole
+
+
+def blocks(whole: Tensor, split: Split) -> tuple[Tensor, ...]:
+    """Return what each rank holds, by coordinate. Their gradients are joined; of a part that several ranks hold, they
+    are summed in the order of the ranks.
+    """
+    found: tuple[Tensor, ...] = _Blocks.apply(whole, split)  # type: ignore[no-untyped-call]
+    return found
+
+
+def join(parts: tuple[Tensor, ...], split: Split) -> Tensor:
+    """Return the whole tensor of which these are the parts, by coordinate; its gradient is cut."""
+    whole: Tensor = _Join.apply(split, *parts)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def ordered(parts: tuple[Tensor, ...]) -> Tensor:
+    """Return the sum of tensors of one shape, in this order, in fp32, rounded once; without a gradient."""
+    found = torch.empty_like(parts[0], memory_format=torch.contiguous_format)
+    scratch = torch.empty(
+        min(found.numel(), SUM_TILE_NUMEL.on(found.device)) or 1, dtype=torch.float32, device=found.device
+    )
+    ordered_sum([part.reshape(-1) for part in parts], found.view(-1), scratch)
+    return found
+
+
+def activations(split: Split) -> Split:
+    """Return how the outputs of a column layer lie over the ranks, side by side in the order of the whole model.
+
+    split: of its weight. Where ranks share a part (a kv head for several), each has its own output, and the outputs are
+    those of a model that has the part several times.
+    """
+    ranges: list[list[tuple[int, int]]] = [[] for _ in split.ranges]
+    start = 0
+    for parts in zip(*split.ranges, strict=True):  # of one block (of a fused q, k, v), by coordinate
+        for coordinate, (low, high) in enumerate(parts):
+            ranges[coordinate].append((start, start + high - low))
+            start += high - low
+    return Split("split", (start,), 0, tuple(tuple(each) for each in ranges))
+
+
+def _dim(split: Split) -> int:
+    """Return the dimension that is cut: the last one of activations and biases, whose split has a single dimension."""
+    return split.dim if len(split.shape) > 1 else -1
+
+
+def _taken(whole: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    found = [whole.narrow(dim, start, stop - start) for start, stop in ranges]
+    return found[0].clone(memory_format=torch.contiguous_format) if len(found) == 1 else torch.cat(found, dim)
+
+
+def _join(parts: tuple[Tensor, ...], split: Split, dim: int) -> Tensor:
+    shape = list(parts[0].shape)
+    shape[dim] = split.shape[split.dim]
+    whole = parts[0].new_empty(shape)
+    for coordinate, part in enumerate(parts):
+        sharers = split.sharers(coordinate)
+        if sharers[0] != coordinate:
+            continue
+        source = part if len(sharers) == 1 else ordered(tuple(parts[other] for other in sharers))
+        offset = 0
+        for start, stop in split.ranges[coordinate]:
+            whole.narrow(dim, start, stop - start).copy_(source.narrow(dim, offset, stop - start))
+            offset += stop - start
+    return whole
+
+
+class _Blocks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, split: Split) -> tuple[Tensor, ...]:
+        ctx.split, ctx.dim = split, _dim(split)
+        return tuple(_taken(whole, ctx.dim, ranges) for ranges in split.ranges)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return _join(grads, ctx.split, ctx.dim), None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, split: Split, *parts: Tensor) -> Tensor:
+        ctx.split, ctx.dim = split, _dim(split)
+        return _join(parts, split, ctx.dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *(_taken(grad, ctx.dim, ranges) for ranges in ctx.split.ranges)

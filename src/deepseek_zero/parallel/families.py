@@ -1,0 +1,91 @@
+"""Which layers of a model family are split, where the model says it in no way that we read.
+
+One row is one family: patterns of module names (searched from their end), and the style of the layers they find. To
+teach another family, add a row.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+Style = Literal["column", "row", "column_gather", "row_scatter", "vocabulary", "head", "partial", "equal"]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How several projections lie in one: `blocks` after each other, or `interleaved` head by head.
+
+    parts: how many there are (3: q, k and v).
+    """
+
+    kind: Literal["blocks", "interleaved"]
+    parts: int
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A pattern that the end of a module's name matches, and the style of such modules."""
+
+    pattern: str
+    style: Style
+    fused: Fused | None = None
+
+    def matches(self, name: str) -> bool:
+        """Return whether the end of the name matches; names begin at a dot or at the start."""
+        return re.search(rf"(?:^|\.)(?:{self.pattern})$", name) is not None
+
+
+_BERT = (
+    Rule(r"attention\.self\.(query|key|value)", "column"),
+    Rule(r"attention\.output\.dense", "row"),
+    Rule(r"intermediate\.dense", "column"),
+    Rule(r"output\.dense", "row"),
+)
+_OPT = (
+    Rule(r"self_attn\.(q|k|v)_proj", "column"),
+    Rule(r"self_attn\.out_proj", "row"),
+    Rule(r"fc1", "column"),
+    Rule(r"fc2", "row"),
+)
+FAMILIES: dict[str, tuple[Rule, ...]] = {  # by the config's model_type
+    "gpt2": (
+        Rule(r"attn\.c_attn", "column", Fused("blocks", 3)),
+        Rule(r"attn\.c_proj", "row"),
+        Rule(r"mlp\.c_fc", "column"),
+        Rule(r"mlp\.c_proj", "row"),
+    ),
+    "gpt_neox": (
+        Rule(r"attention\.query_key_value", "column", Fused("interleaved", 3)),
+        Rule(r"attention\.dense", "row"),
+        Rule(r"mlp\.dense_h_to_4h", "column"),
+        Rule(r"mlp\.dense_4h_to_h", "row"),
+    ),
+    "opt": _OPT,
+    "bert": _BERT,
+    "roberta": _BERT,
+    "electra": _BERT,
+    "gptj": (
+        Rule(r"attn\.(q|k|v)_proj", "column"),
+        Rule(r"attn\.out_proj", "row"),
+        Rule(r"mlp\.fc_in", "column"),
+        Rule(r"mlp\.fc_out", "row"),
+    ),
+}
+ALIASES = {"gpt-neox": "gpt_neox", "gpt2": "gpt2", "gpt-2": "gpt2", "gpt-j": "gptj"}
+
+# Families that no split of layers alone computes: something outside of them depends on the number of heads.
+REFUSED: dict[str, str] = {
+    "bloom": "its ALiBi bias is made for all heads outside of the attention",
+    "falcon": "its fused projection and its ALiBi bias depend on the number of heads outside of the attention",
+    "mpt": "its ALiBi bias is made for all heads outside of the attention",
+    "t5": "its relative position bias is made for all heads in the first block",
+    "mt5": "its relative position bias is made for all heads in the first block",
+}
+
+NAMES: tuple[Rule, ...] = (
+    Rule(r"(q|k|v|query|key|value|wq|wk|wv|q_proj|k_proj|v_proj)", "column"),
+    Rule(r"(up|gate|up_proj|gate_proj|fc1|w1|w3|wi|wi_0|wi_1)", "column"),
+    Rule(r"(o|o_proj|out_proj|wo|down|down_proj|fc2|w2)", "row"),
+)

@@ -1,0 +1,256 @@
+"""Autograd functions of layers that several ranks compute together.
+
+    column   y_i = x W_i^T + b_i          each rank its own outputs; x is whole on every rank
+    row      y = sum_i x_i W_i^T + b      each rank its own inputs; y is whole on every rank
+    enter    y = x                        gradients: the sum over the ranks; belongs to x, not to a layer
+    gather   y = (y_1, ..., y_T)          gradients: the own columns
+
+The first column layer that reads a tensor enters it (layers.py); the layers beside it read the same entered tensor. In
+backward they add their gradients for it into one buffer, product by product, and the last one starts the sum before it
+computes the gradient of its weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .group import Sum, TensorGroup
+
+# -- products: (rows, in) x weight, which is (out, in), or (in, out) where `transposed`
+
+
+def product(rows: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, out: Tensor | None = None) -> Tensor:
+    """Return rows times the weight, (rows, out)."""
+    right = weight if transposed else weight.t()
+    return torch.mm(rows, right, out=out) if bias is None else torch.addmm(bias, rows, right, out=out)
+
+
+def weight_gradient(grad: Tensor, rows: Tensor, transposed: bool) -> Tensor:
+    """Return the gradient of a weight, in its own orientation. grad: (rows, out)."""
+    return torch.mm(rows.t(), grad) if transposed else torch.mm(grad.t(), rows)
+
+
+def flat(x: Tensor) -> Tensor:
+    """Return (..., n) as a contiguous (rows, n)."""
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+# -- entering
+
+
+class Partials(Protocol):
+    """Where the gradients for one entered tensor are added up on one rank."""
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a buffer for the first of them."""
+        ...
+
+    def complete(self, partial: Tensor) -> None:
+        """Take over what the layers' gradients add up to."""
+        ...
+
+
+class Entry:
+    """One tensor that column layers read, and their gradients for it, which add up in one buffer.
+
+    readers: layers that have read it in forward. When as many have added their gradient, `partials` takes the buffer.
+    """
+
+    def __init__(self, partials: Partials) -> None:
+        self.readers = self._heard = 0
+        self._partials, self._buffer = partials, None
+
+    _buffer: Tensor | None
+
+    def add(self, grad: Tensor, weight: Tensor, transposed: bool) -> None:
+        """Add one layer's gradient for the input. grad: (rows, out)."""
+        left = weight.t() if transposed else weight
+        if self._buffer is None:
+            self._buffer = self._partials.buffer((grad.shape[0], left.shape[1]), grad.dtype)
+            torch.mm(grad, left, out=self._buffer)
+        else:
+            self._buffer.addmm_(grad, left)
+        self._heard += 1
+        if self._heard == self.readers:
+            self.close()
+
+    def close(self) -> None:
+        """Hand on what has come, if something has: every layer that will be heard has been."""
+        if self._buffer is not None:
+            buffer, self._buffer, self._heard = self._buffer, None, 0
+            self._partials.complete(buffer)
+
+
+class GroupPartials:
+    """Sums over the ranks of a group."""
+
+    def __init__(self, group: TensorGroup, what: str) -> None:
+        self._group, self._what = group, what
+        self._sum: Sum | None = None
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._group.take(shape, dtype)
+
+    def complete(self, partial: Tensor) -> None:
+        self._sum = self._group.sum(partial, self._what)
+
+    def wait(self) -> Tensor | None:
+        found, self._sum = self._sum, None
+        return None if found is None else found.wait()
+
+
+class _Enter(torch.autograd.Function):
+    """Layers return no gradient for the entered tensor (`Entry.add`): this node runs when all of them have run."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Entry, partials: GroupPartials) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.entry, ctx.partials, ctx.shape = entry, partials, x.shape
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:
+        assert grad is None, "only column layers read an entered tensor"
+        ctx.entry.close()
+        total = ctx.partials.wait()
+        return None if total is None else total.view(ctx.shape), None, None
+
+
+def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
+    """Return a tensor for column layers to read, and its entry; x itself and None where x needs no gradient."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x, None
+    partials = GroupPartials(group, f"the gradient into {what}")
+    entry = Entry(partials)
+    return _Enter.apply(x, entry, partials), entry  # type: ignore[no-untyped-call]
+
+
+# -- layers
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.entry, ctx.transposed = entry, transposed
+        if entry is not None:
+            entry.readers += 1
+        return product(flat(x), weight, bias, transposed).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+        needs, rows = ctx.needs_input_grad, flat(grad)
+        if ctx.entry is not None:
+            ctx.entry.add(rows, weight, ctx.transposed)
+        weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
+        return None, weight_grad, rows.sum(0) if needs[2] else None, None, None
+
+
+def column(x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, transposed: bool) -> Tensor:
+    """Return this rank's outputs. x: (..., in), entered; `entry` from `enter`. Local."""
+    found: Tensor = _Column.apply(x, weight, bias, entry, transposed)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, transposed: bool, what: str
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed = transposed
+        rows = flat(x)
+        part = group.take((rows.shape[0], weight.shape[1 if transposed else 0]), x.dtype)
+        product(rows, weight, bias if group.index == 0 else None, transposed, part)
+        return group.sum(part, what).wait().view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *row_gradients(ctx, grad), None, None, None
+
+
+def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of a row product's input, weight and bias: no rank needs another for them."""
+    x, weight = ctx.saved_tensors
+    needs, rows = ctx.needs_input_grad, flat(grad)
+    x_grad = torch.mm(rows, weight.t() if ctx.transposed else weight).view(x.shape) if needs[0] else None
+    weight_grad = weight_gradient(rows, flat(x), ctx.transposed) if needs[1] else None
+    return x_grad, weight_grad, rows.sum(0) if needs[2] else None
+
+
+def row(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, transposed: bool, what: str) -> Tensor:
+    """Return the sum of every rank's product, and the bias once (in the first rank's part). Collective; waits.
+
+    x: (..., in), this rank's inputs.
+    """
+    found: Tensor = _Row.apply(x, weight, bias, group, transposed, what)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Exit(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
+        return group.sum(group.take(x.shape, x.dtype).copy_(x), what).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad, None, None
+
+
+def leave(x: Tensor, group: TensorGroup, what: str) -> Tensor:
+    """Return the sum of every rank's tensor; each gets the whole gradient. Collective; waits."""
+    found: Tensor = _Exit.apply(x, group, what)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
+        ctx.start, ctx.width = sum(widths[: group.index]), widths[group.index]
+        parts = group.all_gather(flat(x), widths, what)
+        return torch.cat(parts, 1).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return grad.narrow(-1, ctx.start, ctx.width).contiguous(), None, None, None
+
+
+def gather(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
+    """Return every rank's columns side by side. x: (..., widths[own]); the gradient must be equal on every rank.
+
+    Collective; waits.
+    """
+    found: Tensor = _Gather.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
+        ctx.group, ctx.widths, ctx.what = group, widths, what
+        return x.narrow(-1, sum(widths[: group.index]), widths[group.index]).contiguous()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        parts = ctx.group.all_gather(flat(grad), ctx.widths, ctx.what)
+        return torch.cat(parts, 1).view(*grad.shape[:-1], -1), None, None, None
+
+
+def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
+    """Return this rank's columns of a tensor that is whole on every rank. Backward gathers: collective there; waits."""
+    found: Tensor = _Scatter.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
+    return found

@@ -1,0 +1,209 @@
+"""Layers changed in place into parts of layers: their class, their parameters' data, their sizes.
+
+A layer stays the object it was, and a parameter the Parameter it was, so that ties, optimizers and names hold. What a
+layer computes is its axis's to say: `TensorAxis` for the rank of a group, `VirtualAxis` (virtual.py) for a whole model
+in one process.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..planner.split import Split
+from .cuts import activations
+from .functions import Entry, column, enter, gather, leave, row, scatter
+from .group import TensorGroup
+from .streams import Streams
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a layer is over the ranks of an axis.
+
+    name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are gathered at once;
+    scatters: a row layer's inputs come whole. is_head: its outputs are logits, which a loss may read split.
+    """
+
+    name: str
+    weight: Split
+    transposed: bool = False
+    gathers: bool = False
+    scatters: bool = False
+    is_head: bool = False
+
+    @property
+    def widths(self) -> list[int]:
+        """By coordinate, how much of the cut dimension a rank holds."""
+        return [sum(stop - start for start, stop in ranges) for ranges in self.weight.ranges]
+
+    @property
+    def side(self) -> Split:
+        """The cut dimension alone: of a row layer's inputs, and of a bias."""
+        return Split("split", (self.weight.shape[self.weight.dim],), 0, self.weight.ranges)
+
+    @property
+    def outputs(self) -> Split:
+        """How the outputs of a column layer lie over the ranks (`activations`)."""
+        return activations(self.weight)
+
+
+class Axis(Protocol):
+    """Who computes layers that are parts."""
+
+    def column(self, layer: Layer, x: Tensor) -> Tensor: ...
+
+    def row(self, layer: Layer, x: Tensor) -> Tensor: ...
+
+    def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
+
+
+class Layer(nn.Module):
+    """A layer that is a part.  Never made: modules take one of its subclasses as their class."""
+
+    axis: Axis
+    part: Part
+    weight: Tensor
+    bias: Tensor | None
+    padding_idx: int | None
+
+
+class Column(Layer):
+    """A layer of which each rank computes its own outputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.axis.column(self, x)
+
+
+class Row(Layer):
+    """A layer of which each rank reads its own inputs; its outputs are summed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.axis.row(self, x)
+
+
+class Vocabulary(nn.Embedding, Layer):
+    """An embedding of which each rank holds its own rows.  A subclass's own forward goes on to call this one."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.axis.look_up(self, ids)
+
+
+def become(module: nn.Module, kind: type[Layer], axis: Axis, part: Part) -> None:
+    """Make a module a part: its class changes, nothing else does."""
+    module.__class__ = _mixed(type(module), kind)
+    layer = cast(Layer, module)
+    layer.axis, layer.part = axis, part
+
+
+_mixes: dict[tuple[type, type], type[nn.Module]] = {}
+
+
+def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
+    """Return the class of a part that was of class `base`; there is one for each pair."""
+    if issubclass(kind, base):
+        return kind
+    if (base, kind) not in _mixes:
+        bases: tuple[type, ...] = (base, kind) if kind is Vocabulary else (kind, base)
+        _mixes[base, kind] = type(f"{kind.__name__}{base.__name__}", bases, {"__module__": __name__})
+    return _mixes[base, kind]
+
+
+class TensorAxis:
+    """The layers of one rank of a group.  All ranks of the group call them in the same order.
+
+    splits_loss: whether the loss reads split logits in the forward under way (loss.py).
+    """
+
+    def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
+        self.group, self.streams = group, streams
+        self.splits_loss = False
+        self._entered: _Entered | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
+        return self  # a copy of a model is computed by the same ranks
+
+    def column(self, layer: Layer, x: Tensor) -> Tensor:
+        entered = self._enter(layer, x)
+        part = layer.part
+        weight, bias = _cast(layer.weight, entered.read.dtype), _cast(layer.bias, entered.read.dtype)
+        found = column(entered.read, weight, bias, entered.entry, part.transposed)
+        if part.gathers or (part.is_head and not self.splits_loss):
+            self._leave()
+            return gather(found, self.group, part.widths, part.name)
+        if part.is_head:
+            self._leave()
+        return found
+
+    def row(self, layer: Layer, x: Tensor) -> Tensor:
+        part = layer.part
+        self._leave()
+        if part.scatters:
+            x = scatter(x, self.group, part.widths, part.name)
+        x = cast_for_autocast(x)
+        weight, bias = _cast(layer.weight, x.dtype), _cast(layer.bias, x.dtype)
+        return row(x, weight, bias, self.group, part.transposed, part.name)
+
+    def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
+        found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
+        return leave(found, self.group, layer.part.name)
+
+    def _enter(self, layer: Layer, x: Tensor) -> _Entered:
+        """Return the tensor that column layers read for x: the one made for the layer before, if it read the same x."""
+        last = self._entered
+        if last is not None and last.x is x and last.version == _version(x):
+            return last
+        read, entry = enter(cast_for_autocast(x), self.group, layer.part.name)
+        self._entered = _Entered(x, _version(x), read, entry)
+        if self.streams is not None and not (layer.part.gathers or layer.part.is_head):
+            self.streams.enter()
+        return self._entered
+
+    def _leave(self) -> None:
+        """Forget the entered tensor: what is computed next is whole on every rank."""
+        self._entered = None
+        if self.streams is not None:
+            self.streams.leave()
+
+
+@dataclass(frozen=True)
+class _Entered:
+    """x, as it was entered at this version, and what the column layers read for it."""
+
+    x: Tensor
+    version: int
+    read: Tensor
+    entry: Entry | None
+
+
+def look_up(weight: Tensor, part: Part, coordinate: int, ids: Tensor, padding: int | None) -> Tensor:
+    """Return one rank's summand of an embedding: its own rows, zero for the others'. ids: as the whole table counts."""
+    ((start, stop),) = part.weight.ranges[coordinate]
+    own = ids - start
+    others = (own < 0) | (own >= stop - start)
+    local_padding = padding - start if padding is not None and start <= padding < stop else None
+    found = F.embedding(own.masked_fill(others, 0), weight, local_padding)
+    return found.masked_fill(others.unsqueeze(-1), 0)
+
+
+def cast_for_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype that torch.autocast computes products in, where it is on."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(torch.get_autocast_dtype(kind))
+    return x
+
+
+def _cast(tensor: Tensor | None, dtype: torch.dtype) -> Any:
+    """Return a weight for autocast; elsewhere a product of two dtypes is torch's error."""
+    if tensor is None or tensor.dtype == dtype or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    return tensor.to(dtype)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version

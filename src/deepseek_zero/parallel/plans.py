@@ -1,0 +1,603 @@
+"""Which layers of a model are split over the tensor-parallel axis, and how: the plan, made before anything is cut.
+
+The first rule that matches a layer says what it becomes: `partition_config`, the model's own plan, a preset, our table
+of families (families.py), names. Then regions are made: column layers and the row layer that closes them. A region
+whose widths do not fit is refused by name where a rule names its layers on purpose, and left whole where only their
+names looked like it. What no rule matches stays whole on every rank.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal, cast
+
+from torch import Tensor, nn
+
+from ..base.errors import NotBuiltError, UsageError, shown
+from ..planner.split import Ranges, Split
+from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
+from .layers import Part
+
+HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
+HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
+KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+KV_GROUPS = ("num_key_value_groups", "n_rep")
+WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
+
+# transformers' words for what a layer becomes
+STYLES: dict[str, Style] = {
+    "colwise": "column",
+    "rowwise": "row",
+    "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
+    "rowwise_split_input": "row_scatter",
+    "rowwise_rep": "row",
+    "replicated_with_grad_allreduce": "partial",
+    "replicated": "equal",
+    "embedding_rowwise": "vocabulary",
+    "vocab_embedding": "vocabulary",
+    "local_rowwise": "row",
+    "local_colwise": "column",
+    "local_packed_rowwise": "column",
+}
+
+
+Shares = list[tuple[int, int]]  # by rank, [start, stop)
+
+
+@dataclass(frozen=True)
+class ParallelSettings:
+    """What a caller says about the split. Plain values: the doors read them from their own words.
+
+    loss: "split" computes the loss from split logits in training, which then has none to show; "gathered" gathers
+    them. layers: (pattern, style, parts) by `re.match` of a parameter's name, before every other rule; style "row",
+    "column" or "skip", parts of a fused projection. uses_other_rules: whether the rest of the rules follows; is_strict:
+    a layer that is left whole is an error. preset: a family's table, whatever the model calls itself. sequence:
+    activations split over tokens between the regions.
+    """
+
+    loss: Literal["split", "gathered"] = "split"
+    layers: tuple[tuple[str, str, int], ...] = ()
+    uses_other_rules: bool = True
+    is_strict: bool = False
+    preset: str | None = None
+    sequence: bool | Literal["auto"] = "auto"
+
+
+@dataclass
+class Choice:
+    """What one layer becomes, and by which rule."""
+
+    name: str
+    module: nn.Module
+    style: Style
+    source: str
+    fused: Fused | None = None
+    part: Part | None = None
+
+    @property
+    def is_wished(self) -> bool:
+        """Whether somebody named this layer, and did not only name it so."""
+        return self.source != "names"
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """The layer's outputs and inputs."""
+        first, second = weight_of(self.module).shape
+        return (second, first) if is_transposed(self.module) else (first, second)
+
+
+@dataclass
+class ParallelPlan:
+    """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one rank's heads.
+
+    attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
+    one, the module that holds its projections.
+    """
+
+    ranks: int
+    choices: list[Choice] = field(default_factory=list)
+    splits: dict[str, Split] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
+    attentions: dict[str, str] = field(default_factory=dict)
+    left: dict[str, str] = field(default_factory=dict)  # layers that stay whole, and why
+
+    def table(self) -> str:
+        """Return the plan as text: a line for each kind of layer, numbers of blocks as *."""
+        lines: dict[tuple[str, ...], int] = {}
+        for choice in self.choices:
+            assert choice.part is not None
+            parts = " + ".join(dict.fromkeys(str(width) for width in choice.part.widths))
+            row = (_wild(choice.name), choice.style, f"{parts} of {sum(choice.part.widths)}", choice.source)
+            lines[row] = lines.get(row, 0) + 1
+        for name, why in self.left.items():
+            row = (_wild(name), "equal", "whole", why)
+            lines[row] = lines.get(row, 0) + 1
+        rows = [("layer", "becomes", "each rank", "by"), *lines]
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        counts = ["", *(f"x{count}" for count in lines.values())]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            + f"  {count}".rstrip()
+            for row, count in zip(rows, counts, strict=True)
+        )
+
+
+def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = None) -> ParallelPlan:
+    """Return the plan of a whole model over that many ranks. Pure: reads names, shapes and attributes.
+
+    Raises NotBuiltError for a family or a style that is not built, UsageError where a layer that was named on purpose
+    does not fit; the message names it.
+    """
+    settings = settings or ParallelSettings()
+    if settings.sequence is True:
+        raise NotBuiltError(
+            "tensor_parallel.sequence: activations split over tokens between the regions are not built.",
+            "Norms and residuals are computed whole on every rank.",
+            'leave it out, or say "auto".',
+        )
+    plan = ParallelPlan(ranks)
+    family = _family(model, settings)
+    if family in REFUSED:
+        raise NotBuiltError(
+            f"tensor parallelism of the family '{family}' is not built.",
+            f"{REFUSED[family][0].upper()}{REFUSED[family][1:]}.",
+            "use dp_shard for this model.",
+        )
+    choices = _matched(model, settings, family)
+    _make_regions(model, plan, choices)
+    _split_vocabulary(model, plan, choices, settings)
+    _fill_splits(model, plan)
+    if not any(choice.style in ("column", "row") for choice in plan.choices):
+        raise UsageError(
+            f"no layer of {type(model).__name__} is split over tp={ranks}.",
+            "No rule knows its layers, and no names look like projections.",
+            "name them in tensor_parallel.partition_config.layer_specs, or leave tp out.",
+        )
+    if settings.is_strict and plan.left:
+        name, why = next(iter(plan.left.items()))
+        raise UsageError(f"strict_mode: layer '{name}' is not split: {why}.", fix="name it in layer_specs, or skip it.")
+    return plan
+
+
+# -- which rule
+
+
+def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[str, Choice]:
+    """Return the layers that a rule matches, by name in the order of the model."""
+    own = _own_plan(model)
+    known, names = FAMILIES.get(family, ()), NAMES
+    if settings.preset:
+        own = {}
+    found: dict[str, Choice] = {}
+    for name, module in model.named_modules():
+        choice = _by_config(name, module, settings)
+        if choice is None and settings.uses_other_rules:
+            plain = name.replace("base_model.model.", "").replace(".base_layer", "")
+            choice = _by_own_plan(name, plain, module, own)
+            if choice is None or (choice.style == "column" and choice.fused is None):
+                rule = next((rule for rule in known if is_matrix(module) and rule.matches(plain)), None)
+                if choice is not None and rule is not None:
+                    choice.fused = rule.fused
+                elif rule is not None:
+                    source = f"preset {family}" if settings.preset else f"family {family}"
+                    choice = Choice(name, module, rule.style, source, rule.fused)
+            if choice is None and not own and not known and is_matrix(module):
+                rule = next((rule for rule in names if rule.matches(plain)), None)
+                choice = None if rule is None else Choice(name, module, rule.style, "names")
+        if choice is not None and choice.style != "equal":
+            found[name] = choice
+    return found
+
+
+def _by_config(name: str, module: nn.Module, settings: ParallelSettings) -> Choice | None:
+    if not is_matrix(module):
+        return None
+    for pattern, style, parts in settings.layers:
+        if re.match(pattern, f"{name}.weight"):
+            if style not in ("row", "column", "skip"):
+                raise UsageError(
+                    f"partition_type {shown(style)} of '{pattern}' is none.", fix="use row, column or skip."
+                )
+            fused = Fused("blocks", parts) if parts > 1 else None
+            kinds: dict[str, Style] = {"row": "row", "column": "column", "skip": "equal"}
+            return Choice(name, module, kinds[style], "partition_config", fused)
+    return None
+
+
+def _own_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan that a transformers model carries, by pattern of the names in `model`."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        prefix = f"{name}." if name else ""
+        config = getattr(module, "config", None)
+        base = getattr(module, "base_model_prefix", None)
+        of_base = getattr(config, "base_model_tp_plan", None)
+        if isinstance(of_base, Mapping) and isinstance(base, str):
+            inner = f"{base}." if base and hasattr(module, base) else ""
+            found.update({f"{prefix}{inner}{pattern}": style for pattern, style in of_base.items()})
+        own = getattr(module, "_tp_plan", None)
+        if isinstance(own, Mapping):
+            found.update({f"{prefix}{pattern}": style for pattern, style in own.items()})
+    return found
+
+
+def _by_own_plan(name: str, plain: str, module: nn.Module, own: Mapping[str, str]) -> Choice | None:
+    for pattern, word in own.items():
+        if not (fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(plain, pattern)):
+            continue
+        style = STYLES.get(word)
+        if style is None:
+            raise NotBuiltError(
+                f"layer '{name}' is to be split as '{word}', which is not built.",
+                "The model's own plan says so.",
+                "use dp_shard for this model.",
+            )
+        if style == "column_gather" and pattern.rsplit(".", 1)[-1] in ("lm_head", "embed_out"):
+            style = "head"
+        if is_matrix(module) or style == "partial":
+            return Choice(name, module, style, "the model's plan")
+    return None
+
+
+def _family(model: nn.Module, settings: ParallelSettings) -> str:
+    if settings.preset is not None:
+        found = ALIASES.get(settings.preset, settings.preset)
+        if found not in FAMILIES:
+            raise UsageError(
+                f"preset_model {shown(settings.preset)} is not known.", fix=f"use one of {', '.join(sorted(FAMILIES))}."
+            )
+        return found
+    return str(getattr(getattr(model, "config", None), "model_type", ""))
+
+
+# -- regions
+
+
+def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice]) -> None:
+    """Group the column layers by the row layer that closes them, and cut each group."""
+    rows = [choice for choice in choices.values() if choice.style == "row"]
+    order = {name: place for place, name in enumerate(choices)}
+    regions: dict[str, list[Choice]] = {row.name: [] for row in rows}
+    for column in [choice for choice in choices.values() if choice.style == "column"]:
+        beside = [other for other in choices.values() if other.style == "column" and _parent(other) == _parent(column)]
+        row = _closing(column, beside, rows, order)
+        if row is None:
+            _leave_whole(plan, [column], "no row layer closes it")
+        else:
+            regions[row.name].append(column)
+    for row in rows:
+        columns = regions[row.name]
+        if not columns:
+            _leave_whole(plan, [row], "no column layer comes before it")
+            continue
+        partial = [
+            each for each in choices.values() if each.style == "partial" and _parent(each) == _parent(columns[0])
+        ]
+        _cut_region(model, plan, columns, row, partial, rows)
+    for choice in choices.values():
+        if choice.style in ("column_gather", "row_scatter"):
+            dim = 0 if choice.style == "column_gather" else 1
+            width = choice.widths[dim]
+            ranges = _shares(width, plan.ranks, choice.name)
+            choice.part = _part(choice, dim, tuple((each,) for each in ranges))
+            plan.choices.append(choice)
+
+
+def _closing(
+    column: Choice, beside: Sequence[Choice], rows: Sequence[Choice], order: Mapping[str, int]
+) -> Choice | None:
+    """Return the row layer nearest to a column layer: in the same block, best after it.
+
+    It reads what the column layer gives, or one `beside` it does (a key's projection may be narrower than the query's).
+    """
+    path = column.name.split(".")
+    block = _block(column.name)
+
+    def key(row: Choice) -> tuple[int, bool, int]:
+        pairs = zip(path, row.name.split("."), strict=False)
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        distance = order[row.name] - order[column.name]
+        return -shared, distance < 0, abs(distance)
+
+    given = {each.widths[0] // _parts(each) for each in beside}
+    near = [row for row in rows if _block(row.name) == block]
+    fitting = [row for row in near if row.widths[1] in given]
+    return min(fitting or (near if column.is_wished else []), key=key, default=None)
+
+
+def _block(name: str) -> str:
+    """Return the name up to the last number in it: the repeated block that a layer is in."""
+    path = name.split(".")
+    last = max((place for place, each in enumerate(path) if each.isdigit()), default=-1)
+    return ".".join(path[: last + 1])
+
+
+def _cut_region(
+    model: nn.Module,
+    plan: ParallelPlan,
+    columns: list[Choice],
+    row: Choice,
+    partial: list[Choice],
+    rows: Sequence[Choice],
+) -> None:
+    inputs = row.widths[1]
+    if not any(column.widths[0] // (column.fused.parts if column.fused else 1) == inputs for column in columns):
+        stated = ", ".join(f"{column.name} ({column.widths[0]})" for column in columns)
+        _leave_whole(plan, [*columns, row], f"it reads {inputs} where {stated} give another width", row.name)
+        return
+    parent = model.get_submodule(_parent(columns[0]))
+    head_dim = _head_dim(parent, columns, inputs)
+    ranges: tuple[Ranges, ...]
+    if head_dim is None:
+        if len({column.widths[0] // _parts(column) for column in columns}) > 1:
+            _leave_whole(plan, [*columns, row], "its projections differ in width, and no head size is known", row.name)
+            return
+        shares = _shares(inputs, plan.ranks, row.name)
+        ranges = tuple((share,) for share in shares)
+        for column in columns:
+            column.part = _part(column, 0, _in_blocks(column, ranges, inputs))
+    else:
+        heads = inputs // head_dim
+        kv_heads = min((column.widths[0] // _parts(column) // head_dim for column in columns), default=heads)
+        query, key = _head_shares(heads, kv_heads, plan.ranks, row.name)
+        if len(set(key)) < len(key) and any(column.fused for column in columns):
+            raise NotBuiltError(
+                f"layer '{columns[0].name}' has {kv_heads} key/value heads for tp={plan.ranks}, in a fused projection.",
+                "Heads are given to several ranks only where they are in a layer of their own.",
+                f"choose a tp that divides {kv_heads}.",
+            )
+        ranges = tuple(((low * head_dim, high * head_dim),) for low, high in query)
+        for column in columns:
+            own = query if column.widths[0] // _parts(column) == inputs else key
+            width = column.widths[0] // _parts(column)
+            column.part = _part(
+                column, 0, _in_blocks(column, tuple(((a * head_dim, b * head_dim),) for a, b in own), width)
+            )
+        _count_heads(plan, parent, _parent(columns[0]), heads, kv_heads, head_dim, query, key)
+        holder = _common([*columns, row])
+        if not any(other is not row and other.name.startswith(f"{holder}.") for other in rows):
+            plan.attentions[holder] = _parent(columns[0])
+    row.part = _part(row, 1, ranges)
+    plan.choices += [*columns, row, *partial]
+
+
+def _common(choices: Sequence[Choice]) -> str:
+    """Return the name of the smallest module that holds all of these layers."""
+    paths = [choice.name.split(".")[:-1] for choice in choices]
+    shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
+    return ".".join(each[0] for each in shared)
+
+
+def _parts(choice: Choice) -> int:
+    return choice.fused.parts if choice.fused else 1
+
+
+def _in_blocks(column: Choice, ranges: tuple[Ranges, ...], width: int) -> tuple[Ranges, ...]:
+    """Return what each rank holds of a projection of which it holds these ranges of each part."""
+    fused = column.fused
+    if fused is None:
+        return ranges
+    if fused.kind == "interleaved":
+        return tuple(tuple((low * fused.parts, high * fused.parts) for low, high in each) for each in ranges)
+    return tuple(
+        tuple((block * width + low, block * width + high) for block in range(fused.parts) for low, high in each)
+        for each in ranges
+    )
+
+
+def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int | None:
+    """Return the size of a head; None where the layers belong to no attention."""
+    for name in HEAD_DIM:
+        value = getattr(parent, name, None)
+        if isinstance(value, int) and value > 0 and inputs % value == 0:
+            return value
+    for name in HEADS:
+        value = getattr(parent, name, None)
+        if isinstance(value, int) and value > 0 and inputs % value == 0:
+            return inputs // value
+    return None
+
+
+def _shares(width: int, ranks: int, name: str) -> Shares:
+    """Cut a width evenly; the first ranks take more. UsageError where a rank would get nothing."""
+    if width < ranks:
+        raise UsageError(
+            f"layer '{name}' has {width} parts for tp={ranks}.",
+            "Each rank holds at least one.",
+            f"choose a tp of at most {width}.",
+        )
+    part, more = divmod(width, ranks)
+    starts = [rank * part + min(rank, more) for rank in range(ranks + 1)]
+    return [(starts[rank], starts[rank + 1]) for rank in range(ranks)]
+
+
+def _head_shares(heads: int, kv_heads: int, ranks: int, name: str) -> tuple[Shares, Shares]:
+    """Return the query heads and the key/value heads of each rank: whole groups of them.
+
+    With fewer key/value heads than ranks, each goes to as many ranks as share its queries.
+    """
+    group = heads // kv_heads
+    if kv_heads >= ranks:
+        key = _shares(kv_heads, ranks, name)
+        return [(low * group, high * group) for low, high in key], key
+    if ranks % kv_heads or ranks > heads:
+        raise UsageError(
+            f"layer '{name}' has {heads} heads and {kv_heads} key/value heads, which do not go to tp={ranks}.",
+            "Each rank has a head at least, and each key/value head belongs to one rank or to equally many.",
+            f"choose a tp that divides {kv_heads}, or a multiple of it up to {heads}.",
+        )
+    sharing = ranks // kv_heads
+    inner = _shares(group, sharing, name)
+    query, key = [], []
+    for rank in range(ranks):
+        kv, place = divmod(rank, sharing)
+        query.append((kv * group + inner[place][0], kv * group + inner[place][1]))
+        key.append((kv, kv + 1))
+    return query, key
+
+
+def _count_heads(
+    plan: ParallelPlan,
+    parent: nn.Module,
+    name: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    query: Shares,
+    key: Shares,
+) -> None:
+    """Note the attributes by which an attention counts its heads."""
+    queries, keys = [high - low for low, high in query], [high - low for low, high in key]
+    values: list[tuple[Iterable[str], int, list[int]]] = [
+        (KV_HEADS, kv_heads, keys),
+        (HEADS, heads, queries),
+        (KV_GROUPS, heads // kv_heads, [q // k for q, k in zip(queries, keys, strict=True)]),
+        (WIDTHS, heads * head_dim, [each * head_dim for each in queries]),
+    ]
+    for names, whole, local in values:
+        for attribute in names:
+            value = parent.__dict__.get(attribute)
+            if value == whole and not isinstance(value, bool) and (name, attribute) not in plan.attributes:
+                plan.attributes[name, attribute] = tuple(local)
+
+
+def _leave_whole(plan: ParallelPlan, choices: Sequence[Choice], why: str, culprit: str | None = None) -> None:
+    wished = next((choice for choice in choices if choice.is_wished), None)
+    if wished is not None:
+        raise UsageError(
+            f"layer '{culprit or wished.name}' cannot be split as {wished.source} says: {why}.",
+            "A column layer's outputs stay apart until a row layer sums them.",
+            "name both layers of the pair in tensor_parallel.partition_config.layer_specs, or none.",
+        )
+    for choice in choices:
+        plan.left[choice.name] = why
+
+
+# -- vocabulary
+
+
+def _split_vocabulary(
+    model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Choice], settings: ParallelSettings
+) -> None:
+    """Split the embedding of the tokens and the layer that gives logits, where the model tells which they are."""
+    taken = {id(choice.module) for choice in plan.choices}
+    skipped = {name for name, module in model.named_modules() if _by_config(name, module, settings) is not None}
+    names = {id(module): name for name, module in model.named_modules()}
+    stated = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
+    found: list[Choice] = []
+    getters: tuple[tuple[str, Style], ...] = (("get_input_embeddings", "vocabulary"), ("get_output_embeddings", "head"))
+    for getter, style in getters:
+        module = _asked(model, getter)
+        if module is None or id(module) in taken or id(module) not in names or names[id(module)] in skipped:
+            continue
+        found.append(Choice(names[id(module)], module, style, "embeddings"))
+    seen = {choice.name for choice in found}
+    found += [choice for choice in stated if choice.name not in seen]
+    fitting = []
+    for choice in found:
+        module = choice.module
+        if choice.style == "vocabulary" and not isinstance(module, nn.Embedding):
+            continue
+        if choice.style == "head" and not is_matrix(module):
+            continue
+        if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+            plan.left[choice.name] = "max_norm, scale_grad_by_freq and sparse need the whole table"
+            continue
+        if choice.widths[0] < plan.ranks:
+            plan.left[choice.name] = "fewer rows than ranks"
+            continue
+        ranges = tuple((each,) for each in _shares(choice.widths[0], plan.ranks, choice.name))
+        choice.part = _part(choice, 0, ranges)
+        fitting.append(choice)
+    kept = {id(weight_of(choice.module)) for choice in fitting}
+    for module in model.modules():  # a table that something else reads too stays whole
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and id(weight) in kept and not any(choice.module is module for choice in fitting):
+            for choice in [each for each in fitting if weight_of(each.module) is weight]:
+                fitting.remove(choice)
+                plan.left[choice.name] = f"{names[id(module)]} shares its table"
+    plan.choices += fitting
+
+
+def _asked(model: nn.Module, getter: str) -> nn.Module | None:
+    try:
+        found = getattr(model, getter)()
+    except (AttributeError, NotImplementedError):
+        return None
+    return found if isinstance(found, nn.Module) else None
+
+
+# -- splits
+
+
+def _part(choice: Choice, dim: int, ranges: tuple[Ranges, ...]) -> Part:
+    """dim: 0 cuts the outputs, 1 the inputs."""
+    transposed = is_transposed(choice.module)
+    shape = tuple(weight_of(choice.module).shape)
+    weight = Split("split", shape, 1 - dim if transposed else dim, ranges)
+    return Part(
+        choice.name,
+        weight,
+        transposed,
+        gathers=choice.style == "column_gather",
+        scatters=choice.style == "row_scatter",
+        is_head=choice.style == "head",
+    )
+
+
+def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
+    """Say of every parameter where its elements are; tied ones are one parameter, which is cut in one way."""
+    found: dict[int, tuple[Split, str]] = {}
+    for choice in plan.choices:
+        partial = Split("partial", ())
+        for name, parameter in choice.module.named_parameters(recurse=False):
+            if choice.part is None:
+                split = Split("partial", tuple(parameter.shape))
+            elif name == "weight":
+                split = choice.part.weight
+            elif name == "bias" and choice.style in ("row", "row_scatter"):
+                split = Split("equal", tuple(parameter.shape))
+            elif name == "bias":
+                split = choice.part.side
+            else:
+                split = partial
+            before = found.setdefault(id(parameter), (split, choice.name))
+            if before[0] != split:
+                raise UsageError(
+                    f"layers '{before[1]}' and '{choice.name}' share their {name}, and would cut it in two ways.",
+                    fix="untie them, or name neither of them in partition_config.",
+                )
+    for name, parameter in model.named_parameters():
+        equal = Split("equal", tuple(parameter.shape))
+        plan.splits[name] = found[id(parameter)][0] if id(parameter) in found else equal
+
+
+# -- modules
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Return whether a layer's weight is (in, out): transformers' Conv1D."""
+    return any(each.__name__ == "Conv1D" and not issubclass(each, nn.Conv1d) for each in type(module).__mro__)
+
+
+def is_matrix(module: nn.Module) -> bool:
+    """Return whether a module is a layer that can be cut."""
+    return isinstance(module, nn.Linear | nn.Embedding) or is_transposed(module)
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """Return the weight of a layer that can be cut."""
+    return cast(Tensor, module.weight)
+
+
+def _parent(choice: Choice) -> str:
+    return choice.name.rpartition(".")[0]
+
+
+def _wild(name: str) -> str:
+    return ".".join("*" if each.isdigit() else each for each in name.split("."))

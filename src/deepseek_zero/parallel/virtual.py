@@ -1,0 +1,260 @@
+"""The virtual axis: a whole model in one process that computes as the ranks of a tensor-parallel axis would.
+
+Every product of a split layer is made of as many products as there are ranks, of the same shapes and in the same order,
+and what ranks would sum is summed in their order. Loss and gradients are equal to theirs bit by bit, which makes it the
+reference of a run that differs: the first layer whose output is another one is where to look.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from .cuts import blocks, join, ordered
+from .functions import Entry, column, flat, product, row_gradients
+from .layers import Layer, Row, _cast, _Entered, _version, cast_for_autocast, look_up
+from .streams import Streams
+
+
+class LocalPartials:
+    """Keeps what one virtual rank's gradients for an entered tensor add up to."""
+
+    def __init__(self, like: Tensor) -> None:
+        self._like = like
+        self.found: Tensor | None = None
+
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return self._like.new_empty(shape, dtype=dtype)
+
+    def complete(self, partial: Tensor) -> None:
+        self.found = partial
+
+
+class _EnterAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entries: list[Entry], partials: list[LocalPartials]) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.entries, ctx.partials, ctx.shape = entries, partials, x.shape
+        return tuple(x.clone() for _ in entries)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, None, None]:
+        assert all(grad is None for grad in grads), "only column layers read an entered tensor"
+        for entry in ctx.entries:
+            entry.close()
+        found = [each.found for each in ctx.partials]
+        if found[0] is None:
+            return None, None, None
+        for each in ctx.partials:
+            each.found = None
+        return ordered(tuple(found)).view(ctx.shape), None, None
+
+
+class _RowPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed = transposed
+        return product(flat(x), weight, bias, transposed).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return *row_gradients(ctx, grad), None
+
+
+class _SumAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parts: Tensor) -> Tensor:
+        ctx.ranks = len(parts)
+        return ordered(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad for _ in range(ctx.ranks))
+
+
+class VirtualAxis:
+    """Computes the layers of a whole model as the ranks of an axis would; see `TensorAxis`.
+
+    An attention is run once for each rank (`Passes`), with this rank's heads alone: a kernel may round otherwise for
+    another number of heads. Elsewhere a column layer gives all ranks' outputs, joined, to what is computed next.
+    """
+
+    def __init__(self, size: int, device: torch.device, *, has_dropout: bool) -> None:
+        self.size = size
+        self.splits_loss = False
+        self._streams = [Streams(rank, device) for rank in range(size)] if has_dropout else []
+        self._entered: list[_Entered] | None = None
+        self._passes: _Passes | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> VirtualAxis:
+        return self
+
+    def column(self, layer: Layer, x: Tensor) -> Tensor:
+        part, passes = layer.part, self._passes
+        entered = self._enter(layer, x)
+        weights, biases = self._weights(layer, entered[0].read.dtype)
+        if passes is not None:
+            own, rank = entered[passes.rank], passes.rank
+            return column(own.read, weights[rank], biases[rank], own.entry, part.transposed)
+        found = tuple(
+            column(each.read, weight, bias, each.entry, part.transposed)
+            for each, weight, bias in zip(entered, weights, biases, strict=True)
+        )
+        if part.gathers or part.is_head:
+            self._entered = None
+        return join(found, part.outputs)
+
+    def row(self, layer: Layer, x: Tensor) -> Tensor:
+        part, passes = layer.part, self._passes
+        x = cast_for_autocast(x)
+        weights, biases = self._weights(layer, x.dtype)
+        if passes is not None:
+            rank = passes.rank
+            if self._streams:
+                self._streams[rank].leave()
+            passes.parts.append(_row_part(x, weights[rank], biases[rank], part.transposed))
+            if rank < self.size - 1:
+                raise _NextPass
+            return _sum(passes.parts)
+        self._entered = None
+        inputs = blocks(x, part.side)
+        return _sum([_row_part(*each, part.transposed) for each in zip(inputs, weights, biases, strict=True)])
+
+    def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
+        weights = blocks(layer.weight, layer.part.weight)
+        return _sum([look_up(weight, layer.part, rank, ids, layer.padding_idx) for rank, weight in enumerate(weights)])
+
+    def in_passes(self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run an attention once for each rank; each pass ends at the row layer, the last one goes on with the sum."""
+        kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
+        self._passes, self._entered = _Passes(), None
+        whole = {place: getattr(*place) for place in attention.counts}
+        try:
+            for rank in range(self.size):
+                self._passes.rank = rank
+                for (module, name), local in attention.counts.items():
+                    setattr(module, name, local[rank])
+                try:
+                    return forward(*args, **kwargs)
+                except _NextPass:
+                    continue
+        finally:
+            for (module, name), value in whole.items():
+                setattr(module, name, value)
+            self._passes = self._entered = None
+
+    def _weights(self, layer: Layer, dtype: torch.dtype) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+        """Return every rank's weight and bias; in passes, those of the first one."""
+        passes = self._passes
+        if passes is not None and id(layer) in passes.weights:
+            return passes.weights[id(layer)]
+        part = layer.part
+        weights = blocks(_cast(layer.weight, dtype), part.weight)
+        biases: Sequence[Tensor | None] = [None] * self.size
+        if layer.bias is not None and isinstance(layer, Row):
+            biases = [_cast(layer.bias, dtype), *[None] * (self.size - 1)]
+        elif layer.bias is not None:
+            biases = blocks(_cast(layer.bias, dtype), part.side)
+        if passes is not None:
+            passes.weights[id(layer)] = weights, biases
+        return weights, biases
+
+    def _enter(self, layer: Layer, x: Tensor) -> list[_Entered]:
+        passes, last = self._passes, self._entered
+        is_new = last is None or last[0].x is not x or last[0].version != _version(x)
+        if self._streams and not (layer.part.gathers or layer.part.is_head):
+            self._draw(is_new)
+        if last is not None and not is_new:
+            return last
+        if passes is not None and (found := passes.entered.get(id(x))) is not None:
+            self._entered = found
+            return found
+        read = cast_for_autocast(x)
+        if torch.is_grad_enabled() and read.requires_grad:
+            partials = [LocalPartials(read) for _ in range(self.size)]
+            entries = [Entry(each) for each in partials]
+            reads = _EnterAll.apply(read, entries, partials)  # type: ignore[no-untyped-call]
+            found = [_Entered(x, _version(x), own, entry) for own, entry in zip(reads, entries, strict=True)]
+        else:
+            found = [_Entered(x, _version(x), read, None) for _ in range(self.size)]
+        self._entered = found
+        if passes is not None:
+            passes.entered[id(x)] = found
+        return found
+
+    def _draw(self, is_new: bool) -> None:
+        """Change to the stream of the rank that computes, where its layers enter a region."""
+        passes = self._passes
+        if passes is None:
+            if is_new:
+                self._streams[0].enter()
+                self._streams[0].leave()
+        elif not passes.has_drawn[passes.rank : passes.rank + 1]:
+            if passes.rank == 0:
+                passes.common = torch.get_rng_state()
+            elif passes.common is not None:
+                torch.set_rng_state(passes.common)
+            self._streams[passes.rank].enter()
+            passes.has_drawn.append(True)
+
+
+class _NextPass(Exception):
+    """A pass of an attention has come to its row layer."""
+
+
+@dataclass
+class _Passes:
+    """The passes of one attention under way.  weights: by layer, every rank's; entered: by tensor.
+
+    common: the common random stream before the first pass drew from it. has_drawn: by rank.
+    """
+
+    rank: int = 0
+    parts: list[Tensor] = field(default_factory=list)
+    weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(default_factory=dict)
+    entered: dict[int, list[_Entered]] = field(default_factory=dict)
+    common: Tensor | None = None
+    has_drawn: list[bool] = field(default_factory=list)
+
+
+class Attention(nn.Module):
+    """A module from an attention's column layers to its row layer.  Never made: one takes a subclass as its class.
+
+    counts: (module, attribute) -> by rank, what counts its heads.
+    """
+
+    axis: VirtualAxis
+    counts: dict[tuple[nn.Module, str], tuple[int, ...]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.axis.in_passes(self, super().forward, args, kwargs)
+
+
+CACHES = ("past_key_values", "past_key_value", "layer_past")  # what a training step has no use for, under these names
+
+
+def run_in_passes(module: nn.Module, axis: VirtualAxis, counts: dict[tuple[nn.Module, str], tuple[int, ...]]) -> None:
+    """Make the module that holds an attention run once for each rank."""
+    base = type(module)
+    module.__class__ = type(f"Virtual{base.__name__}", (Attention, base), {"__module__": __name__})
+    attention = cast(Attention, module)
+    attention.axis, attention.counts = axis, counts
+
+
+def _row_part(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
+    found: Tensor = _RowPart.apply(x, weight, bias, transposed)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    found: Tensor = _SumAll.apply(*parts)  # type: ignore[no-untyped-call]
+    return found

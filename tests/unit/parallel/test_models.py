@@ -1,0 +1,92 @@
+"""Unmodified transformers models over a tensor-parallel axis: bit by bit what the virtual axis computes."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_zero.parallel.apply import parallelize
+from deepseek_zero.parallel.plans import ParallelSettings
+from tests.in_process import Rank, run_ranks
+from tests.unit.parallel.tiny import MODELS, batch, differences, furthest, ranks_step, step, tiny, virtual_step
+
+pytest.importorskip("transformers")
+
+GATHERED = ParallelSettings(loss="gathered")
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_two_ranks_compute_what_the_virtual_axis_does(name: str, dtype: torch.dtype) -> None:
+    model = tiny(name, dtype)
+    whole = virtual_step(model, 2, GATHERED)
+    assert differences(ranks_step(model, 2, GATHERED), whole) == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_virtual_axis_computes_the_model_within_rounding(name: str) -> None:
+    model = tiny(name)
+    plain = step(copy.deepcopy(model), batch())
+    assert furthest(virtual_step(model, 2, GATHERED), plain) < 5e-6
+
+
+@pytest.mark.parametrize("options", [{"num_key_value_heads": 1}, {"num_key_value_heads": 2}], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_ranks_share_a_key_value_head(name: str, options: dict[str, Any]) -> None:
+    model = tiny(name, **options)
+    plain = step(copy.deepcopy(model), batch())
+    whole = virtual_step(model, 4, GATHERED)
+    assert furthest(whole, plain) < 5e-6
+    steps = ranks_step(model, 4, GATHERED)
+    assert any(split.kind == "split" and split.is_shared for split in steps[0].splits.values())
+    assert differences(steps, whole) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "bert"])
+def test_uneven_heads_and_widths(name: str) -> None:
+    """Four heads and 48 or 128 hidden features, or 67 words, over three ranks."""
+    model = tiny(name, **({"num_key_value_heads": 4} if name == "llama" else {}))
+    plain = step(copy.deepcopy(model), batch())
+    whole = virtual_step(model, 3, GATHERED)
+    assert furthest(whole, plain) < 5e-6
+    assert differences(ranks_step(model, 3, GATHERED), whole) == []
+
+
+def test_ranks_that_read_in_place_compute_the_same() -> None:
+    model = tiny("llama")
+    whole = virtual_step(model, 2, GATHERED)
+    for seed in range(3):
+        assert differences(ranks_step(model, 2, GATHERED, reads_in_place=True, seed=seed), whole) == []
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt_neox"])
+def test_a_block_has_four_sums(name: str) -> None:
+    """Two forward and two backward; and one for the embedding, one into the head, one to gather the logits."""
+    model = tiny(name)
+
+    def body(rank: Rank) -> int:
+        own = copy.deepcopy(model)
+        parallelize(own, rank.comm, GATHERED)
+        before = rank.comm.meter.calls["tp"]
+        step(own, batch())
+        return rank.comm.meter.calls["tp"] - before
+
+    assert run_ranks(2, body) == [2 * 4 + 3] * 2
+
+
+def test_autocast() -> None:
+    model = tiny("llama")
+    whole = virtual_step(model, 2, GATHERED, autocast=True)
+    assert not torch.equal(whole.loss, virtual_step(model, 2, GATHERED).loss)
+    assert differences(ranks_step(model, 2, GATHERED, autocast=True), whole) == []
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_recomputed_blocks() -> None:
+    model = tiny("llama")
+    whole = virtual_step(model, 2, GATHERED)
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+    assert differences(ranks_step(model, 2, GATHERED), whole) == []
