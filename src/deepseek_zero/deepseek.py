@@ -29,8 +29,9 @@ from .config.load import load
 from .engine import exporting
 from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
+from .engine.mesh_statements import choose_mesh, statements_of
 from .engine.optimizer import adopting, granularities
-from .engine.start import Request, chosen_mesh, facts_of, parameters_of
+from .engine.start import Request, facts_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
 from .sharding.param_group import ParamGroup
@@ -97,12 +98,12 @@ class DeepSeekZeRO3(StandsForModule):
         keywords: dict[str, Any] = dict(zero_config)
         # A mesh that is no mapping is no configuration's business.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
-        world, raw = current_mesh(default_device()), load(configuration_of(keywords))
+        raw = load(configuration_of(keywords))
+        mesh = choose_mesh(statements_of(raw, given), current_mesh(default_device()))
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
-        self.config = resolve(raw, facts_of(request, world))
-        mesh = chosen_mesh(self.config, given, world)
+        self.config = resolve(raw, facts_of(request, mesh))
         parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model))
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
         self.module, self.runtime = model, parts.runtime

@@ -20,13 +20,14 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
-from deepseek_zero.base.errors import ConfigError, UsageError
+from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine import settings as engine_settings
+from deepseek_zero.engine.mesh_statements import AXIS_KEYS
 from deepseek_zero.engine.settings import memory_settings_of, plan_settings_of
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
@@ -177,8 +178,9 @@ def makes_torch_deterministic() -> None:
 
 
 def verifies_the_ranks() -> None:
-    with pytest.raises(ConfigError, match="dp_degree"):
-        resolve(load({"dp_degree": 2}), Facts(world_size=1, launched=True))
+    for key in ("dp_degree", "data_parallel_size"):
+        with pytest.raises(ConfigError, match=key):
+            resolve(load({key: 2}), Facts(world_size=1, launched=True))
 
 
 def verifies_the_mesh() -> None:
@@ -188,6 +190,16 @@ def verifies_the_mesh() -> None:
             engine_with(mesh=mesh)
     with pytest.raises(UsageError, match="mics_shard_size is 2, and there are 1 ranks"):
         engine_with(zero_optimization={"stage": 3, "mics_shard_size": 2})
+
+
+def states_an_axis() -> None:
+    """Each key that names one is in the mesh that is refused here, since a world of one has no such ranks."""
+    for key in STATE_AN_AXIS:
+        change: Any = 2
+        for name in reversed(key.split(".")):
+            change = {name: change}
+        with pytest.raises((UsageError, NotBuiltError), match=r"(pp|sp|tp)=2"):
+            engine_with(**change)
 
 
 def saves_when_asked_to_end() -> None:
@@ -233,7 +245,10 @@ def names_the_transport() -> None:
     assert seen == ["gloo"]
 
 
+STATE_AN_AXIS = (*AXIS_KEYS, "mesh.pp", "mesh.sp", "mesh.tp")
 BEHAVIOURS: dict[str, Callable[[], None]] = {
+    **dict.fromkeys(STATE_AN_AXIS, states_an_axis),
+    "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,
     "dp_degree": verifies_the_ranks,
     "mesh.dp_replicate": verifies_the_mesh,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import deepseek_zero
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import ModelMismatchError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.engine.memory import predicted_bytes, predicted_volume
@@ -371,3 +371,12 @@ def test_a_mesh_that_does_not_fit_or_is_said_twice_is_refused(mesh: Any, config:
     stated = {key: value for key, value in config.items() if key == "mesh"}
     with pytest.raises(UsageError, match=words):
         deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={"zero_optimization": zero, **stated}, mesh=mesh)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_whose_meshes_differ_are_refused_at_the_start() -> None:
+    mesh = {"dp_replicate": 2} if dist.get_rank() else {"dp_shard": 2}
+    with pytest.raises(
+        ModelMismatchError, match="ranks differ in the mesh: rank 0 has 'dp_shard=2', rank 1 has 'dp_rep"
+    ):
+        deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config={}, mesh=mesh)

@@ -1,11 +1,12 @@
-"""What a launcher and its ranks tell each other beside signals: one exit code and a few empty files.
+"""What a launcher and its ranks tell each other beside signals: one exit code, a few empty files, and a mesh.
 
     85                                     exit code of ranks that were asked to end, saved together and left
     $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give me time
     $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
+    $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as pp=2,tp=2
 
-The variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it is not
-set: then nothing is written, and every signal is a request.  Standard library only.
+The first variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it
+is not set: then nothing is written, and every signal is a request.  Standard library only.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual 
 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
 SAVES, ENDING = ".saves.", ".ending"
+MESH = "DEEPSEEK_ZERO_MESH"
+MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
 
 
 def mark(attempt: str, word: str) -> None:

@@ -176,10 +176,19 @@ def mesh_of(value: Any) -> Mesh:
     """Read a mesh from what a caller passed: None, a Mesh, a mapping of axis to size, torch's DeviceMesh (by its names)
     or accelerate's ParallelismConfig.  Its size is not compared with any world yet; UsageError where it is none.
     """
+    return Mesh(**axes_of(value))
+
+
+def axes_of(value: Any) -> dict[str, Any]:
+    """Return the axes that `mesh_of`'s value states, and their sizes, which `Mesh` has not looked at yet.
+
+    A Mesh states every axis, a mapping and a DeviceMesh those that they name.  Of a ParallelismConfig a size of 1 is
+    the default, which states nothing, but for the two data axes, which it states together.
+    """
     if value is None:
-        return Mesh()
+        return {}
     if isinstance(value, Mesh):
-        return replace(value, rank=0)
+        return dict(zip(AXES, value.sizes, strict=True))
     if isinstance(value, Mapping):
         return _named({str(name): size for name, size in value.items()}, value)
     if (names := getattr(value, "mesh_dim_names", None)) is not None:
@@ -200,7 +209,9 @@ def mesh_of(value: Any) -> Mesh:
         return _named(dict(zip(names, value.mesh.shape, strict=True)), value)
     if hasattr(value, "dp_shard_size") and hasattr(value, "dp_replicate_size"):
         found = {axis: getattr(value, f"{axis}_size", 1) for axis in ("dp_replicate", "dp_shard", "sp", "tp", "cp")}
-        return _named({axis: size for axis, size in found.items() if axis != "cp" or size != 1}, value)
+        is_data_stated = found["dp_replicate"] != 1 or found["dp_shard"] != 1
+        keeps = ("dp_replicate", "dp_shard") if is_data_stated else ()
+        return _named({axis: size for axis, size in found.items() if axis in keeps or size != 1}, value)
     raise UsageError(
         f"mesh={shown(value)} is no mesh.",
         "A mesh names axes and their sizes.",
@@ -208,7 +219,7 @@ def mesh_of(value: Any) -> Mesh:
     )
 
 
-def _named(sizes: Mapping[str, Any], value: Any) -> Mesh:
+def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
     known = [_OTHER_NAMES.get(name, name) for name in sizes]
     for name, axis in zip(sizes, known, strict=True):
         if axis not in AXES or known.count(axis) > 1:
@@ -217,7 +228,7 @@ def _named(sizes: Mapping[str, Any], value: Any) -> Mesh:
                 f"The axes are {', '.join(AXES)}.",
                 "use each of these names at most once.",
             )
-    return Mesh(**dict(zip(known, sizes.values(), strict=True)))
+    return dict(zip(known, sizes.values(), strict=True))
 
 
 def refuse_unbuilt(mesh: Mesh) -> None:

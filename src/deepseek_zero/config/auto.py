@@ -34,13 +34,17 @@ SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
 class Facts:
     """What the resolver may know of a run; None where it does not.
 
-    launched: a launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of the
+    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the mesh.  launched: a
+    launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of the
     program's data loader.  client_optimizer: defaults of an optimizer the program passes (lr, betas, ...).
     total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any batch size, as
     DeepSpeed does.
     """
 
     world_size: int = 1
+    data_size: int | None = None
+    stages: int = 1
+    tensor_size: int = 1
     device_type: str = "cpu"
     has_bf16: bool = True
     launched: bool = True
@@ -140,30 +144,44 @@ _SWITCHES = ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled")
 
 
 def _ranks(run: _Resolver) -> None:
-    """Decide dp_degree: every rank of the run.  A stated one must agree, except in a lone process, which only warns."""
-    world, stated = run.facts.world_size, run.get("dp_degree")
-    if stated is None:
-        run.decide("dp_degree", world, "every rank of the run")
-    elif stated != world and (run.facts.launched or world > 1):
-        run.problems.add(
-            "dp_degree",
-            f"the run has {world} data-parallel {'rank' if world == 1 else 'ranks'}",
-            f"start {stated} ranks (deepseek-zero run --nproc {stated} ...), or remove dp_degree",
-            stated,
-        )
-    elif stated != world:
+    """Decide the degrees.  Data-parallel ranks that are stated must be there, except in a lone process, which warns."""
+    facts = run.facts
+    data_size, world = _data_size(facts), facts.world_size
+    for key in ("dp_degree", "data_parallel_size"):
+        stated = run.get(key)
+        if stated is None or stated == data_size:
+            continue
+        ranks = stated * world // data_size
+        if facts.launched or world > 1:
+            run.problems.add(
+                key,
+                f"the run has {data_size} data-parallel {'rank' if data_size == 1 else 'ranks'}",
+                f"start {ranks} ranks (deepseek-zero run --nproc {ranks} ...), or remove {key}",
+                stated,
+            )
+            continue
         run.news.append(
-            f"dp_degree is {stated} and this is one process without a launcher: running as one rank; for {stated} use "
-            f"`deepseek-zero run --nproc {stated} script.py`"
+            f"{key} is {stated} and this is one process without a launcher: running as one rank; for {stated} use "
+            f"`deepseek-zero run --nproc {ranks} script.py`"
         )
-        run.decide("dp_degree", world, "one process without a launcher")
+        run.decide(key, data_size, "one process without a launcher")
+    if run.silent("dp_degree"):
+        why = "every rank of the run" if data_size == world else "what the other axes leave of the world"
+        run.decide("dp_degree", data_size, why)
+    for key, size in (("pp_degree", facts.stages), ("mp_degree", facts.tensor_size)):
+        if size > 1 and run.silent(key):
+            run.decide(key, size, "the mesh of the run")
+
+
+def _data_size(facts: Facts) -> int:
+    return facts.world_size if facts.data_size is None else facts.data_size
 
 
 def _batch(run: _Resolver) -> None:
     """Solve the batch triangle; say in one line what it is where the configuration has no batch key at all."""
     train_key, micro_key, steps_key = _BATCH_KEYS
     request = BatchRequest(
-        run.facts.world_size,
+        _data_size(run.facts),
         train=run.get(train_key),
         micro=run.get(micro_key),
         accumulation=run.get(steps_key),

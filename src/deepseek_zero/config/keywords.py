@@ -343,22 +343,22 @@ class MeshSizesKeywords(TypedDict, total=False):
     """Keys of `mesh`."""
 
     pp: float | Auto | None
-    """Pipeline stages."""
+    """Ours. Pipeline stages."""
     dp_replicate: float | Auto | None
     """Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step."""
     dp_shard: float | Auto | None
     """Ours. Ranks among which states are cut; -1: what the other axes leave of the world."""
     sp: float | Auto | None
-    """Ranks that share one sequence."""
+    """Ours. Ranks that share one sequence."""
     tp: float | Auto | None
-    """Ranks that share one layer."""
+    """Ours. Ranks that share one layer."""
 
 
 class TpSizeKeywords(TypedDict, total=False):
     """Keys of `tensor_parallel.tp`."""
 
     tp_size: float | Auto | None
-    """Ranks that share one layer."""
+    """Ranks that share one layer: as `mesh.tp`."""
     tp_grain_size: float | Auto | None
     """Smallest piece a dimension is cut into."""
     mpu: Any
@@ -371,7 +371,7 @@ class TensorParallelKeywords(TypedDict, total=False):
     """Keys of `tensor_parallel`."""
 
     autotp_size: float | Auto | None
-    """Ranks that share one layer."""
+    """Ranks that share one layer: as `mesh.tp`; 0: nothing is said of it."""
     dtype: Any
     """Dtype of the sharded layers."""
     tp_overlap_comm: bool | Auto | None
@@ -455,7 +455,7 @@ class PipelineKeywords(TypedDict, total=False):
     """Keys of `pipeline`."""
 
     stages: float | Auto | None
-    """Pipeline stages."""
+    """Pipeline stages: as `mesh.pp`."""
     partition: str | Auto | None
     """How layers are divided over stages."""
     seed_layers: bool | Auto | None
@@ -934,9 +934,9 @@ class _Keys(TypedDict, total=False):
     managed_gradient_accumulation: bool | Auto | None
     """False leaves the boundary to the caller: every step() updates."""
     sequence_parallel_size: float | Auto | None
-    """Ranks that share one sequence (Ulysses)."""
+    """Ranks that share one sequence (Ulysses): as `mesh.sp`."""
     data_parallel_size: float | Auto | None
-    """Data-parallel ranks beside sequence parallelism."""
+    """Data-parallel ranks the run must have: as `dp_degree`."""
     scheduler: SchedulerKeywords | Auto | None
     """The learning-rate schedule, where the program passes none."""
     zero_allow_untested_optimizer: bool | Auto | None
@@ -992,11 +992,11 @@ class _Keys(TypedDict, total=False):
     mesh: MeshSizesKeywords | Auto | None
     """Ours. Named axes over the ranks; also `initialize(mesh=...)`."""
     dp_degree: float | Auto | None
-    """Ours. Data-parallel ranks the run must have."""
+    """Ours. Data-parallel ranks the run must have: those that see different batches."""
     pp_degree: float | Auto | None
-    """Ours. Pipeline stages."""
+    """Ours. Pipeline stages: as `mesh.pp`."""
     mp_degree: float | Auto | None
-    """Ours. Tensor-parallel ranks."""
+    """Ours. Tensor-parallel ranks: as `mesh.tp`."""
     tensor_parallel: TensorParallelKeywords | Auto | None
     """Tensor parallelism (AutoTP)."""
     expert_parallel: ExpertParallelKeywords | Auto | None

@@ -305,8 +305,11 @@ def _not_built(
 ) -> None:
     part = model.part.value if model.part else part
     if model.gate:
-        _gated(model, values, prefix, part, problems)
-        return
+        if all(declared(_field(model, key)).get("status") == Status.LATER for key in model.gate):
+            _gated(model, values, prefix, part, problems)
+            return
+        if not any(_is_moved(_field(model, key), lookup(values, key)) for key in model.gate):
+            return
     for name, value in values.items():
         info = model.model_fields[name]
         inner = subsection(info)
@@ -346,8 +349,13 @@ def _is_off_default(info: FieldInfo, value: Any) -> bool:
         return False
     if about.get("off_when") == "nothing_enabled":
         return _anything_enabled(value)
+    return _is_moved(info, value)
+
+
+def _is_moved(info: FieldInfo, value: Any) -> bool:
+    """Return whether a key says something other than its default, or what counts as that."""
     try:
-        return bool(value != info.default and value not in about.get("also", ()))
+        return bool(value is not None and value != info.default and value not in declared(info).get("also", ()))
     except Exception:  # an object of somebody else's (an mpu, a tensor) that does not compare
         return True
 

@@ -499,7 +499,7 @@ class MemoryBudget(Section):
 
 
 class MeshSizes(Section):
-    pp: int = later(1, "Pipeline stages.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    pp: int = effective(1, "Ours. Pipeline stages.", unit="ranks", example=2, effect="check", ge=1)
     dp_replicate: int = effective(
         1,
         "Ours. Ranks that hold the same slices (hybrid sharding): gradients are summed over them once a step.",
@@ -516,8 +516,8 @@ class MeshSizes(Section):
         effect="check",
         ge=-1,
     )
-    sp: int = later(1, "Ranks that share one sequence.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
-    tp: int = later(1, "Ranks that share one layer.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    sp: int = effective(1, "Ours. Ranks that share one sequence.", unit="ranks", example=2, effect="check", ge=1)
+    tp: int = effective(1, "Ours. Ranks that share one layer.", unit="ranks", example=2, effect="check", ge=1)
 
 
 class TorchAutocast(Section):
@@ -770,7 +770,9 @@ class Aio(Section):
 
 class TpSize(Section):
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
-    tp_size: int = later(1, "Ranks that share one layer.", unit="ranks", example=2, ge=1)
+    tp_size: int = effective(
+        1, "Ranks that share one layer: as `mesh.tp`.", unit="ranks", example=2, effect="check", ge=1
+    )
     tp_grain_size: int = later(1, "Smallest piece a dimension is cut into.", unit="elements", example=64, ge=1)
     mpu: Any = later(None, "Object that names the process groups.", example="mpu")
     tp_group: Any = later(None, "Process group of tensor parallelism.", example="group")
@@ -779,7 +781,15 @@ class TpSize(Section):
 class TensorParallel(Section):
     gate: ClassVar[tuple[str, ...]] = ("autotp_size", "tp.tp_size", "tensor_parallel.tp_size")
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
-    autotp_size: int = later(0, "Ranks that share one layer.", unit="ranks", also=(1,), example=2, ge=0)
+    autotp_size: int = effective(
+        0,
+        "Ranks that share one layer: as `mesh.tp`; 0: nothing is said of it.",
+        unit="ranks",
+        example=2,
+        also=(1,),
+        effect="check",
+        ge=0,
+    )
     dtype: Any = later("fp16", "Dtype of the sharded layers.", example="bf16")
     tp_overlap_comm: bool = later(False, "Overlap its reductions with computation.", example=True)
     tp: TpSize = section(TpSize, "Sizes of the tensor-parallel group.")
@@ -828,7 +838,9 @@ class ExpertParallel(Section):
 class Pipeline(Section):
     gate: ClassVar[tuple[str, ...]] = ("stages",)
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
-    stages: int | None = later(None, "Pipeline stages.", also=(1,), example=2, ge=1)
+    stages: int | None = effective(
+        None, "Pipeline stages: as `mesh.pp`.", unit="ranks", also=(1,), example=2, effect="check", ge=1
+    )
     partition: str = later("best", "How layers are divided over stages.", example="uniform")
     seed_layers: bool = later(False, "Seed every layer on its own.", example=True)
     activation_checkpoint_interval: int = later(0, "Layers between two activation checkpoints.", example=1, ge=0)
@@ -1009,11 +1021,11 @@ class Config(Section):
     managed_gradient_accumulation: bool = later(
         True, "False leaves the boundary to the caller: every step() updates.", Milestone.CLIENTS, example=False
     )
-    sequence_parallel_size: int = later(
-        1, "Ranks that share one sequence (Ulysses).", Milestone.PARALLEL, unit="ranks", example=2, ge=1
+    sequence_parallel_size: int = effective(
+        1, "Ranks that share one sequence (Ulysses): as `mesh.sp`.", unit="ranks", example=2, effect="check", ge=1
     )
-    data_parallel_size: int | None = later(
-        None, "Data-parallel ranks beside sequence parallelism.", Milestone.PARALLEL, unit="ranks", example=2, ge=1
+    data_parallel_size: int | None = effective(
+        None, "Data-parallel ranks the run must have: as `dp_degree`.", unit="ranks", example=2, effect="check", ge=1
     )
     # Optimizer and schedule
     optimizer: Optimizer = section(Optimizer, "The optimizer, where the program passes none.")
@@ -1093,15 +1105,25 @@ class Config(Section):
     mesh: MeshSizes = section(MeshSizes, "Ours. Named axes over the ranks; also `initialize(mesh=...)`.")
     dp_degree: int = effective(
         1,
-        "Ours. Data-parallel ranks the run must have.",
+        "Ours. Data-parallel ranks the run must have: those that see different batches.",
         unit="ranks",
-        auto="every rank of the run",
+        auto="what the other axes leave of the world",
         example=2,
         effect="check",
         ge=1,
     )
-    pp_degree: int = later(1, "Ours. Pipeline stages.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
-    mp_degree: int = later(1, "Ours. Tensor-parallel ranks.", Milestone.PARALLEL, unit="ranks", example=2, ge=1)
+    pp_degree: int = effective(
+        1, "Ours. Pipeline stages: as `mesh.pp`.", unit="ranks", auto="of the mesh", example=2, effect="check", ge=1
+    )
+    mp_degree: int = effective(
+        1,
+        "Ours. Tensor-parallel ranks: as `mesh.tp`.",
+        unit="ranks",
+        auto="of the mesh",
+        example=2,
+        effect="check",
+        ge=1,
+    )
     tensor_parallel: TensorParallel = section(TensorParallel, "Tensor parallelism (AutoTP).")
     expert_parallel: ExpertParallel = section(ExpertParallel, "Expert parallelism (AutoEP).")
     use_data_before_expert_parallelism: bool = later(

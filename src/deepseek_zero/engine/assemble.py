@@ -61,7 +61,9 @@ def assemble(
     leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
     """
     refuse_wrapped(model)
-    comm = Comm(mesh.device, transport=config.transport).lay_out(mesh)
+    world = Comm(mesh.device, transport=config.transport)
+    agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
+    comm = world.lay_out(mesh)
     settings = plan_settings_of(config, leaf_modules)
     shape, chosen = run_on_all_ranks(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)

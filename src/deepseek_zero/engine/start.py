@@ -20,14 +20,15 @@ from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
-from ..base.mesh import Mesh, current_mesh, mesh_of, refuse_unbuilt
-from ..config import Config, Facts, RawConfig, choose_source, resolve
+from ..base.mesh import Mesh, current_mesh
+from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
 from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
 from .engine import Engine
+from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
 from .planning import look_at, stated_budgets, update_of
 from .settings import placement_settings_of, plan_settings_of
@@ -44,6 +45,7 @@ class Request:
     training_data: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     mesh: Any = None  # what `mesh_of` reads
+    mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
     door: str = "initialize"  # which one was called
@@ -83,6 +85,9 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
     client = dict(request.optimizer.defaults) if isinstance(request.optimizer, Optimizer) else {}
     return Facts(
         world_size=mesh.world_size,
+        data_size=mesh.data_size,
+        stages=mesh.pp,
+        tensor_size=mesh.tp,
         device_type=mesh.device.type,
         has_bf16=has_fast_bf16(mesh.device) if has_bf16 is None else has_bf16,
         launched=mesh.is_distributed,
@@ -125,42 +130,10 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
     return found
 
 
-def chosen_mesh(config: Config, given: Any, world: Mesh) -> Mesh:
-    """The mesh that the caller, the configuration's `mesh` or `mics_shard_size` state, over this world.  Local.
-
-    world: every rank along dp_shard.  UsageError where two of them disagree, or one does not fit the world.
-    """
-    stated = {"mesh=": mesh_of(given)} if given is not None else {}
-    if config.mesh.model_fields_set:
-        stated["the configuration's mesh"] = mesh_of(config.mesh.model_dump())
-    size = config.zero_optimization.mics_shard_size
-    if size > 0:
-        if world.world_size % size:
-            raise UsageError(
-                f"zero_optimization.mics_shard_size is {size}, and there are {world.world_size} ranks.",
-                "States are cut within groups of so many ranks, and every rank is in one.",
-                "choose a divisor of the number of ranks.",
-            )
-        stated["mics_shard_size"] = Mesh(dp_replicate=world.world_size // size)
-    for axes in stated.values():
-        refuse_unbuilt(axes)
-    meshes = {where: axes.on_world(world.world_size, world.rank, world.device) for where, axes in stated.items()}
-    found = next(iter(meshes.values()), world)
-    for where, mesh in meshes.items():
-        if mesh != found:
-            raise UsageError(
-                f"{next(iter(meshes))} says {found}, and {where} says {mesh}.",
-                "A run has one mesh.",
-                "state it in one place.",
-            )
-    return found
-
-
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
     """Build the engine.  Collective: every rank passes the same model and configuration."""
-    world = current_mesh(default_device())
-    config = resolve(raw, facts_of(request, world))
-    mesh = chosen_mesh(config, request.mesh, world)
+    mesh = choose_mesh(statements_of(raw, request.mesh, request.mesh_statements), current_mesh(default_device()))
+    config = resolve(raw, facts_of(request, mesh))
     parts = assemble(config, request.model, mesh, request.optimizer, request.parameters, request.leaf_modules)
     engine = engine_class(config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)
@@ -236,8 +209,9 @@ def plan(
     source, origin = choose_source({} if config is None else config, None, None)
     given = None if model_parameters is None else parameters_of("plan", "model_parameters", model_parameters)
     request = Request(model, optimizer, given, door="plan")
-    chosen = resolve(load(source, origin=origin), facts_of(request, world, has_bf16=True))
-    axes = chosen_mesh(chosen, mesh, world)
+    raw = load(source, origin=origin)
+    axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
+    chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"

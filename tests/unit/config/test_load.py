@@ -299,10 +299,10 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
     [
         (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
-        ({"pp_degree": 2}, "pp_degree"),
-        ({"pipeline": {"stages": 2}}, "pipeline.stages"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
-        ({"tensor_parallel": {"tp": {"tp_size": 2}}}, "tensor_parallel.tp.tp_size"),
+        ({"expert_parallel": {"enabled": True, "top_k": 2}}, "expert_parallel.enabled"),
+        ({"pipeline": {"stages": 2, "seed_layers": True}}, "pipeline.seed_layers"),
+        ({"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}}, "tensor_parallel.kernel_inject"),
+        ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}}, "tensor_parallel.tp.tp_group"),
         ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
@@ -319,8 +319,8 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     "given",
     [
         {"autotuning": {"enabled": False, "fast": False}},
-        {"tensor_parallel": {"autotp_size": 1, "dtype": "bf16"}},
-        {"pipeline": {"stages": "auto", "partition": "uniform"}},
+        {"tensor_parallel": {"autotp_size": 1, "kernel_inject": True}},
+        {"pipeline": {"stages": "auto", "seed_layers": True}},
         {"compression_training": {"x": {"shared_parameters": {"enabled": False, "bits": 4}}}},
         {"pp_degree": 1, "mp_degree": 1, "sparse_attention": None},
         zero(zenflow=None, zero_hpz_partition_size=1, mics_shard_size=-1),
@@ -332,8 +332,8 @@ def test_what_is_not_built_may_stand_there_switched_off(given: dict[str, Any]) -
 
 
 def test_a_mistake_beside_something_not_built_is_a_config_error_that_lists_both() -> None:
-    text = complaint({"pp_degree": 2, "zero_optimization": {"stage": 9}})
-    assert "pp_degree = 2" in text and "zero_optimization.stage = 9" in text
+    text = complaint({"sparse_gradients": True, "zero_optimization": {"stage": 9}})
+    assert "sparse_gradients = True" in text and "zero_optimization.stage = 9" in text
 
 
 @pytest.mark.parametrize(

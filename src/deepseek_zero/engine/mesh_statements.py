@@ -1,0 +1,163 @@
+"""The one mesh of a run, of everything that says something about it.
+
+A caller may name axes in many places: `mesh=`, keys of the configuration, the launcher's command line, another
+library's object.  Each is a `MeshStatement`; `choose_mesh` makes one mesh of them, or names the two that disagree.
+Axes that nobody names take what the others leave of the world (dp_shard), or one rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..base.errors import UsageError, shown
+from ..base.launch import MESH, MESH_OPTIONS
+from ..base.mesh import Mesh, axes_of, refuse_unbuilt
+from ..config import RawConfig
+
+DATA_AXES = ("dp_replicate", "dp_shard")  # settled together; the others one by one
+_OTHERS = ("pp", "sp", "tp")
+# keys of the configuration that state the size of one axis
+AXIS_KEYS = {
+    "pp_degree": "pp",
+    "pipeline.stages": "pp",
+    "mp_degree": "tp",
+    "tensor_parallel.autotp_size": "tp",
+    "tensor_parallel.tp.tp_size": "tp",
+    "tensor_parallel.tensor_parallel.tp_size": "tp",
+    "sequence_parallel_size": "sp",
+}
+_OFF = {"tensor_parallel.autotp_size": 0}  # sizes that switch a section off and state nothing
+_MICS = "mics_shard_size"
+
+
+@dataclass(frozen=True)
+class MeshStatement:
+    """What one place says of the mesh.
+
+    where: as the reader of an error knows the place.  axes: their sizes, by name; dp_shard may be REST.  data_size:
+    ranks that see different batches.  shard_size: ranks that hold the slices of one state.
+    """
+
+    where: str
+    axes: Mapping[str, Any] = field(default_factory=dict)
+    data_size: int | None = None
+    shard_size: int | None = None
+
+
+def statements_of(
+    raw: RawConfig, given: Any = None, others: Iterable[MeshStatement] = (), launched: bool = True
+) -> tuple[MeshStatement, ...]:
+    """Return everything that is said of the mesh of this process's run.
+
+    given: `mesh=`, as `mesh_of` takes it.  others: of the caller's other arguments.  launched: whether the launcher's
+    command line counts.  UsageError where something is no mesh.
+    """
+    found = [MeshStatement("mesh=", axes_of(given))] if given is not None else []
+    found += others
+    if section := raw.get("mesh"):
+        found.append(MeshStatement("the configuration's mesh", axes_of(section)))
+    found += [MeshStatement(key, {axis: size}) for key, axis, size in _stated_keys(raw)]
+    if (size := raw.get(f"zero_optimization.{_MICS}", -1)) > 0:
+        found.append(MeshStatement(_MICS, shard_size=size))
+    if launched and (text := os.environ.get(MESH)):
+        found.append(MeshStatement(MESH_OPTIONS, _axes_in(text)))
+    return tuple(found)
+
+
+def _stated_keys(raw: RawConfig) -> Iterator[tuple[str, str, int]]:
+    for key, axis in AXIS_KEYS.items():
+        size = raw.get(key)
+        if size is not None and size != _OFF.get(key):
+            yield key, axis, size
+
+
+def _axes_in(text: str) -> dict[str, int]:
+    try:
+        return axes_of({axis.strip(): int(size) for axis, _, size in (each.partition("=") for each in text.split(","))})
+    except ValueError:
+        raise UsageError(
+            f"the variable {MESH} is {shown(text)}.",
+            "It names axes and sizes.",
+            f"write {MESH}=pp=2,tp=2, or unset it.",
+        ) from None
+
+
+def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
+    """Return the one mesh that these statements make of this world, seen by its rank.  Local.
+
+    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit the world;
+    NotBuiltError for an axis that nothing computes along.
+    """
+    for each in statements:
+        Mesh(**each.axes)  # raises for what is no size
+    sizes, sources = _settled(statements)
+    refuse_unbuilt(Mesh(**sizes))
+    others = Mesh(**sizes, dp_shard=1).world_size
+    if world.world_size % others:
+        raise _misfit(sizes, sources, others, world)
+    ranks = world.world_size // others
+    meshes = {each.where: Mesh(**(dict(each.axes) | sizes)) for each in statements if each.axes.keys() & set(DATA_AXES)}
+    meshes |= {each.where: _in_groups(each, each.shard_size, sizes, ranks) for each in statements if each.shard_size}
+    whole = {where: mesh.on_world(world.world_size, world.rank, world.device) for where, mesh in meshes.items()}
+    found = next(iter(whole.values()), Mesh(**sizes).on_world(world.world_size, world.rank, world.device))
+    for where, mesh in whole.items():
+        if mesh != found:
+            raise _disagreement(next(iter(whole)), str(found), where, str(mesh))
+    for each in statements:
+        if each.data_size not in (None, found.data_size):
+            raise UsageError(
+                f"{each.where} says {_count(each.data_size or 0)}, and the mesh ({found}) has {found.data_size}.",
+                "Data-parallel ranks are those that see different batches: the world by pp, sp and tp.",
+                "state it in one place.",
+            )
+    return found
+
+
+def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the sizes of the axes but the data axes, and who said them first."""
+    sizes, sources = dict[str, Any](), dict[str, str]()
+    for axis in _OTHERS:
+        for each in statements:
+            size = each.axes.get(axis)
+            if size is not None and size != sizes.setdefault(axis, size):
+                raise _disagreement(sources[axis], f"{axis}={sizes[axis]}", each.where, f"{axis}={size}")
+            if size is not None:
+                sources.setdefault(axis, each.where)
+    return sizes, sources
+
+
+def _in_groups(statement: MeshStatement, size: int, sizes: Mapping[str, Any], ranks: int) -> Mesh:
+    """Return the mesh whose states are cut within groups of so many ranks.  ranks: of the data axes and sp."""
+    sp = sizes.get("sp", 1)
+    if ranks * sp % size or size % sp:
+        raise UsageError(
+            f"zero_optimization.{statement.where} is {size}, and there are {ranks * sp} ranks"
+            + (f", {sp} along sp." if sp > 1 else "."),
+            "States are cut within groups of so many ranks, and every rank is in one.",
+            "choose a divisor of the number of ranks" + (" that sp divides." if sp > 1 else "."),
+        )
+    return Mesh(**sizes, dp_replicate=ranks * sp // size)
+
+
+def _disagreement(first: str, one: str, second: str, other: str) -> UsageError:
+    return UsageError(
+        f"{first} says {one}, and {second} says {other}.", "A run has one mesh.", "state it in one place."
+    )
+
+
+def _misfit(sizes: Mapping[str, int], sources: Mapping[str, str], ranks: int, world: Mesh) -> UsageError:
+    stated = [axis for axis, size in sizes.items() if size > 1]
+    told = ", ".join(f"{sources[axis]} says {axis}={sizes[axis]}" for axis in stated)
+    return UsageError(
+        f"the mesh ({', '.join(f'{axis}={sizes[axis]}' for axis in stated)}) does not fit a world of "
+        f"{world.world_size} ranks.",
+        f"{told}: {ranks} ranks hold one copy of the model, and the world is whole copies.",
+        f"start a multiple of {ranks} ranks (deepseek-zero run --nproc {ranks} script.py), or choose smaller sizes.",
+    )
+
+
+def _count(ranks: int) -> str:
+    return f"{ranks} data-parallel {'rank' if ranks == 1 else 'ranks'}"

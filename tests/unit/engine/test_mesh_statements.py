@@ -1,0 +1,142 @@
+"""One mesh of everything that says something of it: places that agree, places that disagree, and a world that is too
+small.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import DeepSeekZeroError, NotBuiltError, UsageError
+from deepseek_zero.base.launch import MESH
+from deepseek_zero.base.mesh import NOT_BUILT, Mesh
+from deepseek_zero.config.load import load
+from deepseek_zero.engine import mesh_statements
+from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh, statements_of
+
+
+@pytest.fixture(autouse=True)
+def _every_axis_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of the mesh is understood whether or not something computes along its axes yet."""
+    monkeypatch.setattr(mesh_statements, "refuse_unbuilt", lambda mesh: None)
+    monkeypatch.delenv(MESH, raising=False)
+
+
+def chosen(config: dict[str, Any], given: Any = None, ranks: int = 8, others: Any = ()) -> Mesh:
+    return choose_mesh(statements_of(load(config), given, others), Mesh().on_world(ranks, ranks - 1))
+
+
+def parallelism(**sizes: int) -> Any:
+    """As accelerate's ParallelismConfig is."""
+    named = {"dp_replicate": 1, "dp_shard": 1, "sp": 1, "tp": 1, "cp": 1} | sizes
+    return SimpleNamespace(**{f"{axis}_size": size for axis, size in named.items()})
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "sizes"),
+    [
+        ({}, None, (1, 1, 8, 1, 1)),
+        ({}, {"pp": 2, "tp": 2}, (2, 1, 2, 1, 2)),
+        ({"mesh": {"pp": 2, "tp": 2}}, None, (2, 1, 2, 1, 2)),
+        ({}, Mesh(pp=2, dp_replicate=2, tp=2), (2, 2, 1, 1, 2)),
+        ({"dp_degree": 2, "pp_degree": 2, "mp_degree": 2}, None, (2, 1, 2, 1, 2)),
+        ({"tensor_parallel": {"autotp_size": 4}}, None, (1, 1, 2, 1, 4)),
+        ({"tensor_parallel": {"tp": {"tp_size": 4}}}, None, (1, 1, 2, 1, 4)),
+        ({"tensor_parallel": {"tensor_parallel": {"tp_size": 4}}}, None, (1, 1, 2, 1, 4)),
+        ({"tensor_parallel": {"autotp_size": 0}, "mp_degree": 2}, None, (1, 1, 4, 1, 2)),
+        ({"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}, None, (2, 1, 2, 1, 2)),
+        ({"pipeline": {"stages": "auto"}}, {"pp": 4}, (4, 1, 2, 1, 1)),
+        ({"sequence_parallel_size": 2, "data_parallel_size": 4}, None, (1, 1, 4, 2, 1)),
+        ({"zero_optimization": {"mics_shard_size": 2}, "mp_degree": 2}, None, (1, 2, 2, 1, 2)),
+        ({"zero_optimization": {"mics_shard_size": 4}, "sequence_parallel_size": 2}, None, (1, 2, 2, 2, 1)),
+        ({"mesh": {"tp": 2}}, {"pp": 2}, (2, 1, 2, 1, 2)),
+        ({"tensor_parallel": {"autotp_size": 2}}, parallelism(dp_replicate=2, dp_shard=2), (1, 2, 2, 1, 2)),
+        ({}, parallelism(tp=2), (1, 1, 4, 1, 2)),
+    ],
+)
+def test_places_that_agree_make_one_mesh(config: dict[str, Any], given: Any, sizes: tuple[int, ...]) -> None:
+    mesh = chosen(config, given)
+    assert (mesh.sizes, mesh.rank) == (sizes, 7)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "words"),
+    [
+        ({"mp_degree": 2}, {"tp": 4}, "mesh= says tp=4, and mp_degree says tp=2"),
+        (
+            {"mp_degree": 2, "tensor_parallel": {"autotp_size": 4}},
+            None,
+            "mp_degree says tp=2, and .*autotp_size says tp=4",
+        ),
+        ({"pipeline": {"stages": 2}, "pp_degree": 4}, None, "pp_degree says pp=4, and pipeline.stages says pp=2"),
+        ({"mp_degree": 1}, {"tp": 2}, "mesh= says tp=2, and mp_degree says tp=1"),
+        ({"mp_degree": 2}, Mesh(), "mesh= says tp=1, and mp_degree says tp=2"),
+        ({"mesh": {"dp_replicate": 2}}, {"dp_replicate": 4}, "mesh= says .*, and the configuration's mesh says"),
+        ({"pp_degree": 3}, None, r"the mesh \(pp=3\) does not fit a world of 8 ranks.*\n.*--nproc 3"),
+        ({"pp_degree": 16}, None, "does not fit a world of 8 ranks"),
+        ({"zero_optimization": {"mics_shard_size": 3}}, None, "mics_shard_size is 3, and there are 8 ranks"),
+        (
+            {"zero_optimization": {"mics_shard_size": 2}, "sequence_parallel_size": 4},
+            None,
+            "mics_shard_size is 2, and there are 8 ranks, 4 along sp",
+        ),
+        ({}, {"tp": 0}, "mesh axis tp is 0"),
+    ],
+)
+def test_places_that_disagree_are_both_named(config: dict[str, Any], given: Any, words: str) -> None:
+    with pytest.raises(UsageError, match="(?s)" + words):
+        chosen(config, given)
+
+
+def test_a_lone_process_is_told_the_command() -> None:
+    with pytest.raises(UsageError, match="run --nproc 4") as error:
+        chosen({"pp_degree": 2, "mp_degree": 2}, ranks=1)
+    assert "pp_degree says pp=2, mp_degree says tp=2: 4 ranks hold one copy" in str(error.value)
+
+
+def test_an_argument_that_states_the_data_ranks_is_compared() -> None:
+    others = [MeshStatement("mesh_param=", {"sp": 2}, data_size=4)]
+    assert chosen({}, others=others).sizes == (1, 1, 4, 2, 1)
+    with pytest.raises(UsageError, match=r"mesh_param= says 4 data-parallel ranks, and the mesh .* has 2"):
+        chosen({"mp_degree": 2}, others=others)
+
+
+def test_the_launchers_command_line_is_one_more_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(MESH, "pp=2, tp=2")
+    assert chosen({}).sizes == (2, 1, 2, 1, 2)
+    assert chosen({"mp_degree": 2}).sizes == (2, 1, 2, 1, 2)
+    with pytest.raises(UsageError, match="mp_degree says tp=4, and the launcher's command line says tp=2"):
+        chosen({"mp_degree": 4})
+    assert choose_mesh(statements_of(load({}), launched=False), Mesh().on_world(8)).sizes == (1, 1, 8, 1, 1)
+    for text in ("tp", "tp=two", "rows=2"):
+        monkeypatch.setenv(MESH, text)
+        with pytest.raises(UsageError):
+            chosen({})
+
+
+def test_an_axis_that_nothing_computes_along_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(mesh: Mesh) -> None:
+        if mesh.tp > 1:
+            raise NotBuiltError("tp")
+
+    monkeypatch.setattr(mesh_statements, "refuse_unbuilt", refuse)
+    with pytest.raises(DeepSeekZeroError, match="tp"):
+        chosen({"tensor_parallel": {"autotp_size": 2}})
+
+
+@pytest.mark.parametrize("axis", sorted(NOT_BUILT))
+@pytest.mark.parametrize("door", ["initialize", "DeepSeekZeRO3", "plan"])
+def test_each_door_refuses_such_an_axis_at_the_start(axis: str, door: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model, what = torch.nn.Linear(2, 2), f"{axis}=2: {NOT_BUILT[axis]} parallelism is not built yet"
+    with pytest.raises(NotBuiltError, match=what):
+        if door == "initialize":
+            deepseek_zero.initialize(model=model, config={"mesh": {axis: 2}})
+        elif door == "plan":
+            deepseek_zero.plan(model, {}, ranks=4, mesh={axis: 2})
+        else:
+            deepseek_zero.DeepSeekZeRO3(model, mesh={axis: 2})
