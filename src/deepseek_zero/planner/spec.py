@@ -180,8 +180,9 @@ class PlanSettings:
     ranks.  tunes: sizes that nobody stated, which may grow while that shortens waiting (tuning.py).  weight_tier:
     the memory of sharded weights.  state_tier: of moments, masters of their own and gradient shards.  unit_tiers: units
     for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
-    delayed_update: updates come one step late.  layerwise_micro_batches: parts of a batch that each unit takes in turn,
-    on one gather.
+    delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are added up where they
+    are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose stages would wait for each other).
+    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.
     """
 
     stage: int = 3
@@ -203,6 +204,7 @@ class PlanSettings:
     unit_tiers: tuple[UnitTiers, ...] = ()
     device_bytes: int = NO_LIMIT
     delayed_update: bool = False
+    reduces_once: bool = False
     layerwise_micro_batches: int = 1
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
@@ -251,7 +253,7 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     is_weight = master.dtype == weight.dtype
     if is_weight:
         master = replace(master, tier=weight.tier)
-    in_place = grad_place is P or (ranks == 1 and tier is Tier.DEVICE)
+    in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
     grad = Spec(P, grad_dtype, wire=policy.reduce) if in_place else Spec(S, grad_dtype, tier, policy.reduce)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"

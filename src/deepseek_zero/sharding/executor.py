@@ -66,6 +66,7 @@ class Unit:
         self.arrived: set[int] = set()  # id(param) of gradients that arrived in the backward under way
         self.set_groups(groups)
         self.reduced_in_backward = False
+        self.is_held = False  # stays gathered whatever the program says (`Executor.hold`)
         self.is_promoted = False  # precision "auto" found that 16 bits do not do here
         self.is_tile = is_tile
 
@@ -158,7 +159,7 @@ class Unit:
         buffer.
         """
         self.wait_for_unshard()
-        if self._state is UnitState.UNSHARDED:
+        if self._state is UnitState.UNSHARDED and not self.is_held:
             self._enter(UnitState.SHARDED)
             for group in self.sharded:
                 group.reshard()
@@ -354,6 +355,19 @@ class Executor:
         self.comm.shard.barrier_end()
         for unit in self.units:
             unit.reshard()
+
+    def hold(self) -> None:
+        """Let units stay gathered once they are, until `let_go`: many forwards and backwards use them in turn.  Local,
+        and on every rank.
+        """
+        for unit in self.units:
+            unit.is_held = True
+
+    def let_go(self) -> None:
+        """End `hold`, and release every unit.  Before a step: what is gathered is of the weights before it."""
+        for unit in self.units:
+            unit.is_held = False
+        self.reshard_all()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
         """Release frozen units that stand before a unit: they have no gradient whose reduction would be the sign."""

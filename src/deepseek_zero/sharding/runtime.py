@@ -324,7 +324,7 @@ class Runtime:
         self.forward.clear()
         with torch.no_grad():
             self.executor.end()
-            self.executor.reshard_all()
+            self.executor.let_go()
             if interrupted is Phase.BACKWARD:
                 self.discard_step()
         self.forward.count = 0

@@ -113,6 +113,45 @@ def test_no_schedule_and_no_size_changes_a_bit(stage: int, settings: dict[str, A
     assert_same_bits(found, reference_of(2, stage, torch.bfloat16, 2))
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("dtype", POLICIES, ids=["fp32", "bf16"])
+def test_gradients_that_are_reduced_once_a_step_are_added_up_first(stage: int, dtype: torch.dtype) -> None:
+    found = run_ranks(3, lambda rank: train(rank, stage, dtype, 3, reduces_once=True), seed=stage)
+    assert_same_bits(found, reference_of(3, 1, dtype, 3))
+
+
+@on_stages
+@pytest.mark.parametrize("size", [1, 2])
+def test_held_units_take_forwards_and_backwards_in_any_turn_and_are_gathered_once(stage: int, size: int) -> None:
+    """As a pipeline's stage has them: F0 F1 B0 F2 B1 B2."""
+
+    def body(rank: Rank) -> Trained:
+        model = small()
+        settings = {"policy": POLICIES[torch.bfloat16], "accumulation": 3, "reduces_once": True, "window_numel": 0}
+        runtime = sharded(rank, model, None, stage=stage, **settings)
+        optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
+        losses, norms = [], []
+        for step in range(STEPS):
+            batches, open_losses = [batch_of(step, micro, rank.index) for micro in range(3)], dict[int, Tensor]()
+            runtime.executor.hold()
+            for what, micro in (("F", 0), ("F", 1), ("B", 0), ("F", 2), ("B", 1), ("B", 2)):
+                if what == "F":
+                    open_losses[micro] = model(batches[micro].tokens, batches[micro].targets)
+                else:
+                    runtime.is_boundary = micro == 2
+                    open_losses[micro].backward()
+            runtime.executor.let_go()
+            losses.append([open_losses[micro].detach() for micro in range(3)])
+            optimizer.step()
+            norms.append(optimizer.last.norm)
+        if stage == 3 and size > 1:
+            gathers = [each for each in rank.issued("engine 0/gather") if each.startswith("gather blocks.0")]
+            assert len(gathers) == STEPS, gathers
+        return Trained(losses, norms, {name: value.clone() for name, value in model.state_dict().items()})
+
+    assert_same_bits(run_ranks(size, body, seed=1), reference_of(size, min(stage, 1), torch.bfloat16, 3))
+
+
 @on_stages
 @pytest.mark.parametrize(("replicas", "shard"), [(2, 2), (2, 1), (1, 3), (4, 1), (2, 3)])
 @pytest.mark.parametrize("accumulation", [1, 2])
