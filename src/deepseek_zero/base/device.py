@@ -61,6 +61,11 @@ def version_of(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def fake_tensors() -> Any:
+    """Open a block in which operators compute shapes and dtypes alone; its `from_tensor` gives a tensor's fake."""
+    return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
+
+
 def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
     """A module's own parameters and submodules, unnamed: a tenth of the time of `named_parameters`."""
     return [*module._parameters.values(), *module._modules.values()]

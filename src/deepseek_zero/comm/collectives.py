@@ -195,26 +195,26 @@ class Comm:
         found = self.split(groups, axis)
         return copy(found) if found is holder or found is self else found
 
-    def split(self, groups: Partition, axis: str) -> Comm:
+    def split(self, groups: Partition, axis: str, *, is_new: bool = False) -> Comm:
         """Return the communicator of the one of these groups that this rank is in. Collective in the world.
 
-        groups: of ranks of the world, disjoint and of one size; every rank is in one. axis: the mesh axis they lie
-        along, which is in the names of their lanes. The new one counts in this one's meter. An error that a rank raises
-        in any group of an engine reaches the ranks that wait in its other groups. A rank never enters calls of a group
-        it is not in.
+        groups: of ranks of the world, disjoint; every rank is in one. axis: the mesh axis they lie along, which is in
+        the names of their lanes. is_new: lanes of its own even where the group is this one. The new one counts in this
+        one's meter. An error that a rank raises in any group of an engine reaches the ranks that wait in its other
+        groups. A rank never enters calls of a group it is not in.
         """
         ranks = next(ranks for ranks in groups if self.ranks[self.rank] in ranks)
-        if ranks == self.ranks:
+        if ranks == self.ranks and not is_new:
             return self
         found = copy(self)
         found.ranks, found.rank, found.size = ranks, ranks.index(self.ranks[self.rank]), len(ranks)
         found._whole, found._shard, found.replicas, found._owners, found.along = None, None, None, None, {}
         found._barrier, found._last = None, None
         found._lanes = {}
-        if self._world is None or len(ranks) == 1:
+        if self._world is not None and any(len(others) > 1 for others in groups):
+            found._join(self._world, groups, self, axis)  # with those that are alone: all agree on names and slots
+        if len(ranks) == 1:
             found._world, found._transport = None, SingleRank(self.device)
-        else:
-            found._join(self._world, groups, self, axis)
         return found
 
     def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
@@ -380,6 +380,23 @@ class Comm:
             return self._until_buffers_are_read(self._transport.exchange(pieces, inbox, cid, _do_nothing), pieces)
 
         return self._issue(lane, f"reduce {what}", start)
+
+    def pass_on(self, piece: Tensor | None, box: Tensor | None, lane: str, what: str) -> Pending:
+        """Send a piece to the other rank of a pair, and fill `box` with what that one sends; one of them may be None.
+
+        Flat, of one dtype on both ranks. After `wait()` the box is filled; the piece may be written again after that
+        and `wait_until_read`. Collective within its lane, in this group of two.
+        """
+        like = box if piece is None else piece
+        assert like is not None and self.size == 2
+        nothing, there = like[:0], 1 - self.rank
+        pieces, inbox = [nothing, nothing], [nothing, nothing]
+        if piece is not None:
+            pieces[there] = piece
+            self.meter.count("send", piece.numel() * piece.element_size())
+        if box is not None:
+            inbox[there] = box
+        return self._issue(lane, what, lambda cid: self._transport.exchange(pieces, inbox, cid, _do_nothing))
 
     def _until_buffers_are_read(self, wait: Wait, buffers: Sequence[Tensor]) -> Wait:
         """Wait until the data is here and the buffers are the caller's again."""

@@ -17,6 +17,7 @@ from deepseek_zero.base.device import (
     backward_id,
     default_device,
     ends_recomputation,
+    fake_tensors,
     has_fast_bf16,
     held_by,
     is_persistent_buffer,
@@ -34,6 +35,7 @@ from deepseek_zero.base.world import local_rank
 PRIVATE = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch._C._current_graph_task_id",
+    "torch._subclasses.FakeTensorMode",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._storage_Use_Count",
     "torch._C.DisableTorchFunctionSubclass",
@@ -94,6 +96,16 @@ def test_a_tensors_version_rises_with_each_in_place_operation() -> None:
     before = version_of(tensor)
     tensor.add_(1)
     assert version_of(tensor) == before + 1
+
+
+def test_fake_tensors_have_shapes_and_no_values() -> None:
+    with fake_tensors() as fakes:
+        fake = fakes.from_tensor(torch.ones(2, 3))
+        product = fake @ torch.ones(3, 5)
+    assert product.shape == (2, 5)
+    assert type(product) is not torch.Tensor
+    view = torch.ones(2, 3)
+    assert view.t().untyped_storage() is view.untyped_storage()  # pipeline/chain.py tells memory apart so
 
 
 def test_a_module_tells_what_it_holds_and_which_buffers_last() -> None:

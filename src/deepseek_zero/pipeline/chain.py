@@ -1,0 +1,323 @@
+"""Finds the chain of blocks in a model, by one run on fake tensors: no memory, no arithmetic, no rewriting, no tracer.
+
+A model can be cut between two blocks where block k + 1's first argument *is* block k's output (the first element, where
+that is a tuple), and everything else a block is given depends on the inputs of the model alone.  Each stage then runs
+the model's own forward on the same inputs, with stand-ins for the blocks of others (stage.py).  `find_chain` checks
+that, and learns which parameters are used before the blocks, in each, and behind them, and what each part costs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ..base.device import fake_tensors, version_of
+from ..base.errors import UsageError, brief
+from ..base.nested import map_inputs, map_tensors, tensors_in
+
+
+class ChainError(UsageError):
+    """A model that cannot be cut as it is."""
+
+
+@dataclass
+class Part:
+    """What one part of a model uses and costs: what precedes the blocks, a block, or what follows them.
+
+    params: full names, tied ones under the name that `named_parameters` gives.  flops: of one forward.  saved: bytes
+    of what autograd keeps for backward, parameters left out.
+    """
+
+    name: str
+    kind: str = ""
+    params: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    saved: int = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A model as a chain of blocks.
+
+    container: full name of the module whose children are the blocks.  keys: their names in it.  parts: what precedes
+    the blocks, each block, what follows them.  lengths: of the tuple that a block returns; None for a tensor.
+    unused: parameters that the run did without.
+    """
+
+    container: str
+    keys: tuple[str, ...]
+    parts: tuple[Part, ...]
+    lengths: tuple[int | None, ...]
+    unused: tuple[str, ...]
+
+    @property
+    def blocks(self) -> tuple[Part, ...]:
+        """The blocks, in order."""
+        return self.parts[1:-1]
+
+    def block_name(self, number: int) -> str:
+        """The full name of a block."""
+        return f"{self.container}.{self.keys[number]}" if self.container else self.keys[number]
+
+
+REMEDY = "write the model as a PipelineModule: a list of layers, of which each takes what the one before returns."
+
+
+def find_chain(
+    model: nn.Module, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None, *, blocks: str | None = None
+) -> Chain:
+    """Find the chain of blocks that a model's forward walks.
+
+    args, kwargs: one micro-batch, as the model's forward takes it; only shapes and dtypes are used.  blocks: full name
+    of the container; None: of all that are chains, the one that holds most.  ChainError names the two modules between
+    which the model cannot be cut.
+    """
+    found = candidates(model) if blocks is None else [blocks]
+    if not found:
+        raise ChainError(
+            f"{type(model).__name__} has no list of blocks.",
+            "A pipeline cuts a model between the children of one ModuleList, ModuleDict or Sequential.",
+            REMEDY,
+        )
+    run = _FakeRun(model, found[0])
+    run.watch(args, dict(kwargs or {}))
+    return run.chain()
+
+
+def candidates(model: nn.Module) -> list[str]:
+    """The containers of blocks, best first: where children of one class hold most parameters; then the longest."""
+    ranked: list[tuple[int, int, int, str]] = []
+    for place, (name, module) in enumerate(model.named_modules()):
+        children = list(module.children())
+        if not isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential) or len(children) < 2:
+            continue
+        held: dict[type, int] = {}
+        for child in children:
+            held[type(child)] = held.get(type(child), 0) + sum(each.numel() for each in child.parameters())
+        if most := max(held.values()):
+            ranked.append((-most, -len(children), place, name))
+    return [name for *_, name in sorted(ranked)]
+
+
+class _FakeRun(TorchFunctionMode):
+    """One forward on fake tensors, and what is seen in it.  Part 0 precedes the blocks, the last one follows them."""
+
+    def __init__(self, model: nn.Module, container: str) -> None:
+        super().__init__()
+        self.model, self.container = model, container
+        self.box = model.get_submodule(container)
+        self.keys, self.blocks = zip(*self.box.named_children(), strict=True)
+        prefix = f"{container}." if container else ""
+        inside = [
+            Part(f"{prefix}{key}", type(block).__name__) for key, block in zip(self.keys, self.blocks, strict=True)
+        ]
+        self.parts = [Part("before"), *inside, Part("behind")]
+        self.lengths: list[int | None] = []
+        self.now = 0  # the part that runs
+        self.is_inside = False
+        self.last_output: Tensor | None = None
+        self.last_version = 0  # it was not written in place since
+        self.names: dict[int, str] = {}
+        self.fakes: dict[str, Tensor] = {}
+        self.failure: ChainError | None = None
+        self.flops = FlopCounterMode(display=False)
+        self.counted = 0  # of them, in the parts before
+        self.memory: dict[int, Any] = {}  # storages that are counted, or not to be
+
+    # -- the run
+
+    def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+        """Run the model's forward once; ChainError where it is no chain."""
+        with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
+
+            def faked(tensor: Tensor) -> Tensor:
+                found: Tensor = mode.from_tensor(tensor.detach())
+                return found
+
+            for name, param in self.model.named_parameters():
+                floats = param.is_floating_point() or param.is_complex()
+                self.fakes[name] = nn.Parameter(faked(param), requires_grad=floats)
+                self.names[id(self.fakes[name])] = name
+                self._is_new(self.fakes[name])
+            buffers = {name: faked(buffer) for name, buffer in self.model.named_buffers()}
+            handles = list(self._hooks())
+            try:
+                with self.flops, saved_tensors_hooks(self._saved, _unchanged), self, torch.enable_grad():
+                    given = map_inputs((tuple(args), without_cache(self.model, kwargs)), faked)
+                    state: dict[str, Any] = {**self.fakes, **buffers}
+                    output = torch.func.functional_call(self.model, state, given[0], given[1], tie_weights=True)
+                    self._end_part()
+            except ChainError:
+                raise
+            except Exception as error:
+                if self.failure is not None:
+                    raise self.failure from None
+                raise ChainError(
+                    f"{type(self.model).__name__} cannot run on fake tensors: {brief(error)}.",
+                    "What it does depends on values, or the sample is no batch of this model.",
+                    f"pass a sample that its forward takes, or {REMEDY}",
+                ) from error
+            finally:
+                for handle in handles:
+                    handle.remove()
+        if self.failure is not None:
+            raise self.failure
+        if self.now != len(self.parts) - 1 or self.is_inside:
+            raise self._refused(
+                f"{self._called(self.now)} is not followed by {self._called(self.now + 1)} in the model's forward.",
+                "The blocks of a chain are called one after the other, each once.",
+            )
+        if any(tensor.requires_grad for tensor in tensors_in(output)):
+            raise self._refused(
+                f"what follows {self._called(len(self.blocks))} uses what precedes {self._called(1)}.",
+                "The last stage has the output of the blocks and the inputs of the model, and no embeddings.",
+            )
+
+    def _hooks(self) -> Iterator[Any]:
+        for number, block in enumerate(self.blocks, 1):
+            yield block.register_forward_pre_hook(self._entered(number), with_kwargs=True, prepend=True)
+            yield block.register_forward_hook(self._left(number), with_kwargs=True)
+
+    def _entered(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if self.is_inside or self.now != number - 1:
+                raise self._refused(
+                    f"{self._called(number)} is called behind {self._called(self.now)}.",
+                    "The blocks of a chain are called one after the other, each once.",
+                )
+            given = [*args, *kwargs.values()]
+            if not given or not isinstance(given[0], Tensor):
+                raise self._refused(
+                    f"the first argument of {self._called(number)} is no tensor.",
+                    "The output of one block travels to the next as one tensor.",
+                )
+            if self.last_output is not None and (
+                given[0] is not self.last_output or version_of(given[0]) != self.last_version
+            ):
+                raise self._refused(
+                    f"the first argument of {self._called(number)} is not the output of {self._called(number - 1)}.",
+                    "What is computed between two blocks would be computed by no stage.",
+                )
+            if any(tensor.requires_grad for tensor in tensors_in(given[1:])):
+                raise self._refused(
+                    f"{self._called(number)} is given more than the output of {self._called(number - 1)} and what "
+                    "follows from the model's inputs.",
+                    "A stage has the inputs of the model, and of the stages before it one tensor.",
+                )
+            self._end_part()
+            self.now, self.is_inside = number, True
+
+        return hook
+
+    def _left(self, number: int) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if not isinstance(first, Tensor):
+                raise self._refused(
+                    f"{self._called(number)} returns no tensor, and no tuple that begins with one.",
+                    "The output of one block travels to the next as one tensor.",
+                )
+            self.is_inside = False
+            self.lengths.append(len(output) if isinstance(output, tuple) else None)
+            # Cut here: what requires a gradient from now on has it from the parameters, or from before the blocks.
+            self.last_output = first.detach()
+            self.last_version = version_of(self.last_output)
+            if number == len(self.blocks):
+                self._end_part()
+                for fake in self.fakes.values():
+                    fake.requires_grad_(False)
+                self.now += 1
+            rest = map_tensors(output[1:], Tensor.detach) if isinstance(output, tuple) else ()
+            return (self.last_output, *rest) if isinstance(output, tuple) else self.last_output
+
+        return hook
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func is Tensor.requires_grad_ or next(_tensors(output), None) is None:  # a shape, a dtype: no use
+            return output
+        for tensor in _tensors(*args, *(kwargs or {}).values()):
+            if (name := self.names.get(id(tensor))) is not None:
+                self.parts[self.now].params[name] = tensor.numel()
+                if not self.is_inside and 0 < self.now < len(self.parts) - 1:
+                    self.failure = self.failure or self._refused(
+                        f"parameter '{name}' is used between {self._called(self.now)} and "
+                        f"{self._called(self.now + 1)}.",
+                        "What is computed between two blocks would be computed by no stage.",
+                    )
+        return output
+
+    def _end_part(self) -> None:
+        """Count what was computed until now in the part that runs."""
+        total = self.flops.get_total_flops()
+        self.parts[self.now].flops += total - self.counted
+        self.counted = total
+
+    def _saved(self, tensor: Tensor) -> Tensor:
+        if self._is_new(tensor):
+            self.parts[self.now].saved += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        """Whether this memory was not met before."""
+        storage = tensor.untyped_storage()
+        is_new = id(storage) not in self.memory
+        self.memory[id(storage)] = storage
+        return is_new
+
+    # -- what it was
+
+    def chain(self) -> Chain:
+        """What was seen."""
+        used = {name for part in self.parts for name in part.params}
+        for part, block in zip(self.parts[1:], self.blocks, strict=False):
+            own = {id(param) for param in block.parameters()}
+            for name, param in self.model.named_parameters():
+                if id(param) in own and name not in used:  # a block's own, though this run did without
+                    part.params[name] = param.numel()
+                    used.add(name)
+        unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)
+        return Chain(self.container, self.keys, tuple(self.parts), tuple(self.lengths), unused)
+
+    def _called(self, number: int) -> str:
+        if number == 0:
+            return "what precedes the blocks"
+        if number > len(self.blocks):
+            return "what follows the blocks"
+        return f"'{self.parts[number].name}'"
+
+    def _refused(self, what: str, why: str) -> ChainError:
+        error = ChainError(f"{type(self.model).__name__} cannot be cut: {what}", why, REMEDY)
+        self.failure = self.failure or error
+        return error
+
+
+def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward that keeps no keys and values for a next token, where the model has the choice.
+
+    Such a cache passes from block to block, and training has no use for it.
+    """
+    if "use_cache" in kwargs or "use_cache" not in inspect.signature(model.forward).parameters:
+        return dict(kwargs)
+    return {**kwargs, "use_cache": False}
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _tensors(*values: Any) -> Iterator[Tensor]:
+    """The tensors that an operator takes or returns."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(*value)

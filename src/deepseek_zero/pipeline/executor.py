@@ -1,0 +1,333 @@
+"""Runs one rank's program of a pipeline's schedule: forwards, backwards, messages, and what its states are told.
+
+Between a forward and its backward a rank keeps what the stage received, whose gradient it is to send back, and the
+edges of the graph at the stage's outputs, whose memory is free once they were sent.  Gradients add up in `.grad` of the
+parameters, ascending in the micro-batch, as the schedule has its backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from ..base.errors import UsageError
+from ..comm.collectives import Comm, propagate_errors
+from .messages import Form, Forms, Inbox, Links, Outbox, form_of
+from .schedule import RECEIVES, SENDS, Action, Kind, PipelineSchedule, Program
+from .stage import Received, Stage
+
+MESSAGES = SENDS | RECEIVES
+AHEAD = 2  # receives that are posted before their turn, in each lane
+
+
+class States(Protocol):
+    """Who holds the weights, gradients and moments of a rank's stages, and is told when the schedule needs them."""
+
+    def gather(self, stage: int) -> None:
+        """Bring the weights of a stage here; they are used from the next computation of the stage on."""
+        ...
+
+    def release(self, stage: int) -> None:
+        """Let the gathered weights of a stage go."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """Add up the gradients of a stage over the ranks that have the same stage: all of the step are here."""
+        ...
+
+    def tie(self, stage: int) -> None:
+        """Add up the gradients of what a stage shares with others, in the order of the stages.  Collective."""
+        ...
+
+    def update(self) -> None:
+        """Take the optimizer's step, if it is not the caller's."""
+        ...
+
+
+class NoStates:
+    """Plain parameters: always here, and nobody else's."""
+
+    def gather(self, stage: int) -> None: ...
+    def release(self, stage: int) -> None: ...
+    def reduce(self, stage: int) -> None: ...
+    def tie(self, stage: int) -> None: ...
+    def update(self) -> None: ...
+
+
+@dataclass
+class StepOutcome:
+    """What a rank knows after a step.  losses, outputs: of the last stage, by micro-batch; None on other ranks.
+
+    losses are detached and as the model returned them; outputs are kept where that was asked for.
+    """
+
+    losses: list[Tensor] | None = None
+    outputs: list[Any] | None = None
+
+
+@dataclass
+class _Held:
+    """What one micro-batch left in one stage, until its backward.  edges: of the outputs, None where no gradient goes.
+
+    form: of the message that the outputs made, for the gradients that come back.
+    """
+
+    received: Received
+    edges: list[GradientEdge | None] = field(default_factory=list)
+    form: Form = ()
+    loss: Tensor | None = None
+
+
+class PipelineExecutor:
+    """One rank of a pipeline at work.
+
+    stages: this rank's virtual stages.  links: of this schedule, or one with the same edges.  states: told when to
+    gather, release, reduce, tie and update.
+    """
+
+    def __init__(self, links: Links, stages: Sequence[Stage], states: States | None = None) -> None:
+        self.links, self.rank = links, links.rank
+        self.stages = {stage.index: stage for stage in stages}
+        self.states = states if states is not None else NoStates()
+        self.forms = Forms()
+        self._lanes: dict[tuple[int, int, str], _Lane] = {}
+
+    def run(
+        self,
+        schedule: PipelineSchedule,
+        micro_batches: Sequence[Any],
+        *,
+        keys: Sequence[Hashable] | None = None,
+        scale: float | Sequence[float] | None = None,
+        keeps_outputs: bool = False,
+    ) -> StepOutcome:
+        """Run this rank's program of a step.  Collective among the ranks of this pipeline.
+
+        micro_batches: what the stages take; as many as the schedule has.  keys: what their inputs look like, alike on
+        all ranks of the pipeline; None: messages describe themselves.  scale: what a loss is multiplied by before its
+        backward; None: 1 / micro-batches, the mean.  An error ends the step on every rank.
+        """
+        many = schedule.micro_batches
+        if len(micro_batches) != many:
+            raise UsageError(
+                f"{len(micro_batches)} micro-batches for a schedule of {many}.",
+                "Every rank of a pipeline runs the same number.",
+                "give as many micro-batches as the schedule was made for.",
+            )
+        factors = [1.0 / many if scale is None else scale] * many if not isinstance(scale, Sequence) else scale
+        step = _Step(self, schedule, micro_batches, keys or [None] * many, factors, keeps_outputs)
+        with propagate_errors(self.links.world):
+            try:
+                step.run()
+            except BaseException:
+                for lane in self._lanes.values():
+                    lane.inbox.drop()
+                raise
+        return step.outcome
+
+    def lane(self, edge: tuple[int, int], name: str, slots: int) -> _Lane:
+        """The messages between this rank and a neighbour in one lane."""
+        found = self._lanes.get((*edge, name))
+        if found is None or found.slots < slots:
+            if found is not None:
+                found.outbox.flush()
+            found = self._lanes[(*edge, name)] = _Lane(self.links.pairs[edge], name, slots)
+        return found
+
+    def flush(self) -> None:
+        """Wait until everything that was sent has been received."""
+        for lane in self._lanes.values():
+            lane.outbox.flush()
+
+
+class _Lane:
+    """Both ends of one lane of one pair; a rank uses one of them."""
+
+    def __init__(self, comm: Comm, name: str, slots: int) -> None:
+        self.slots = slots
+        self.outbox, self.inbox = Outbox(comm, name, slots), Inbox(comm, name)
+        self.to_post: list[Action] = []  # the receives of this step, last first
+
+
+class _Step:
+    """One step of a `PipelineExecutor`."""
+
+    def __init__(
+        self,
+        executor: PipelineExecutor,
+        schedule: PipelineSchedule,
+        micro_batches: Sequence[Any],
+        keys: Sequence[Hashable],
+        factors: Sequence[float],
+        keeps_outputs: bool,
+    ) -> None:
+        self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
+        self.program: Program = schedule.programs[executor.rank]
+        self.trains = any(action.kind is Kind.BACKWARD for action in self.program)
+        self.keys = [None if key is None else (key, self.trains) for key in keys]
+        self.factors = factors
+        self.last = schedule.stages - 1
+        has_last = self.last in executor.stages
+        self.outcome = StepOutcome([] if has_last else None, [] if has_last and keeps_outputs else None)
+        self._losses: dict[int, Tensor] = {}
+        self._outputs: dict[int, Any] = {}
+        self._keeps_outputs = keeps_outputs
+        self._lanes: dict[tuple[int, Kind], _Lane] = {}
+        self._held: dict[tuple[int, int], _Held] = {}
+        self._sending: dict[tuple[int, int, Kind], tuple[Tensor, ...]] = {}
+        self._arrived: dict[tuple[int, int, Kind], tuple[Tensor, ...]] = {}
+        self._run: Mapping[Kind, Any] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_F: self._send_output,
+            Kind.SEND_B: self._send_grads,
+            Kind.RECV_F: self._receive_output,
+            Kind.RECV_B: self._receive_grads,
+            Kind.GATHER: lambda stage, micro: executor.states.gather(stage),
+            Kind.RELEASE: lambda stage, micro: executor.states.release(stage),
+            Kind.REDUCE: lambda stage, micro: executor.states.reduce(stage),
+            Kind.TIE: lambda stage, micro: executor.states.tie(stage),
+            Kind.UPDATE: lambda stage, micro: executor.states.update(),
+        }
+
+    def run(self) -> None:
+        """Run the program."""
+        for action in self.program:
+            if action.kind in MESSAGES and (action.stage, action.kind) not in self._lanes:
+                self._lanes[action.stage, action.kind] = self._lane_of(action)
+        receiving = {self._lanes[action.stage, action.kind]: None for action in self.program if action.kind in RECEIVES}
+        for lane in receiving:
+            lane.to_post = [
+                action
+                for action in reversed(self.program)
+                if action.kind in RECEIVES and self._lanes[action.stage, action.kind] is lane
+            ]
+            self._post_ahead(lane)
+        with torch.set_grad_enabled(self.trains):
+            for stage, kind, micro in self.program:
+                self._run[kind](stage, micro)
+            self.executor.flush()
+        self.executor.forms.end_step()
+        if self.outcome.losses is not None:
+            self.outcome.losses += [self._losses[micro] for micro in sorted(self._losses)]
+        if self.outcome.outputs is not None:
+            self.outcome.outputs += [self._outputs[micro] for micro in sorted(self._outputs)]
+
+    # -- computations
+
+    def _forward(self, stage: int, micro: int) -> None:
+        received = self._arrived.pop((stage, micro, Kind.RECV_F), ())
+        own = self.executor.stages[stage]
+        output = own.forward(self.micro_batches[micro], received)
+        held = self._held[stage, micro] = _Held(received)
+        if stage == self.last:
+            if self.trains:
+                held.loss = own.loss(output, self.micro_batches[micro])
+                self._losses[micro] = held.loss.detach()
+            if self._keeps_outputs:
+                self._outputs[micro] = output
+        else:
+            outputs: tuple[Tensor, ...] = output
+            held.form = form_of(outputs)
+            held.edges = [get_gradient_edge(each) if each.requires_grad else None for each in outputs]
+            if self._is_here(stage + 1):
+                handed = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
+                self._arrived[stage + 1, micro, Kind.RECV_F] = handed
+            else:
+                self._sending[stage, micro, Kind.SEND_F] = outputs
+        if not self.trains:
+            del self._held[stage, micro]
+
+    def _backward(self, stage: int, micro: int) -> None:
+        held = self._held.pop((stage, micro))
+        if held.loss is not None:
+            if held.loss.requires_grad:
+                factor = self.factors[micro]
+                torch.autograd.backward(held.loss, torch.full_like(held.loss, factor))
+        else:
+            grads = self._arrived.pop((stage, micro, Kind.RECV_B))
+            differentiated = [edge for edge, form in zip(held.edges, held.form, strict=True) if form.is_differentiated]
+            pairs = [(edge, grad) for edge, grad in zip(differentiated, grads, strict=True) if edge is not None]
+            if pairs:
+                torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
+        if stage:
+            grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
+            if self._is_here(stage - 1):
+                self._arrived[stage - 1, micro, Kind.RECV_B] = grads
+            else:
+                self._sending[stage, micro, Kind.SEND_B] = grads
+
+    # -- messages
+
+    def _is_here(self, stage: int) -> bool:
+        return self.schedule.placement[stage] == self.executor.rank
+
+    def _lane_of(self, action: Action) -> _Lane:
+        """The lane that a message travels in."""
+        stage, kind, _ = action
+        lower = stage if kind in (Kind.SEND_F, Kind.RECV_B) else stage - 1
+        edge = self.schedule.placement[lower], self.schedule.placement[lower + 1]
+        name = "gather" if kind in (Kind.SEND_F, Kind.RECV_F) else "reduce"
+        return self.executor.lane(edge, name, self.schedule.in_flight[self.executor.rank])
+
+    def _send_output(self, stage: int, micro: int) -> None:
+        outputs, key, forms = self._sending.pop((stage, micro, Kind.SEND_F)), self.keys[micro], self.executor.forms
+        form = form_of(outputs)
+        forms.check(stage, key, form)
+        header = form if forms.known(stage, key) is None else None
+        forms.see(stage, key, form)
+        lane = self._lanes[stage, Kind.SEND_F]
+        lane.outbox.send(outputs, f"output {micro} of stage {stage}", header)
+
+    def _send_grads(self, stage: int, micro: int) -> None:
+        grads = self._sending.pop((stage, micro, Kind.SEND_B))
+        lane = self._lanes[stage, Kind.SEND_B]
+        lane.outbox.send(grads, f"gradient {micro} of stage {stage - 1}")
+
+    def _receive_output(self, stage: int, micro: int) -> None:
+        form, tensors = self._take(stage, Kind.RECV_F)
+        self.executor.forms.see(stage - 1, self.keys[micro], form)
+        for tensor, each in zip(tensors, form, strict=True):
+            tensor.requires_grad_(each.is_differentiated)
+        self._arrived[stage, micro, Kind.RECV_F] = tensors
+
+    def _receive_grads(self, stage: int, micro: int) -> None:
+        self._arrived[stage, micro, Kind.RECV_B] = self._take(stage, Kind.RECV_B)[1]
+
+    def _take(self, stage: int, kind: Kind) -> tuple[Form, tuple[Tensor, ...]]:
+        lane = self._lanes[stage, kind]
+        if not lane.inbox:
+            self._post(lane)
+        found = lane.inbox.take()
+        self._post_ahead(lane)
+        return found
+
+    def _post_ahead(self, lane: _Lane) -> None:
+        """Start receives before their turn, as far as it is known what they hold."""
+        while len(lane.inbox) < AHEAD and lane.to_post and lane.inbox.knows_next:
+            stage, kind, micro = lane.to_post[-1]
+            assert micro is not None
+            if kind is Kind.RECV_B and (stage, micro) not in self._held:
+                break  # its forward is still to come, and with it the form
+            self._post(lane)
+
+    def _post(self, lane: _Lane) -> None:
+        stage, kind, micro = lane.to_post.pop()
+        assert micro is not None
+        if kind is Kind.RECV_F:
+            form = self.executor.forms.known(stage - 1, self.keys[micro])
+            lane.inbox.post(form, f"output {micro} of stage {stage - 1}")
+        else:
+            sent = self._held[stage, micro].form
+            lane.inbox.post(
+                tuple(each for each in sent if each.is_differentiated), f"gradient {micro} of stage {stage}"
+            )
+
+
+def _grad_of(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad

@@ -1,0 +1,330 @@
+"""Stages of a model that runs as it is: every stage runs the model's own forward on the same inputs.
+
+The blocks of other stages are stand-ins.  Those before the first own block give their input back, but for the last of
+them, which gives what was received; the one behind the last own block leaves the forward with what it is given, by an
+exception that goes no further than the model.  Parameters of other stages are zeros of one element of memory, so that
+the embeddings of another stage are looked up and cost nothing; the head of another stage is never reached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import update_wrapper
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from .chain import Chain, without_cache
+from .partition import LayerCost, partition
+
+Received = tuple[Tensor, ...]
+
+
+class Stage(Protocol):
+    """One virtual stage, as the executor runs it."""
+
+    index: int
+
+    def forward(self, micro: Any, received: Received) -> Any:
+        """Compute a micro-batch.  received: what the stage before returned, () in the first stage.
+
+        Return the tensors for the next stage, or in the last one whatever the model returns.
+        """
+        ...
+
+    def loss(self, output: Any, micro: Any) -> Tensor:
+        """Return the loss of a micro-batch, a scalar, from what the last stage's `forward` returned."""
+        ...
+
+
+class MicroBatch(NamedTuple):
+    """The arguments of one forward of the whole model."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A chain cut into stages.  bounds: stage g has the blocks [bounds[g], bounds[g + 1]).  owners: by parameter, the
+    stages that use it, ascending; several for a tied one.
+    """
+
+    chain: Chain
+    bounds: tuple[int, ...]
+    owners: Mapping[str, tuple[int, ...]]
+
+    @property
+    def stages(self) -> int:
+        return len(self.bounds) - 1
+
+    @property
+    def ties(self) -> dict[str, tuple[int, ...]]:
+        """The parameters that several stages use, and which."""
+        return {name: stages for name, stages in self.owners.items() if len(stages) > 1}
+
+    @property
+    def tied(self) -> tuple[int, ...]:
+        """The stages that share a parameter with another."""
+        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
+
+    def params_of(self, stages: Sequence[int]) -> list[str]:
+        """The parameters that one of these stages uses."""
+        return [name for name, owners in self.owners.items() if not set(owners).isdisjoint(stages)]
+
+
+def cut_chain(
+    model: nn.Module, chain: Chain, stages: int, method: str = "best", in_flight: Sequence[int] | None = None
+) -> Cut:
+    """Cut a chain into stages by a method of partition.py.  What precedes the blocks goes with the first, what follows
+    them, and what no forward uses, with the last.
+    """
+    params = dict(model.named_parameters())
+    first, *blocks, last = chain.parts
+    joined = [[block] for block in blocks]
+    joined[0].insert(0, first)
+    joined[-1].append(last)
+    layers = []
+    for block, parts in zip(blocks, joined, strict=True):
+        names = {name for part in parts for name in part.params}
+        trained = sum(params[name].numel() for name in names if params[name].requires_grad)
+        states = 16 * trained + sum(params[name].nbytes for name in names if not params[name].requires_grad)
+        flops, saved = sum(part.flops for part in parts), sum(part.saved for part in parts)
+        layers.append(LayerCost(block.kind, trained, flops, states, saved))
+    bounds = partition(method, layers, stages, in_flight)
+    owners: dict[str, tuple[int, ...]] = dict.fromkeys(params, ())
+    for stage in range(stages):
+        own = [*blocks[bounds[stage] : bounds[stage + 1]]]
+        own += [first] if stage == 0 else []
+        own += [last] if stage == stages - 1 else []
+        for name in {name for part in own for name in part.params}:
+            owners[name] += (stage,)
+    return Cut(chain, bounds, {name: found or (stages - 1,) for name, found in owners.items()})
+
+
+# -- stand-ins
+
+
+class _LeaveForward(Exception):
+    """Ends a forward behind the last block of a stage.  torch runs the hooks around it, as after any Exception."""
+
+    def __init__(self, output: Tensor) -> None:
+        super().__init__("a stage's forward ends here")
+        self.output = output
+
+
+class StandIn(nn.Module):
+    """A block of another stage.  Gives its input back, in the form that the block returns.
+
+    It answers for the plain attributes of the block, which a model may ask for in its loop.
+    """
+
+    def __init__(self, block: nn.Module, length: int | None) -> None:
+        super().__init__()
+        self._length = length
+        for name, value in vars(block).items():
+            if not name.startswith("_") and isinstance(value, str | int | float | bool | type(None)):
+                self.__dict__.setdefault(name, value)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first argument."""
+        return self._formed(_first(args, kwargs))
+
+    def _formed(self, hidden: Tensor) -> Any:
+        return hidden if self._length is None else (hidden, *[None] * (self._length - 1))
+
+
+class _Entry(StandIn):
+    """The block before the first own one: gives what was received."""
+
+    received: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        assert self.received is not None
+        return self._formed(self.received)
+
+
+class _Exit(StandIn):
+    """The block behind the last own one: leaves the forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _LeaveForward(_first(args, kwargs))
+
+
+def _first(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    found: Tensor = args[0] if args else next(iter(kwargs.values()))
+    return found
+
+
+class _Zeros:
+    """What stands for the parameters of other stages: one zero, seen in their shapes.
+
+    Its dtype follows what is received: a model may take the dtype of its masks from its embeddings'.
+    """
+
+    def __init__(self) -> None:
+        self.zero = torch.zeros(())
+        self._places: list[tuple[nn.Module, str, torch.Size]] = []
+
+    def stand_for(self, module: nn.Module, key: str, param: nn.Parameter) -> None:
+        """Put zeros in the place of a module's parameter."""
+        delattr(module, key)
+        self._places.append((module, key, param.shape))
+        self.zero = param.new_zeros(()) if type(param) is nn.Parameter else self.zero.to(param.dtype)
+        module.__dict__[key] = self.zero.expand(param.shape)
+
+    def follow(self, received: Tensor) -> None:
+        """Take the dtype and the device of what was received."""
+        if self.zero.dtype is received.dtype and self.zero.device == received.device:
+            return
+        self.zero = torch.zeros((), dtype=received.dtype, device=received.device)
+        for module, key, shape in self._places:
+            module.__dict__[key] = self.zero.expand(shape)
+
+
+class _ZeroEmbedding:
+    """The forward of an embedding of another stage: zeros in the shape of its output, looked up nowhere."""
+
+    def __init__(self, zeros: _Zeros, dim: int) -> None:
+        self._zeros, self._dim = zeros, dim
+
+    def __call__(self, input: Tensor) -> Tensor:
+        return self._zeros.zero.expand(*input.shape, self._dim)
+
+
+class _StageForward:
+    """The forward of a model of which this rank has some stages: the model's own, which may be left before its end."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        update_wrapper(self, forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._forward(*args, **kwargs)
+        except _LeaveForward as leave:
+            return leave.output
+
+
+# -- stages
+
+
+class ModelStage:
+    """One virtual stage of a model that `take_stages` has cut.
+
+    view: what this stage has in places where the model has something else while no stage runs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cut: Cut,
+        index: int,
+        view: dict[str, nn.Module],
+        entry: _Entry | None,
+        zeros: _Zeros,
+    ) -> None:
+        self.model, self.cut, self.index = model, cut, index
+        self._box = model.get_submodule(cut.chain.container)
+        self._view, self._entry, self._zeros = view, entry, zeros
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.cut.stages - 1
+
+    def forward(self, micro: MicroBatch, received: Received = ()) -> Any:
+        """Run the model's forward with this stage's blocks."""
+        kwargs = without_cache(self.model, micro.kwargs)
+        rest = {key: getattr(self._box, key) for key in self._view}
+        self._show(self._view)
+        if self._entry is not None:
+            (self._entry.received,) = received
+            self._zeros.follow(received[0])
+        try:
+            output = self.model(*micro.args, **kwargs)
+        finally:
+            self._show(rest)
+            if self._entry is not None:
+                self._entry.received = None
+        return output if self.is_last else (output,)
+
+    def settle(self) -> None:
+        """Let the model be this stage always: the only one of its rank."""
+        self._show(self._view)
+        self._view = {}
+
+    def _show(self, blocks: Mapping[str, nn.Module]) -> None:
+        for key, block in blocks.items():
+            setattr(self._box, key, block)
+
+    def loss(self, output: Any, micro: MicroBatch) -> Tensor:
+        """Return the model's loss; UsageError where it returned none."""
+        return loss_of(output)
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple."""
+    found = output
+    if isinstance(output, Mapping):
+        found = output.get("loss")
+    elif not isinstance(output, Tensor):
+        found = getattr(output, "loss", None)
+        if found is None and isinstance(output, tuple | list) and output:
+            found = output[0]
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found.reshape(())
+    raise UsageError(
+        "the model returned no loss.",
+        "The last stage of a pipeline begins the backward, with a scalar.",
+        "pass labels with the batch, so that the model's forward returns its loss.",
+    )
+
+
+def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelStage]:
+    """Leave of a model what these virtual stages use, and return them, ascending.  Changes the model; local.
+
+    The blocks and parameters of other stages are let go.  Parameters keep the names they have in the whole model.
+    """
+    chain, box = cut.chain, model.get_submodule(cut.chain.container)
+    mine = sorted(own)
+    blocks = [getattr(box, key) for key in chain.keys]
+    resting: dict[str, nn.Module] = {}
+    for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
+        is_own = any(cut.bounds[stage] <= number < cut.bounds[stage + 1] for stage in mine)
+        resting[key] = block if is_own else StandIn(block, chain.lengths[number])
+    found, zeros = [], _Zeros()
+    for stage in mine:
+        first, end = cut.bounds[stage], cut.bounds[stage + 1]
+        view: dict[str, nn.Module] = {}
+        entry = None
+        for number, (key, block) in enumerate(zip(chain.keys, blocks, strict=True)):
+            if number == first - 1:
+                view[key] = entry = _Entry(block, chain.lengths[number])
+            elif number == end:
+                view[key] = _Exit(block, chain.lengths[number])
+            elif not first <= number < end and resting[key] is block:  # of another stage of this rank
+                view[key] = StandIn(block, chain.lengths[number])
+        found.append(ModelStage(model, cut, stage, view, entry, zeros))
+    for key, module in resting.items():
+        setattr(box, key, module)
+    if len(found) == 1:
+        found[0].settle()
+    _drop_params(model, cut, mine, zeros)
+    model.__dict__["forward"] = _StageForward(model.forward)
+    return found
+
+
+def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) -> None:
+    """Put zeros in place of the parameters of other stages, and let their embeddings look nothing up."""
+    kept = {id(param) for name, param in model.named_parameters() if name in set(cut.params_of(own))}
+    inside = set(model.get_submodule(cut.chain.container).modules())
+    for module in list(model.modules()):
+        for key, param in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if id(param) not in kept:
+                zeros.stand_for(module, key, param)
+        looks_up = isinstance(module, nn.Embedding) and 0 not in own and module not in inside
+        if looks_up and type(module).forward is nn.Embedding.forward:
+            module.__dict__["forward"] = _ZeroEmbedding(zeros, int(module.embedding_dim))  # type: ignore[arg-type]
