@@ -290,7 +290,8 @@ def lower(
                 actions.append(Action(action.stage, Kind.REDUCE))
         if trains:
             ties = [stage for stage in sorted(last) if stage in shared]
-            actions += [Action(stage, kind) for kind in (Kind.TIE, Kind.REDUCE) for stage in ties]
+            actions += [Action(stage, Kind.TIE) for stage in ties[:1]]  # one for all that the rank shares
+            actions += [Action(stage, Kind.REDUCE) for stage in ties]
             actions += [Action(min(last), Kind.UPDATE)] if last else []
         programs.append(tuple(actions))
     counted = tuple(in_flight) if in_flight is not None else tuple(map(most_in_flight, compute))

@@ -80,8 +80,8 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
     own = set(schedule.stages_of(rank))
     forwards, backwards = dict.fromkeys(own, 0), dict.fromkeys(own, 0)
     done: set[Action] = set()
-    gathered, reduced, tied = set[int](), set[int](), set[int]()
-    in_flight, updates = 0, 0
+    gathered, reduced = set[int](), set[int]()
+    in_flight, updates, is_tied = 0, 0, False
     uses_gathers = any(action.kind is Kind.GATHER for action in program)
 
     def needs(here: Action, *before: Action) -> None:
@@ -137,9 +137,15 @@ def _check_program(schedule: PipelineSchedule, rank: int, program: Sequence[Acti
         elif kind is Kind.TIE or kind is Kind.REDUCE:
             if backwards[stage] != many:
                 raise _fail(f"pipeline rank {rank}: {action} after {backwards[stage]} of {many} backwards.", "")
-            if kind is Kind.REDUCE and stage in schedule.tied and stage not in tied:
+            if kind is Kind.REDUCE and stage in schedule.tied and not is_tied:
                 raise _fail(f"pipeline rank {rank}: {action} before the tied gradients are added up.", "")
-            (tied if kind is Kind.TIE else reduced).add(stage)
+            if kind is Kind.REDUCE:
+                reduced.add(stage)
+                continue
+            for each in own & set(schedule.tied):
+                if backwards[each] != many:
+                    raise _fail(f"pipeline rank {rank}: {action} before the backwards of stage {each}.", "")
+            is_tied = True
         elif kind is Kind.UPDATE:
             if reduced != own:
                 missing = ", ".join(map(str, sorted(own - reduced)))
@@ -209,9 +215,10 @@ def _walk(
     """Run all programs together and return when the last one ends; ScheduleError where they wait in a ring.
 
     A receive waits for its send; a send waits while all slots of its lane hold messages that are not received, and a
-    rank has as many slots to a neighbour as it has micro-batches in flight; a tie waits for the other tied stages.
+    rank has as many slots to a neighbour as it has micro-batches in flight; a tie waits for the other ranks of
+    tied stages.
     """
-    programs, tied = schedule.programs, len(schedule.tied)
+    programs, tied = schedule.programs, len({schedule.placement[stage] for stage in schedule.tied})
     cost = {
         Kind.FORWARD: _by_stage(forward, schedule.stages),
         Kind.BACKWARD: _by_stage(backward, schedule.stages),

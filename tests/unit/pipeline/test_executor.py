@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.pipeline.chain import find_chain
-from deepseek_zero.pipeline.executor import PipelineExecutor
+from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
 from deepseek_zero.pipeline.messages import Links, matchings
 from deepseek_zero.pipeline.schedule import PipelineSchedule, forward_only, make_schedule
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
+from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.pipeline.verify import verify
 from tests.in_process import Rank, run_ranks
 from tests.models import Batch, Gpt, batch_of, seeded
@@ -202,6 +203,58 @@ def test_frozen_stages_send_nothing_back() -> None:
         return model
 
     assert equal(pipelined(last_frozen, make_schedule("1f1b", 3, 1, 3), batches), alone(last_frozen, batches))
+
+
+class Tied(Gpt):
+    def __init__(self) -> None:
+        super().__init__(blocks=6)
+        self.head.weight = self.tokens.weight
+
+
+class Apart(Gpt):
+    """What `Tied` computes, with the two uses of the weight apart."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=6)
+        self.head.weight = nn.Parameter(self.tokens.weight.detach().clone())
+
+
+@pytest.mark.parametrize(("ranks", "name", "virtual"), [(2, "1f1b", 1), (3, "interleaved", 2), (2, "breadth_first", 3)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tied_weights_are_summed_in_the_order_of_stages(
+    ranks: int, name: str, virtual: int, dtype: torch.dtype
+) -> None:
+    batches = micro_batches(4)
+    tied = seeded(Tied).to(dtype)
+    cut = cut_chain(tied, find_chain(tied, tuple(given(batches[0]).args)), ranks * virtual)
+    schedule = make_schedule(name, ranks, virtual, 4, tied=cut.tied)
+    verify(schedule)
+    losses, apart = alone(lambda: seeded(Apart).to(dtype), batches)
+    expected = (apart["tokens.weight"].float() + apart["head.weight"].float()).to(dtype)
+
+    def body(rank: Rank) -> tuple[list[Tensor] | None, Tensor | None, bool]:
+        model = seeded(Tied).to(dtype)
+        mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
+        stages = take_stages(model, cut, schedule.stages_of(rank.index))
+        ties = Ties(rank.comm, mesh, schedule, cut.ties)
+
+        class Summing(NoStates):
+            def tie(self, stage: int) -> None:
+                ties.add_up({key: param.grad for key, param in model.named_parameters() if param.grad is not None})
+
+        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, Summing())
+        found = executor.run(schedule, [given(each) for each in batches])
+        grads = {key: param.grad for key, param in model.named_parameters()}
+        for key, grad in grads.items():
+            assert key == "tokens.weight" or torch.equal(grad, apart[key])
+        return found.losses, grads.get("tokens.weight"), ties.is_counted("tokens.weight")
+
+    found = run_ranks(ranks, body, reads_in_place=True)
+    assert all(torch.equal(*pair) for pair in zip(found[-1][0] or [], losses, strict=True))
+    assert [grad is not None for _, grad, _ in found] == [True, *[False] * (ranks - 2), True]
+    for _, grad, _ in found:
+        assert grad is None or torch.equal(grad, expected)
+    assert [is_counted for _, grad, is_counted in found if grad is not None] == [True, False]
 
 
 def test_pairs_are_made_in_few_lots() -> None:

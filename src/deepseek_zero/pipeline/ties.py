@@ -1,0 +1,72 @@
+"""Weights that several stages use: each of their ranks has a copy, and their gradients are added up once a step.
+
+The embedding of the first stage that is also the head of the last one is the common case.  Every rank forms the same
+sum, in the order of the stages, so the copies stay equal under equal updates; a norm counts the first stage's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..base.mesh import Mesh
+from ..comm.collectives import Comm, ordered_sum
+from .schedule import PipelineSchedule
+
+TILE_NUMEL = 1 << 16  # of the fp32 scratch that a sum is formed in
+
+
+class Ties:
+    """The tied weights of one pipeline.  stages: by name in the whole model, the stages that use it, ascending."""
+
+    def __init__(
+        self, world: Comm, mesh: Mesh, schedule: PipelineSchedule, stages: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """Make the communicator of the ranks that share something.  Collective in the world."""
+        self.ranks = {
+            name: tuple(dict.fromkeys(schedule.placement[stage] for stage in found)) for name, found in stages.items()
+        }  # in the order of their first stages
+        self.ranks = {name: ranks for name, ranks in sorted(self.ranks.items()) if len(ranks) > 1}
+        self.rank = mesh.coordinates["pp"]
+        sharing = sorted({rank for ranks in self.ranks.values() for rank in ranks})
+        self._index = {rank: place for place, rank in enumerate(sharing)}
+        self.comm: Comm | None = None
+        if sharing:
+            groups: dict[tuple[int, ...], None] = {}
+            for rank in range(mesh.world_size):
+                here = replace(mesh, rank=rank)
+                at = here.coordinates["pp"]
+                groups[tuple(here.rank_at(pp=each) for each in (sharing if at in sharing else [at]))] = None
+            found = world.split(tuple(groups), "pp ties", is_new=True)
+            self.comm = found if self.rank in sharing else None
+
+    def is_counted(self, name: str) -> bool:
+        """Whether this rank's copy of a weight is the one that counts in norms and is saved."""
+        return name not in self.ranks or self.ranks[name][0] == self.rank
+
+    def add_up(self, grads: Mapping[str, Tensor]) -> None:
+        """Add up, in place, the gradients of tied weights over the ranks that share them.
+
+        grads: of this rank's tied weights, by name, contiguous; a weight that no rank gives one for is left out by all.
+        Collective among the sharing ranks.
+        """
+        comm = self.comm
+        if comm is None:
+            return
+        for name, ranks in self.ranks.items():
+            places = [self._index[rank] for rank in ranks]
+            grad = grads.get(name)
+            is_sharing = comm.rank in places and grad is not None
+            own = grad.view(-1) if is_sharing and grad is not None else torch.empty(0, device=comm.device)
+            nothing = own[:0]
+            to_send = comm.empty(own.numel(), own.dtype).copy_(own) if is_sharing else nothing
+            pieces = [to_send if is_sharing and place in places else nothing for place in range(comm.size)]
+            inbox = [torch.empty_like(own) if is_sharing and place in places else nothing for place in range(comm.size)]
+            comm.exchange(pieces, inbox, "reduce", f"tied {name}", kind="tie").wait()
+            if is_sharing:
+                inbox[comm.rank] = to_send
+                scratch = torch.empty(min(own.numel(), TILE_NUMEL), device=own.device)
+                ordered_sum([inbox[place] for place in places], own, scratch)
