@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from ..comm.collectives import Comm, scatter
-from ..planner.split import Split
+from ..planner.split import Split, set_split
 from .cuts import cut
 from .group import TensorGroup
 from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
+from .loss import split_loss
 from .plans import ParallelPlan, ParallelSettings, choose
 from .streams import Streams
 from .virtual import VirtualAxis, run_in_passes
@@ -37,6 +38,8 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
     _become(model, plan, axis)
     for (name, attribute), local in plan.attributes.items():
         setattr(model.get_submodule(name), attribute, local[comm.rank])
+    if settings.loss == "split":
+        _split_loss(model, plan, axis)
     return plan.splits
 
 
@@ -53,6 +56,8 @@ def virtual(model: nn.Module, tp: int, settings: ParallelSettings | None = None)
         counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
         run_in_passes(model.get_submodule(holder), axis, counts)
     _become(model, plan, axis)
+    if settings.loss == "split":
+        _split_loss(model, plan, axis)
     return model
 
 
@@ -60,6 +65,13 @@ def _become(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
     for choice in plan.choices:
         if choice.part is not None:
             become(choice.module, KINDS[choice.style], axis, choice.part)
+
+
+def _split_loss(model: nn.Module, plan: ParallelPlan, axis: Axis) -> None:
+    """Let the loss read split logits where the model lets us; elsewhere they are gathered."""
+    for choice in plan.choices:
+        if choice.style == "head" and choice.part is not None:
+            split_loss(model, axis, choice.module, choice.part)
 
 
 def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
@@ -71,6 +83,7 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
         if not parameter.is_meta:
             scatter(comm, [part.reshape(-1) for part in parts], own.view(-1), f"values of {name}")
         parameter.data = own
+        set_split(parameter, split)
 
 
 def _has_dropout(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ in one process.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -53,13 +54,26 @@ class Part:
 
 
 class Axis(Protocol):
-    """Who computes layers that are parts."""
+    """Who computes layers that are parts.
+
+    splits_loss: whether the loss reads split logits in the forward under way (loss.py).
+    """
+
+    splits_loss: bool
 
     def column(self, layer: Layer, x: Tensor) -> Tensor: ...
 
     def row(self, layer: Layer, x: Tensor) -> Tensor: ...
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor: ...
+
+    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+        """Return, for each rank that computes here, the number of its first word and its columns of split logits."""
+        ...
+
+    def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return every rank's rows, by rank. rows: one (n, width) for each rank that computes here. Collective."""
+        ...
 
 
 class Layer(nn.Module):
@@ -114,10 +128,7 @@ def _mixed(base: type[nn.Module], kind: type[Layer]) -> type[nn.Module]:
 
 
 class TensorAxis:
-    """The layers of one rank of a group.  All ranks of the group call them in the same order.
-
-    splits_loss: whether the loss reads split logits in the forward under way (loss.py).
-    """
+    """The layers of one rank of a group.  All ranks of the group call them in the same order."""
 
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
         self.group, self.streams = group, streams
@@ -151,6 +162,13 @@ class TensorAxis:
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
         return leave(found, self.group, layer.part.name)
+
+    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+        return [(sum(part.widths[: self.group.index]), logits)]
+
+    def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
+        (own,) = rows
+        return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
         """Return the tensor that column layers read for x: the one made for the layer before, if it read the same x."""

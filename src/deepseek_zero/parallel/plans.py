@@ -554,18 +554,15 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
     """Say of every parameter where its elements are; tied ones are one parameter, which is cut in one way."""
     found: dict[int, tuple[Split, str]] = {}
     for choice in plan.choices:
-        partial = Split("partial", ())
         for name, parameter in choice.module.named_parameters(recurse=False):
             if choice.part is None:
-                split = Split("partial", tuple(parameter.shape))
+                split = Split.whole("partial", tuple(parameter.shape), plan.ranks)
             elif name == "weight":
                 split = choice.part.weight
-            elif name == "bias" and choice.style in ("row", "row_scatter"):
-                split = Split("equal", tuple(parameter.shape))
-            elif name == "bias":
+            elif name == "bias" and choice.style not in ("row", "row_scatter"):
                 split = choice.part.side
             else:
-                split = partial
+                split = Split.whole("equal", tuple(parameter.shape), plan.ranks)
             before = found.setdefault(id(parameter), (split, choice.name))
             if before[0] != split:
                 raise UsageError(
@@ -573,7 +570,7 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
                     fix="untie them, or name neither of them in partition_config.",
                 )
     for name, parameter in model.named_parameters():
-        equal = Split("equal", tuple(parameter.shape))
+        equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
         plan.splits[name] = found[id(parameter)][0] if id(parameter) in found else equal
 
 

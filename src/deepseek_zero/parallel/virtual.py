@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from .cuts import blocks, join, ordered
 from .functions import Entry, column, flat, product, row_gradients
-from .layers import Layer, Row, _cast, _Entered, _version, cast_for_autocast, look_up
+from .layers import Layer, Part, Row, _cast, _Entered, _version, cast_for_autocast, look_up
 from .streams import Streams
 
 
@@ -132,6 +132,13 @@ class VirtualAxis:
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         weights = blocks(layer.weight, layer.part.weight)
         return _sum([look_up(weight, layer.part, rank, ids, layer.padding_idx) for rank, weight in enumerate(weights)])
+
+    def own_columns(self, logits: Tensor, part: Part) -> list[tuple[int, Tensor]]:
+        starts = [ranges[0][0] for ranges in part.outputs.ranges]
+        return list(zip(starts, blocks(logits, part.outputs), strict=True))
+
+    def all_gather(self, rows: Sequence[Tensor], what: str) -> list[Tensor]:
+        return list(rows)
 
     def in_passes(self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an attention once for each rank; each pass ends at the row layer, the last one goes on with the sum."""

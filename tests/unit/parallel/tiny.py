@@ -129,15 +129,11 @@ def virtual_step(
 def summed(steps: list[Step], name: str, rank: int) -> Tensor | None:
     """A rank's gradient, where ranks hold the same elements and compute summands, summed in their order."""
     split, own = steps[rank].splits[name], steps[rank].grads[name]
-    sharers: tuple[int, ...] = (rank,)
-    if split.kind == "partial":
-        sharers = tuple(range(len(steps)))
-    elif split.kind == "split":
-        sharers = split.sharers(rank)
-    if own is None or len(sharers) == 1:
+    summands = split.summands(rank)
+    if own is None or not summands:
         return own
     total = torch.zeros_like(own, dtype=torch.float32)
-    for other in sharers:
+    for other in summands:
         grad = steps[other].grads[name]
         assert grad is not None
         total = total + grad.float()
