@@ -28,7 +28,12 @@ from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
-from deepseek_zero.engine.settings import memory_settings_of, plan_settings_of
+from deepseek_zero.engine.settings import (
+    memory_settings_of,
+    pipeline_settings_of,
+    plan_settings_of,
+    tensor_settings_of,
+)
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
 from deepseek_zero.sharding.wrap import open_tiers
@@ -202,6 +207,17 @@ def states_an_axis() -> None:
             engine_with(**change)
 
 
+def settings_differ(path: str, of: Callable[[Config], object]) -> Callable[[], None]:
+    """What only several ranks see (tests/unit/parallel, tests/unit/pipeline): here, that they are told."""
+
+    def compare() -> None:
+        moved = off_default_config(path)
+        found = [of(resolve(load(config), Facts())) for config in (moved, without(moved, path))]
+        assert found[0] != found[1]
+
+    return compare
+
+
 def saves_when_asked_to_end() -> None:
     for name, path in (("SIGUSR1", "one"), ("SIGUSR2", "two")):
         engine = engine_with(checkpoint={"save_on_signal": {"path": path, "signals": [name]}})
@@ -248,6 +264,14 @@ def names_the_transport() -> None:
 STATE_AN_AXIS = (*AXIS_KEYS, "mesh.pp", "mesh.sp", "mesh.tp")
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     **dict.fromkeys(STATE_AN_AXIS, states_an_axis),
+    **{
+        f"tensor_parallel.{name}": settings_differ(f"tensor_parallel.{name}", tensor_settings_of)
+        for name in ("injection_policy_tuple", "partition_config", "preset_model", "sequence", "loss")
+    },
+    **{
+        f"pipeline.{name}": settings_differ(f"pipeline.{name}", pipeline_settings_of)
+        for name in ("partition", "schedule", "virtual", "group", "micro_batches")
+    },
     "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,
     "dp_degree": verifies_the_ranks,

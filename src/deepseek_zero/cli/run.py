@@ -9,9 +9,11 @@ belongs to the script, whatever it is called.
 from __future__ import annotations
 
 import importlib
+import math
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.launch import MESH
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
@@ -47,6 +50,8 @@ Everything after the script's name belongs to the script. Every option may be wr
 Several machines: {START_EACH}"""
 
 WHERE, WHAT = "Where ranks run", "What they run"
+AXES = ("pp", "tp", "sp")
+"""Options that name axes of the mesh; the ranks read them from the environment, as one more place that states one."""
 
 
 def _option(*names: str, text: str, panel: str) -> Any:
@@ -85,6 +90,11 @@ class RunOptions(LauncherOptions):
         int | None,
         _option("--node-rank", text="This machine's number. Default: its place in the hostfile.", panel=WHERE),
     ] = None
+    pp: Annotated[int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)] = 1
+    tp: Annotated[
+        int, _option("--tp", text="Ranks that share one layer (tensor parallel), as `mesh.tp`.", panel=WHAT)
+    ] = 1
+    sp: Annotated[int, _option("--sp", text="Ranks that share one sequence (Ulysses), as `mesh.sp`.", panel=WHAT)] = 1
     module: Annotated[
         bool, _option("--module", "-m", text="The script is a module's name (python -m).", panel=WHAT)
     ] = False
@@ -126,6 +136,10 @@ def run(options: RunOptions) -> int:
     """
     refuse_options(options)
     set_log_level(options)
+    axes = {axis: getattr(options, axis) for axis in AXES}
+    for axis, size in axes.items():
+        if size < 1:
+            raise UsageError(f"--{axis} is {size}.", why="An axis has at least one rank.", fix=f"Leave --{axis} out.")
     for option, value in (("--max-restarts", options.max_restarts), ("--save-grace", options.save_grace)):
         if not value >= 0:  # not a number, too
             raise UsageError(
@@ -134,7 +148,8 @@ def run(options: RunOptions) -> int:
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
-    plan = plan_node(_asked(options), machine, own_names())
+    plan = plan_node(_enough(_asked(options), machine, axes), machine, own_names())
+    _check_axes(plan, axes)
     refuse_launcher(options, plan.num_nodes)
     if plan.num_nodes > 1 and options.max_restarts:
         raise UsageError(
@@ -145,8 +160,31 @@ def run(options: RunOptions) -> int:
     if plan.share.note:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
+    if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
+        environment[MESH] = ",".join(named)
     with pid_file(options):
         return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
+
+
+def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int]) -> Asked:
+    """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of the model."""
+    copy = math.prod(axes.values())
+    said = (asked.nproc, asked.num_gpus, asked.hostfile, asked.include or None, asked.exclude or None)
+    if copy == 1 or machine.gpus or any(one is not None for one in said):
+        return asked
+    return replace(asked, nproc=max(1, machine.default_nproc // copy) * copy)
+
+
+def _check_axes(plan: NodePlan, axes: Mapping[str, int]) -> None:
+    """Raise where the ranks of one machine are no whole copies of the model; several machines are counted by them."""
+    copy = math.prod(axes.values())
+    if plan.num_nodes == 1 and plan.share.nproc % copy:
+        named = " ".join(f"--{axis} {size}" for axis, size in axes.items() if size > 1)
+        raise UsageError(
+            f"{named} needs a multiple of {copy} processes, and {plan.share.nproc} would run.",
+            why="So many ranks hold one copy of the model, and the world is whole copies.",
+            fix=f"Add --nproc {copy}, or choose smaller sizes.",
+        )
 
 
 # torch logs a page of C++ frames for each call to a store whose keeper is gone: our error says it in a sentence.

@@ -375,21 +375,32 @@ class TensorParallelKeywords(TypedDict, total=False):
     dtype: Any
     """Dtype of the sharded layers."""
     tp_overlap_comm: bool | Auto | None
-    """Overlap its reductions with computation."""
+    """Overlap its sums with computation."""
     tp: TpSizeKeywords | Auto | None
     """Sizes of the tensor-parallel group."""
     tensor_parallel: TpSizeKeywords | Auto | None
     """The same under its longer name."""
-    injection_policy_tuple: Any
-    """Layers that end in an all-reduce."""
+    injection_policy_tuple: Sequence[str] | str | Auto | None
+    """Endings of names of layers whose products are summed over the ranks (row), before every other rule."""
     partition_config: Mapping[str, Any] | Auto | None
-    """Rules by layer name: row, column or skip."""
+    """Rules by parameter name, before every other: layer_specs of patterns (re.match), partition_type row, column or
+    skip, shape of a fused projection, model_types; use_default_specs: whether other rules follow; strict_mode: a
+    layer that no rule splits is an error.
+    """
     preset_model: str | Auto | None
-    """Rules of a known model family."""
+    """Rules of a known model family, whatever the model calls itself."""
     keep_module_on_host: bool | Auto | None
     """Leave layers in host memory until they are cut."""
     kernel_inject: bool | Auto | None
     """Replace layers by fused kernels."""
+    sequence: bool | Auto | None
+    """Ours. Split activations over tokens between the regions (Megatron's sequence parallelism); null: where it is
+    built and the ranks divide the tokens.
+    """
+    loss: Literal["split", "gathered"] | Auto | None
+    """Ours. Where the loss of a split head is computed: split: from split logits, which training then does not return;
+    gathered: from whole ones.
+    """
 
 
 class ExpertParallelKeywords(TypedDict, total=False):
@@ -457,15 +468,25 @@ class PipelineKeywords(TypedDict, total=False):
     stages: float | Auto | None
     """Pipeline stages: as `mesh.pp`."""
     partition: str | Auto | None
-    """How layers are divided over stages."""
+    """How layers are divided over stages: best (work, then memory), uniform, parameters (trained ones), type:REGEX (of
+    class names).
+    """
+    schedule: Literal["1f1b", "interleaved", "breadth_first"] | Auto | None
+    """Ours. The order of forwards and backwards; the same bits."""
+    virtual: float | Auto | None
+    """Ours. Stages on each rank, not next to each other (interleaved, breadth_first)."""
+    group: float | Auto | None
+    """Ours. Micro-batches that a stage takes in turn on one gather of its weights (breadth_first); null: all."""
+    micro_batches: float | Auto | None
+    """Ours. Micro-batches of one step in the pipeline; null: gradient_accumulation_steps."""
     seed_layers: bool | Auto | None
     """Seed every layer on its own."""
     activation_checkpoint_interval: float | Auto | None
-    """Layers between two activation checkpoints."""
+    """Layers between two activation checkpoints; 0: none."""
     pipe_partitioned: bool | Auto | None
-    """Send activations partitioned."""
+    """Send activations partitioned over tensor-parallel ranks."""
     grad_partitioned: bool | Auto | None
-    """Send gradients partitioned."""
+    """Send gradients partitioned over tensor-parallel ranks."""
 
 
 class ThroughputKeywords(TypedDict, total=False):

@@ -19,6 +19,7 @@ from pydantic.fields import FieldInfo
 from ..base.errors import ConfigError, shown
 from ..base.log import log_first, log_once, speak
 from .fields import Milestone, Section, Status, advice, declared, subsection
+from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .raw_config import Problem, Problems, RawConfig, lookup
 from .schema import Config
@@ -126,6 +127,8 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _vertical(values, problems)
     _schedules(values, problems)
     _parking(values, problems)
+    _pipeline(values, problems)
+    check_layer_specs(lookup(values, "tensor_parallel.partition_config") or {}, problems)
     _packages(values, problems)
     _not_built(Config, values, "", None, problems)
 
@@ -282,6 +285,18 @@ def _parking(values: Mapping[str, Any], problems: Problems) -> None:
     if section.get("cpu_checkpointing"):
         key = "activation_checkpointing.cpu_checkpointing"
         problems.add(key, "contradicts device 'nvme': it means device 'cpu'", "keep one of the two", True)
+
+
+def _pipeline(values: Mapping[str, Any], problems: Problems) -> None:
+    """Check that a pipeline's schedule has what its other keys speak of."""
+    section = lookup(values, "pipeline", {})
+    schedule = section.get("schedule", "1f1b")
+    if section.get("virtual", 1) > 1 and schedule == "1f1b":
+        fix = 'write "schedule": "interleaved" or "breadth_first", or remove it'
+        problems.add("pipeline.virtual", "is more than schedule 1f1b has: one stage on a rank", fix, section["virtual"])
+    if section.get("group") is not None and schedule != "breadth_first":
+        fix = 'write "schedule": "breadth_first", or remove it'
+        problems.add("pipeline.group", f"is no matter of schedule {schedule}", fix, section["group"])
 
 
 def _types(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> None:

@@ -768,6 +768,9 @@ class Aio(Section):
     use_gds: bool = later(False, "Disk straight to the GPU.", Milestone.UNPLANNED, example=True)
 
 
+_TENSOR = {"tensor_parallel.autotp_size": 2}
+
+
 class TpSize(Section):
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
     tp_size: int = effective(
@@ -790,17 +793,45 @@ class TensorParallel(Section):
         effect="check",
         ge=0,
     )
-    dtype: Any = later("fp16", "Dtype of the sharded layers.", example="bf16")
-    tp_overlap_comm: bool = later(False, "Overlap its reductions with computation.", example=True)
+    dtype: Any = accepted("fp16", "Dtype of the sharded layers.", "the run's precision decides it, for every layer")
+    tp_overlap_comm: bool = accepted(
+        False, "Overlap its sums with computation.", "always on: a sum runs while the weight's gradient is computed"
+    )
     tp: TpSize = section(TpSize, "Sizes of the tensor-parallel group.")
     tensor_parallel: TpSize = section(TpSize, "The same under its longer name.")
-    injection_policy_tuple: Any = later(None, "Layers that end in an all-reduce.", example=["out_proj"])
-    partition_config: dict[str, Any] | None = later(
-        None, "Rules by layer name: row, column or skip.", example={"use_default_specs": True}
+    injection_policy_tuple: tuple[str, ...] | None = effective(
+        None,
+        "Endings of names of layers whose products are summed over the ranks (row), before every other rule.",
+        example=["out_proj"],
+        needs=_TENSOR,
     )
-    preset_model: str | None = later(None, "Rules of a known model family.", example="llama")
+    partition_config: dict[str, Any] | None = effective(
+        None,
+        "Rules by parameter name, before every other: layer_specs of patterns (re.match), partition_type row, column "
+        "or skip, shape of a fused projection, model_types; use_default_specs: whether other rules follow; "
+        "strict_mode: a layer that no rule splits is an error.",
+        example={"layer_specs": [{"patterns": [".*o_proj.weight$"], "partition_type": "row"}]},
+        needs=_TENSOR,
+    )
+    preset_model: str | None = effective(
+        None, "Rules of a known model family, whatever the model calls itself.", example="llama", needs=_TENSOR
+    )
     keep_module_on_host: bool = later(False, "Leave layers in host memory until they are cut.", example=True)
     kernel_inject: bool = later(False, "Replace layers by fused kernels.", Milestone.UNPLANNED, example=True)
+    sequence: bool | None = effective(
+        None,
+        "Ours. Split activations over tokens between the regions (Megatron's sequence parallelism); null: where it is "
+        "built and the ranks divide the tokens.",
+        example=False,
+        needs=_TENSOR,
+    )
+    loss: Literal["split", "gathered"] = effective(
+        "split",
+        "Ours. Where the loss of a split head is computed: split: from split logits, which training then does not "
+        "return; gathered: from whole ones.",
+        example="gathered",
+        needs=_TENSOR,
+    )
 
 
 class ExpertParallel(Section):
@@ -835,17 +866,59 @@ class ExpertParallel(Section):
     validate_folding_routing: bool = later(False, "Check routing between tensor and expert groups.", example=True)
 
 
+_STAGES = {"pipeline.stages": 2}
+
+
 class Pipeline(Section):
     gate: ClassVar[tuple[str, ...]] = ("stages",)
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
     stages: int | None = effective(
         None, "Pipeline stages: as `mesh.pp`.", unit="ranks", also=(1,), example=2, effect="check", ge=1
     )
-    partition: str = later("best", "How layers are divided over stages.", example="uniform")
+    partition: str = effective(
+        "best",
+        "How layers are divided over stages: best (work, then memory), uniform, parameters (trained ones), type:REGEX "
+        "(of class names).",
+        example="uniform",
+        needs=_STAGES,
+    )
+    schedule: Literal["1f1b", "interleaved", "breadth_first"] = effective(
+        "1f1b", "Ours. The order of forwards and backwards; the same bits.", example="breadth_first", needs=_STAGES
+    )
+    virtual: int = effective(
+        1,
+        "Ours. Stages on each rank, not next to each other (interleaved, breadth_first).",
+        unit="stages",
+        example=2,
+        ge=1,
+        needs={**_STAGES, "pipeline.schedule": "interleaved"},
+    )
+    group: int | None = effective(
+        None,
+        "Ours. Micro-batches that a stage takes in turn on one gather of its weights (breadth_first); null: all.",
+        unit="micro-batches",
+        example=4,
+        ge=1,
+        needs={**_STAGES, "pipeline.schedule": "breadth_first"},
+    )
+    micro_batches: int | None = effective(
+        None,
+        "Ours. Micro-batches of one step in the pipeline; null: gradient_accumulation_steps.",
+        unit="micro-batches",
+        example=8,
+        ge=1,
+        needs=_STAGES,
+    )
     seed_layers: bool = later(False, "Seed every layer on its own.", example=True)
-    activation_checkpoint_interval: int = later(0, "Layers between two activation checkpoints.", example=1, ge=0)
-    pipe_partitioned: bool = later(True, "Send activations partitioned.", example=False)
-    grad_partitioned: bool = later(True, "Send gradients partitioned.", example=False)
+    activation_checkpoint_interval: int = later(
+        0, "Layers between two activation checkpoints; 0: none.", unit="layers", example=1, ge=0
+    )
+    pipe_partitioned: bool = accepted(
+        True, "Send activations partitioned over tensor-parallel ranks.", "the same bits travel either way"
+    )
+    grad_partitioned: bool = accepted(
+        True, "Send gradients partitioned over tensor-parallel ranks.", "the same bits travel either way"
+    )
 
 
 class Compile(Section):

@@ -5,6 +5,7 @@ The configuration is read here, and in optimizer.py for the optimizer it names; 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +14,10 @@ import torch
 
 from ..activations.recompute import RecomputeSettings
 from ..checkpoint.catalogue import Retention
+from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
+from ..parallel.plans import ParallelSettings
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
@@ -79,6 +82,21 @@ class SavingSettings:
     retention: Retention = field(default_factory=Retention)
     on_signal: PreemptionSettings | None = None
     layout: str = "auto"
+
+
+@dataclass(frozen=True)
+class PipelineSettings:
+    """How a pipeline is cut and run, beside its number of ranks, which the mesh has.
+
+    partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as `make_schedule`
+    takes them.  micro_batches: of one step.
+    """
+
+    partition: str = "best"
+    schedule: str = "1f1b"
+    virtual: int = 1
+    group: int | None = None
+    micro_batches: int = 1
 
 
 def policy_of(config: Config) -> Policy:
@@ -272,4 +290,30 @@ def memory_settings_of(config: Config) -> MemorySettings:
         pins_host=any(section.pin_memory for section in sections if section.device != "none"),
         path=Path(path or ""),
         disk=DiskSettings(config.aio.queue_depth, config.aio.block_size),
+    )
+
+
+def tensor_settings_of(config: Config, model_type: str | None = None) -> ParallelSettings:
+    """What is said of the split over tensor-parallel ranks.  model_type: of the model, for rules that name some."""
+    section = config.tensor_parallel
+    summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1) for name in section.injection_policy_tuple or ())
+    given = section.partition_config or {}
+    return ParallelSettings(
+        loss=section.loss,
+        layers=(*layer_rules(given, model_type), *summed),
+        uses_other_rules=given.get("use_default_specs", True),
+        is_strict=given.get("strict_mode", False),
+        preset=section.preset_model,
+        sequence="auto" if section.sequence is None else section.sequence,
+    )
+
+
+def pipeline_settings_of(config: Config) -> PipelineSettings:
+    section = config.pipeline
+    return PipelineSettings(
+        partition=section.partition,
+        schedule=section.schedule,
+        virtual=section.virtual,
+        group=section.group,
+        micro_batches=section.micro_batches or config.gradient_accumulation_steps,
     )

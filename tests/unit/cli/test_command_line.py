@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,10 +18,11 @@ from typer.testing import CliRunner
 import deepseek_zero
 import deepseek_zero.cli as cli
 from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.base.launch import MESH
 from deepseek_zero.cli import run as run_module
 from deepseek_zero.cli.exec import exec_command
 from deepseek_zero.cli.nodes import Machine, NodePlan, Share
-from deepseek_zero.cli.ranks import Target
+from deepseek_zero.cli.ranks import Outcome, Target
 from deepseek_zero.cli.run import RunOptions, rank_environment, run
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, PROGRAMS
 from deepseek_zero.compat.deepspeed.launcher import REFUSED, pid_file, refuse_launcher
@@ -107,6 +110,8 @@ def test_deepspeeds_launch_line_is_understood() -> None:
         (RunOptions(command=["python", "train.py"]), "leave that word out"),
         (RunOptions(command=["no-such-program-here"], no_python=True), "There is no program"),
         (RunOptions(command=["x"], module=True, no_python=True), "mutually exclusive"),
+        (RunOptions(command=[__file__], tp=0), "--tp is 0"),
+        (RunOptions(command=[__file__], tp=2, pp=2, nproc=6), "--pp 2 --tp 2 needs a multiple of 4 processes, and 6"),
     ],
 )
 def test_a_command_that_cannot_start_is_refused_before_anything_starts(options: RunOptions, message: str) -> None:
@@ -133,6 +138,31 @@ def test_local_rank_is_passed_first_and_only_where_it_is_known(tmp_path: Path) -
     assert passed.argv(1)[-4:] == [str(script), "--local_rank=1", "--epochs", "2"]
     kept = run_module._command(RunOptions(command=[str(script), "--epochs", "2"], no_local_rank=True))
     assert kept.argv(1)[-3:] == [str(script), "--epochs", "2"]
+
+
+@pytest.mark.parametrize(
+    ("line", "cores", "nproc", "mesh"),
+    [
+        ("train.py", 2, 1, None),
+        ("--tp 2 --pp 2 train.py", 2, 4, "pp=2,tp=2"),
+        ("--tp 2 train.py", 10, 4, "tp=2"),
+        ("--sp 2 --nproc 4 train.py", 2, 4, "sp=2"),
+    ],
+)
+def test_axes_are_told_to_ranks_that_are_whole_copies(
+    line: str, cores: int, nproc: int, mesh: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    started: list[Any] = []
+    monkeypatch.setattr(run_module, "allowed_cores", lambda: cores)
+    agent = SimpleNamespace(
+        gpus_of_this_machine=lambda environment: (), run_ranks=lambda *given: started.append(given) or Outcome(0)
+    )
+    monkeypatch.setattr(run_module.importlib, "import_module", lambda name: agent)
+    assert run(parse(*line.split())) == 0
+    plan, _, environment, *_ = started[0]
+    assert (plan.share.nproc, environment.get(MESH)) == (nproc, mesh)
 
 
 def test_chosen_gpus_are_made_the_visible_ones(monkeypatch: pytest.MonkeyPatch) -> None:

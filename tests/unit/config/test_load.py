@@ -14,6 +14,7 @@ import pytest
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError
 from deepseek_zero.config import Config, Facts, RawConfig, choose_source, resolve
 from deepseek_zero.config import load as checks_room
+from deepseek_zero.config.layer_specs import layer_rules
 from deepseek_zero.config.load import load
 
 
@@ -375,3 +376,45 @@ def test_the_configuration_is_taken_from_wherever_it_is_given() -> None:
 def test_no_source_or_two_are_errors_in_deepspeeds_words(config: Any, args: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         choose_source(config, None, args)
+
+
+# Rules by parameter name ----------------------------------------------------------------------------------------------
+
+
+def specs(**spec: Any) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": 2, "partition_config": {"layer_specs": [spec]}}}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (specs(patterns=[".*a"], partition_type="diagonal"), "must be row, column or skip"),
+        (specs(patterns=["("]), "must be a list of regular expressions"),
+        (specs(patterns=".*a"), "must be a list of regular expressions"),
+        (specs(patterns=[".*a"], pattern="b"), r"layer_specs\[0\].pattern = 'b' .*no such key"),
+        (specs(patterns=[".*a"], partition_type="row", partition_dim=0), "partition_dim = 0 .*is not built"),
+        (specs(patterns=[".*a"], shape=[[8, 2, 2], -1]), "shape = .*is not built"),
+        (specs(patterns=[".*a"], gather_output=True), "gather_output = True .*is not built"),
+        ({"tensor_parallel": {"partition_config": {"layer_specs": {"patterns": []}}}}, "must be a list of objects"),
+        ({"tensor_parallel": {"partition_config": {"strict": True}}}, "partition_config.strict = True .*no such key"),
+        ({"pipeline": {"stages": 2, "virtual": 2}}, "pipeline.virtual = 2 .*more than schedule 1f1b has"),
+        ({"pipeline": {"stages": 2, "group": 2, "schedule": "interleaved"}}, "no matter of schedule interleaved"),
+    ],
+)
+def test_a_rule_or_a_schedule_that_cannot_be_is_named(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(DeepSeekZeroError, match=words):
+        load(given)
+
+
+def test_rules_are_those_for_the_model() -> None:
+    found = {
+        "layer_specs": [
+            {"patterns": [".*qkv.weight$"], "partition_type": "Column", "shape": (3, -1)},
+            {"patterns": [".*o.weight$", ".*down.weight$"], "partition_type": "row", "model_types": ["llama"]},
+            {"patterns": [".*norm.*"], "partition_type": "skip"},
+        ]
+    }
+    load({"tensor_parallel": {"partition_config": found}})
+    assert layer_rules(found, "gpt2") == ((".*qkv.weight$", "column", 3), (".*norm.*", "skip", 1))
+    assert layer_rules(found, "llama")[1:3] == ((".*o.weight$", "row", 1), (".*down.weight$", "row", 1))
+    assert layer_rules(None, None) == ()
