@@ -12,7 +12,7 @@ from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
 from .loss import split_loss
 from .plans import ParallelPlan, ParallelSettings, choose
 from .streams import Streams
-from .virtual import VirtualAxis, run_in_passes
+from .virtual import VirtualAxis, repeat, run_in_passes
 
 KINDS = {
     "column": Column,
@@ -55,6 +55,9 @@ def virtual(model: nn.Module, tp: int, settings: ParallelSettings | None = None)
         module = model.get_submodule(name)
         counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
         run_in_passes(model.get_submodule(holder), axis, counts)
+    for choice in plan.choices:
+        if choice.style == "partial":
+            repeat(choice.module, axis)
     _become(model, plan, axis)
     if settings.loss == "split":
         _split_loss(model, plan, axis)

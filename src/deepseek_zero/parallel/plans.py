@@ -152,7 +152,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     _make_regions(model, plan, choices)
     _split_vocabulary(model, plan, choices, settings)
     _fill_splits(model, plan)
-    if not any(choice.style in ("column", "row") for choice in plan.choices):
+    if all(choice.style in ("vocabulary", "head", "partial") for choice in plan.choices):
         raise UsageError(
             f"no layer of {type(model).__name__} is split over tp={ranks}.",
             "No rule knows its layers, and no names look like projections.",

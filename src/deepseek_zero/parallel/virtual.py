@@ -159,6 +159,18 @@ class VirtualAxis:
                 setattr(module, name, value)
             self._passes = self._entered = None
 
+    def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
+        """Return a layer's parameters for the rank whose pass is under way; None outside of one."""
+        passes = self._passes
+        if passes is None:
+            return None
+        if id(layer) not in passes.alike:
+            passes.alike[id(layer)] = {
+                name: _Alike.apply(each, self.size)  # type: ignore[no-untyped-call]
+                for name, each in layer.named_parameters(recurse=False)
+            }
+        return {name: each[passes.rank] for name, each in passes.alike[id(layer)].items()}
+
     def _weights(self, layer: Layer, dtype: torch.dtype) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
         """Return every rank's weight and bias; in passes, those of the first one."""
         passes = self._passes
@@ -214,13 +226,54 @@ class VirtualAxis:
             passes.has_drawn.append(True)
 
 
+class _Alike(torch.autograd.Function):
+    """A whole parameter for each rank; their gradients are summed in the order of the ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: int) -> tuple[Tensor, ...]:
+        return tuple(whole.clone() for _ in range(ranks))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ordered(grads), None
+
+
+class Repeated(nn.Module):
+    """A layer that every rank holds whole and applies to its own heads: its gradient is a sum over the ranks.
+
+    Never made: modules inside of an attention take a subclass as their class.
+    """
+
+    axis: VirtualAxis
+    is_inside: bool
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        alike = None if self.is_inside else self.axis.alike(self)
+        if alike is None:
+            return super().forward(*args, **kwargs)
+        self.is_inside = True
+        try:
+            return torch.func.functional_call(self, alike, args, kwargs)
+        finally:
+            self.is_inside = False
+
+
+def repeat(module: nn.Module, axis: VirtualAxis) -> None:
+    """Make a layer inside of an attention have a gradient of each rank's own."""
+    base = type(module)
+    module.__class__ = type(f"Repeated{base.__name__}", (Repeated, base), {"__module__": __name__})
+    layer = cast(Repeated, module)
+    layer.axis, layer.is_inside = axis, False
+
+
 class _NextPass(Exception):
     """A pass of an attention has come to its row layer."""
 
 
 @dataclass
 class _Passes:
-    """The passes of one attention under way.  weights: by layer, every rank's; entered: by tensor.
+    """The passes of one attention under way.  weights, alike: by layer, every rank's; entered: by tensor.
 
     common: the common random stream before the first pass drew from it. has_drawn: by rank.
     """
@@ -229,6 +282,7 @@ class _Passes:
     parts: list[Tensor] = field(default_factory=list)
     weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(default_factory=dict)
     entered: dict[int, list[_Entered]] = field(default_factory=dict)
+    alike: dict[int, dict[str, tuple[Tensor, ...]]] = field(default_factory=dict)
     common: Tensor | None = None
     has_drawn: list[bool] = field(default_factory=list)
 

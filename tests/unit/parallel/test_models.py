@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from deepseek_zero.parallel.apply import parallelize
-from deepseek_zero.parallel.plans import ParallelSettings
+from deepseek_zero.parallel.plans import ParallelSettings, choose
 from tests.in_process import Rank, run_ranks
-from tests.unit.parallel.tiny import MODELS, batch, differences, furthest, ranks_step, step, tiny, virtual_step
+from tests.unit.parallel.tiny import EIGHT, batch, differences, furthest, ranks_step, step, tiny, virtual_step
 
 pytest.importorskip("transformers")
 
 GATHERED = ParallelSettings(loss="gathered")
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EIGHT)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_two_ranks_compute_what_the_virtual_axis_does(name: str, dtype: torch.dtype) -> None:
     model = tiny(name, dtype)
@@ -26,7 +26,7 @@ def test_two_ranks_compute_what_the_virtual_axis_does(name: str, dtype: torch.dt
     assert differences(ranks_step(model, 2, GATHERED), whole) == []
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EIGHT)
 def test_the_virtual_axis_computes_the_model_within_rounding(name: str) -> None:
     model = tiny(name)
     plain = step(copy.deepcopy(model), batch())
@@ -90,3 +90,21 @@ def test_recomputed_blocks() -> None:
     whole = virtual_step(model, 2, GATHERED)
     model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
     assert differences(ranks_step(model, 2, GATHERED), whole) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_norms_of_heads_have_a_gradient_that_is_summed(dtype: torch.dtype) -> None:
+    model = tiny("qwen3", dtype)
+    whole, steps = virtual_step(model, 2), ranks_step(model, 2)
+    assert steps[0].splits["model.layers.0.self_attn.q_norm.weight"].kind == "partial"
+    assert differences(steps, whole) == []
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < (5e-6 if dtype == torch.float32 else 5e-2)
+
+
+def test_outputs_that_are_gathered_at_once_and_inputs_that_come_whole() -> None:
+    """Phi-3's own plan: its fused projections are split, its attention is computed whole on every rank."""
+    model = tiny("phi3")
+    whole, steps = virtual_step(model, 2), ranks_step(model, 2)
+    assert {choice.style for choice in choose(model, 2).choices} >= {"column_gather", "row_scatter"}
+    assert differences(steps, whole) == []
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < 5e-6

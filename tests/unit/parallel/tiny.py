@@ -57,8 +57,13 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", "GPT2LMHeadModel", _GPT2),
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _COMMON),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
+    "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GQA),
+    "phi3": ("Phi3Config", "Phi3ForCausalLM", _COMMON | {"num_key_value_heads": 2, "pad_token_id": 0}),
     "bert": ("BertConfig", "BertForMaskedLM", _BERT),
 }
+
+
+EIGHT = ("llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert")
 
 
 def tiny(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
