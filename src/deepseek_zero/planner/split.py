@@ -25,7 +25,7 @@ class Split:
     """One parameter over the ranks of the axis "tp".
 
     shape: of the whole parameter.  ranges: by coordinate, the [start, stop) of dimension `dim` that a rank holds, in
-    the order they lie in there; the whole of it unless it is split.
+    the order they lie in there; () unless it is split.
     """
 
     kind: Literal["split", "equal", "partial"]
@@ -41,12 +41,6 @@ class Split:
         starts = [[number * block + rank * part for number in range(blocks)] for rank in range(ranks)]
         return cls("split", shape, dim, tuple(tuple((low, low + part) for low in each) for each in starts))
 
-    @classmethod
-    def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
-        """Return a parameter that every rank holds."""
-        everything = ((0, shape[0]),) if shape else ()
-        return cls(kind, shape, 0, (everything,) * ranks)
-
     def local_shape(self, coordinate: int) -> Shape:
         """The shape of what one rank holds."""
         if self.kind != "split":
@@ -55,20 +49,22 @@ class Split:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def sharers(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates that hold the same elements, ascending, this one among them."""
+        """The coordinates that hold the same part of a split, ascending, this one among them."""
         return tuple(other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[coordinate])
 
-    def summands(self, coordinate: int) -> tuple[int, ...]:
+    def summands(self, coordinate: int, ranks: int) -> tuple[int, ...]:
         """The coordinates whose gradients are summands of one: that share a part of a split, or a partial parameter.
 
-        () where a rank's own gradient is the whole one.
+        () where a rank's own gradient is the whole one.  ranks: along "tp".
         """
-        found = () if self.kind == "equal" else self.sharers(coordinate)
+        if self.kind == "equal":
+            return ()
+        found = self.sharers(coordinate) if self.kind == "split" else tuple(range(ranks))
         return found if len(found) > 1 else ()
 
     def is_counted_at(self, coordinate: int) -> bool:
         """Whether this rank's elements count in norms, tables and checkpoints: others that hold them do not."""
-        return self.sharers(coordinate)[0] == coordinate
+        return self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0
 
 
 def split_of(param: Tensor) -> Split | None:
