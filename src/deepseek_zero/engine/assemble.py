@@ -40,6 +40,7 @@ from .settings import (
     saving_settings_of,
     scaler_of,
     step_settings_of,
+    tensor_settings_of,
 )
 
 if TYPE_CHECKING:  # as in engine.py
@@ -67,7 +68,7 @@ def assemble(
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
     if "tp" in comm.along:
-        for name, split in parallelize(model, comm.along["tp"]).items():
+        for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
     settings = plan_settings_of(config, leaf_modules)
     shape, chosen = run_on_all_ranks(

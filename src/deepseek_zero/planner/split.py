@@ -25,7 +25,7 @@ class Split:
     """One parameter over the ranks of the axis "tp".
 
     shape: of the whole parameter.  ranges: by coordinate, the [start, stop) of dimension `dim` that a rank holds, in
-    the order they lie in there; () unless it is split.
+    the order they lie in there; the whole of it unless it is split.
     """
 
     kind: Literal["split", "equal", "partial"]
@@ -40,6 +40,11 @@ class Split:
         part = block // ranks
         starts = [[number * block + rank * part for number in range(blocks)] for rank in range(ranks)]
         return cls("split", shape, dim, tuple(tuple((low, low + part) for low in each) for each in starts))
+
+    @classmethod
+    def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
+        """Return a parameter that every rank holds."""
+        return cls(kind, shape, 0, ((((0, shape[0]),) if shape else ()),) * ranks)
 
     def local_shape(self, coordinate: int) -> Shape:
         """The shape of what one rank holds."""

@@ -21,6 +21,6 @@ def test_heads_that_several_ranks_hold_count_once() -> None:
 
 def test_what_every_rank_holds_counts_at_the_first() -> None:
     for kind in ("equal", "partial"):
-        whole = Split(kind, (7,))  # type: ignore[arg-type]
+        whole = Split.whole(kind, (7,), 4)  # type: ignore[arg-type]
         assert whole.local_shape(3) == (7,)
         assert [whole.is_counted_at(rank) for rank in range(2)] == [True, False]
