@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from math import prod
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch import Tensor, nn
 
 from ..base.device import version_of, without_torch_function
 from ..base.errors import UsageError
-from ..comm.collectives import scatter
+from ..comm.collectives import Comm, scatter
 from ..planner.spec import R, S
+from ..planner.split import Split
 from .buffer import FlatBuffer, move
 from .init import InitShard
 from .param_group import ParamGroup
@@ -52,6 +54,28 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     else:
         full.memory.copy_(buffer.load())
     return full.memory
+
+
+def join_split(values: Tensor, split: Split, comm: Comm, what: str) -> Tensor:
+    """Return a parameter's state over all ranks along "tp", flat, in new memory; `values` itself unless it is split.
+
+    values: this rank's part, flat, in memory that stays as it is meanwhile.  comm: the ranks along "tp".  Collective
+    among them, where the parameter is split; waits.
+    """
+    if split.kind != "split":
+        return values
+    shapes = [split.local_shape(coordinate) for coordinate in range(comm.size)]
+    boxes = [values if peer == comm.rank else values.new_empty(prod(shape)) for peer, shape in enumerate(shapes)]
+    comm.exchange([values] * comm.size, boxes, "gather", what).wait()
+    whole, dim = values.new_empty(split.shape), split.dim
+    for ranges, shape, box in zip(split.ranges, shapes, boxes, strict=True):
+        part, reached = box.view(shape), 0
+        for start, stop in ranges:
+            end = min(stop, split.shape[dim])  # what is beyond is padding
+            if start < end:
+                whole.narrow(dim, start, end - start).copy_(part.narrow(dim, reached, end - start))
+            reached += stop - start
+    return whole.view(-1)
 
 
 class GatheredParameters:

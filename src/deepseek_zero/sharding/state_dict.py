@@ -2,7 +2,7 @@
 
 state_dict: collective; every rank gets full tensors of its own (on the CPU where the model trains on a GPU), never
 more than one unit gathered at a time. load_state_dict: local; every rank reads its slices out of the full values it
-is given.
+is given. Parameters that are split along "tp" are whole in both; along "pp" a state dict has those of one stage.
 """
 
 from __future__ import annotations
@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
+from ..comm.collectives import Comm
+from ..parallel.cuts import cut
+from ..planner.split import Split, split_of
+from .access import join_split
 from .executor import Unit, UnitState
 from .sharded_parameter import Hook
 
@@ -65,14 +69,38 @@ class _Saver:
             return
         self.outermost = None
         copies: dict[int, Tensor] = {}
+        splits = _splits(self.unit, module)
         for name in own_names(self.unit, module):
             value = state.get(prefix + name)
             if isinstance(value, Tensor) and not isinstance(value, nn.Parameter):
                 key = value.data_ptr() if value.numel() else id(value)
-                state[prefix + name] = copies.setdefault(key, value.detach().to("cpu", copy=True)).view(value.shape)
+                if key not in copies:
+                    copies[key] = self._joined(value, splits.get(name), name).to("cpu", copy=True)
+                state[prefix + name] = copies[key].view(copies[key].shape)
         if self.woken:
             with torch.no_grad():
                 self.unit.reshard()
+
+    def _joined(self, value: Tensor, split: Split | None, name: str) -> Tensor:
+        """Return the whole value of a parameter, in its shape.  Collective along "tp" where it is split."""
+        value = value.detach()
+        if split is None or (comm := along_tp(self.unit)) is None:
+            return value
+        return join_split(value.reshape(-1), split, comm, f"state dict: {name}").view(split.shape)
+
+
+def along_tp(unit: Unit) -> Comm | None:
+    """Return the communicator along "tp" of a unit's model; None without that axis."""
+    runtime = unit.groups[0].runtime() if unit.groups else None
+    found: Comm | None = runtime.comm.along.get("tp") if runtime is not None else None
+    return found
+
+
+def _splits(unit: Unit, module: nn.Module) -> dict[str, Split]:
+    """How a unit's parameters lie along "tp", by their names relative to a module; those that are split alone."""
+    mine = {id(member.param): split_of(member.param) for member in unit.members()}
+    found = {name: mine.get(id(param)) for name, param in module.named_parameters(remove_duplicate=False)}
+    return {name: split for name, split in found.items() if split is not None and split.kind == "split"}
 
 
 class _Loader:
@@ -91,11 +119,22 @@ class _Loader:
             )
         if self.outermost in (None, module):
             self.outermost = module
+            self._cut(module, state, prefix)
             for group in self.unit.groups:
                 if not group.is_sharded:
                     for member in group.members:
                         with without_torch_function():
                             member.reshard()
+
+    def _cut(self, module: nn.Module, state: Any, prefix: str) -> None:
+        """Put this rank's parts in the place of whole values, in torch's own copy of the dictionary."""
+        comm = along_tp(self.unit)
+        if comm is None:
+            return
+        for name, split in _splits(self.unit, module).items():
+            value = state.get(prefix + name)
+            if isinstance(value, Tensor) and tuple(value.shape) == split.shape:
+                state[prefix + name] = cut(value, split, comm.rank)
 
     def after(self, module: nn.Module, incompatible: Any) -> None:
         if self.outermost is not module:
