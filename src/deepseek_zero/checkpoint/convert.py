@@ -5,7 +5,6 @@ The checkpoint may be of any known layout (layouts.py); any number of ranks may 
 
 from __future__ import annotations
 
-import secrets
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 from .export import save_torch
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from .read import open_checkpoint, tensors_of
-from .safetensors_file import SafetensorsWriter, dtype_of
+from .safetensors_file import SafetensorsWriter, dtype_of, run_of
 from .staging import staged_output
 
 
@@ -36,13 +35,18 @@ def convert_to_safetensors(
     with ExitStack() as stack:
         tensors = tensors_of(open_checkpoint(path, tag, stack), dtype_of(dtype), exclude_frozen=exclude_frozen)
         shards = plan_shards([lazy.entry for lazy in tensors.values()], max_shard_bytes)
-        names, run = shard_names(len(shards)), secrets.token_hex(8)
+        names = shard_names(len(shards))
         output = stack.enter_context(staged_output(out))
-        for name, infos in zip(names, shards, strict=True):
-            with SafetensorsWriter(output.path / name, infos, run) as file:
+        with ExitStack() as written:
+            files = []
+            for name, infos in zip(names, shards, strict=True):
+                files.append(file := written.enter_context(SafetensorsWriter(output.path / name, infos)))
                 for info in infos:
                     for low, part in tensors[info.name].parts():
                         file.write(info.name, low, part)
+            run = run_of(checksum for file in files for checksum in file.checksums)
+            for file in files:
+                file.run = run
         if len(names) > 1:
             write_index(output.path / INDEX, shards, names)
         output.publish_folder(EXPORT_PATTERNS, INDEX)

@@ -1,15 +1,15 @@
 """Writes the whole weights of a live engine as files that other programs read: safetensors by all ranks, or one file.
 
 Weights are gathered group by group, each rank writes the tensors of its own files, and no rank ever holds the model;
-only a torch file (`.pth`) needs it whole, on rank 0.
+only a torch file (`.pth`) needs it whole, on rank 0.  The files are the same bytes on every mesh.
 """
 
 from __future__ import annotations
 
-import secrets
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from ..comm.collectives import Comm, scatter
-from ..sharding.access import gather_full
+from ..planner.split import split_of
+from ..sharding.access import gather_full, join_split
 from ..sharding.buffer import FlatBuffer
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from . import files
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
 from .lockstep import run_and_gather
-from .safetensors_file import SafetensorsWriter, TensorInfo, cast
+from .piece import Piece, persistent_buffers, whole_names
+from .safetensors_file import SafetensorsWriter, TensorInfo, cast, dtype_name, dtype_named, run_of
 from .staging import StagedOutput
-from .state import exact_extents, persistent_buffers, state_names
+from .state import exact_extents
 
 Companions = Callable[[Path], None]  # writes what else belongs into an exported folder
 FILE_SUFFIXES = (".safetensors", ".pth", ".pt", ".bin")  # that mean one file; anything else is a folder
@@ -53,41 +55,112 @@ class ExportSettings:
 # -- what there is
 
 
-def tensors_to_export(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
-    """List every tensor to write, tied ones once under their first name; the same on every rank."""
-    kept = {
-        member.name: TensorInfo(member.name, tuple(member.slot.shape), settings.dtype_for(group.weight.spec.dtype))
-        for group in runtime.groups
-        for member in group.members
-        if group.trainable or not settings.exclude_frozen
-    }
+@dataclass(frozen=True)
+class WholeModel:
+    """The tensors of the whole model, of which each rank's wrapped model is a piece; the same on every rank.
+
+    stages: by coordinate along "pp", what its ranks hold, with the dtype that it is gathered in, in the order in which
+    they gather it.  A parameter that is tied to one of an earlier stage is that stage's.
+    """
+
+    runtime: Runtime
+    settings: ExportSettings
+    stages: tuple[tuple[TensorInfo, ...], ...]
+
+    @classmethod
+    def of(cls, runtime: Runtime, settings: ExportSettings) -> WholeModel:
+        """Look at what all stages hold.  Collective in the world where there are several."""
+        own, stages = _held(runtime, settings), runtime.comm.along.get("pp")
+        if stages is None:
+            return cls(runtime, settings, (tuple(own),))
+        rows = json.dumps([[info.name, info.shape, dtype_name(info.dtype)] for info in own])
+        found = run_and_gather(runtime.comm.whole, "export: what all stages hold", lambda: rows)
+        by_stage = [json.loads(found[rank]) for rank in stages.ranks]
+        infos = [
+            [TensorInfo(name, tuple(shape), dtype_named(dtype)) for name, shape, dtype in rows] for rows in by_stage
+        ]
+        return cls(runtime, settings, tuple(map(tuple, infos)))
+
+    @property
+    def tensors(self) -> list[TensorInfo]:
+        """Every tensor to write, tied ones once under their first name, as a file will have them."""
+        kept = {
+            info.name: replace(info, dtype=self.settings.dtype_for(info.dtype))
+            for infos in self.stages
+            for info in infos
+        }
+        return [kept[name] for name in whole_names(self.runtime.model) if name in kept]
+
+    def values(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, flat values) of each tensor, whole, on every rank; valid until the next one is asked for.
+        Collective in the world.
+
+        A weight asked for in its own dtype is the weight itself, in any other dtype the master.  Buffers are the first
+        rank's.
+        """
+        stages = self.runtime.comm.along.get("pp")
+        with torch.no_grad():
+            for stage, infos in enumerate(self.stages):
+                if stages is None:
+                    yield from _own_values(self.runtime, self.settings)
+                elif stage == stages.rank:
+                    for name, values in _own_values(self.runtime, self.settings):
+                        scatter(stages, [values] * stages.size, values, f"export of {name}", stage)
+                        yield name, values
+                        del values
+                else:
+                    device = self.runtime.comm_ctx.pool.device
+                    for info in infos:
+                        came = torch.empty(info.numel, dtype=info.dtype, device=device)
+                        scatter(stages, [came] * stages.size, came, f"export of {info.name}", stage)
+                        yield info.name, came
+                        del came
+
+
+def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
+    """List what `_own_values` yields: whole shapes, and the dtypes they come in."""
+    piece, found = Piece.of(runtime), list[TensorInfo]()
+    for group, members in _exported(runtime, settings, piece):
+        dtype = _source_dtype(group, settings)
+        found += [TensorInfo(piece.name(member), piece.shape(member), dtype) for member in members]
     buffers = persistent_buffers(runtime.model)
-    kept |= {
-        name: TensorInfo(name, tuple(each.shape), settings.dtype_for(each.dtype)) for name, each in buffers.items()
-    }
-    return [kept[name] for name in state_names(runtime.model) if name in kept]
+    return found + [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in buffers.items()]
+
+
+def _exported(runtime: Runtime, settings: ExportSettings, piece: Piece) -> Iterator[tuple[ParamGroup, list[ParamInfo]]]:
+    """Yield the groups to gather, and their parameters that are this stage's to write."""
+    for group in runtime.groups:
+        members = [member for member in group.members if piece.name(member) == member.name]
+        if members and (group.trainable or not settings.exclude_frozen):
+            yield group, members
 
 
 # -- whole values, one group at a time
 
 
-def whole_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, flat values) of each tensor of `tensors_to_export`, on every rank; valid until the next one is asked
-    for.  Collective.
-
-    A weight asked for in its own dtype is the weight itself, in any other dtype the master.  Buffers are rank 0's.
+def _own_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, flat values) of each tensor that the ranks of this stage hold, joined over "tp".  Collective among
+    them.
     """
-    with torch.no_grad():
-        for group in runtime.groups:
-            if settings.exclude_frozen and not group.trainable:
-                continue
-            flat = gather_full(_source(group, settings), group, f"export of {group.members[0].name}")
-            _evict(group)
-            for member in group.members:
-                yield member.name, flat[member.slot.start : member.slot.stop]
-            del flat
-        for name, buffer in persistent_buffers(runtime.model).items():
-            yield name, _broadcast_first(runtime.comm, buffer, name)
+    piece, tp = Piece.of(runtime), runtime.comm.along.get("tp")
+    for group, members in _exported(runtime, settings, piece):
+        flat = gather_full(_source(group, settings), group, f"export of {group.members[0].name}")
+        _evict(group)
+        for member in members:
+            values, split = flat[member.slot.start : member.slot.stop], split_of(member.param)
+            if split is not None and tp is not None:
+                values = join_split(values, split, tp, f"export of {member.name}")
+            yield member.name, values
+            del values
+        del flat
+    for name, buffer in persistent_buffers(runtime.model).items():
+        yield name, _broadcast_first(runtime.comm, buffer, name)
+
+
+def _source_dtype(group: ParamGroup, settings: ExportSettings) -> torch.dtype:
+    """Return the dtype of `_source`."""
+    own = group.weight.spec.dtype
+    return own if group.master is None or settings.dtype_for(own) == own else group.master.dtype
 
 
 def _source(group: ParamGroup, settings: ExportSettings) -> FlatBuffer:
@@ -106,7 +179,7 @@ def _evict(group: ParamGroup) -> None:
 
 
 def _broadcast_first(comm: Comm, buffer: Tensor, name: str) -> Tensor:
-    """Return rank 0's values of a buffer, flat, in new memory.  Collective."""
+    """Return the values that a buffer has on the first rank of a communicator, flat, in new memory.  Collective."""
     flat = buffer.detach().reshape(-1).clone()
     if comm.size > 1 and flat.numel():
         scatter(comm, [flat] * comm.size, flat, f"export of {name}")
@@ -121,16 +194,18 @@ class _RankFiles:
     in every gather.
     """
 
-    def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]], run: str) -> None:
-        self.folder, self.shards, self.run = folder, shards, run
+    def __init__(self, folder: Path, shards: dict[str, list[TensorInfo]]) -> None:
+        self.folder, self.shards = folder, shards
         self._stack = ExitStack()
+        self._files: list[SafetensorsWriter] = []
         self._file_of: dict[str, SafetensorsWriter] = {}
         self._problem: Exception | None = None
 
     def open(self) -> str:
         """Create the files.  CheckpointError where the disk refuses."""
         for name, infos in self.shards.items():
-            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos, self.run))
+            file = self._stack.enter_context(SafetensorsWriter(self.folder / name, infos))
+            self._files.append(file)
             self._file_of |= {info.name: file for info in infos}
         return ""
 
@@ -144,10 +219,16 @@ class _RankFiles:
         except (OSError, CheckpointError) as error:
             self._problem = error
 
-    def close(self) -> str:
-        """Complete the files and have them on the disk; raises the first error of a `put`."""
+    def checksums(self) -> str:
+        """Return the checksums of all tensors in these files, as JSON; raises the first error of a `put`."""
         if self._problem is not None:
             raise self._problem
+        return json.dumps([each for file in self._files for each in file.checksums])
+
+    def close(self, run: str) -> str:
+        """Complete the files and have them on the disk.  run: the identity of the export they belong to."""
+        for file in self._files:
+            file.run = run
         self._stack.close()
         return ""
 
@@ -166,8 +247,9 @@ def export_safetensors(
     `directory` changes only when everything is on the disk.  CheckpointError on every rank where one of them cannot
     write.  companions: called on rank 0 with the folder, to write further files into it.
     """
-    comm, output = runtime.comm, StagedOutput(directory)
-    shards = plan_shards(tensors_to_export(runtime, settings), settings.max_shard_bytes)
+    comm, output = runtime.comm.whole, StagedOutput(directory)
+    model = WholeModel.of(runtime, settings)
+    shards = plan_shards(model.tensors, settings.max_shard_bytes)
     names = shard_names(len(shards))
 
     def finish() -> None:
@@ -178,9 +260,9 @@ def export_safetensors(
         output.publish_folder(EXPORT_PATTERNS, INDEX)
 
     try:
-        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, output))[0]
+        run_and_gather(comm, "export: the folder", lambda: _on_first_rank(comm, lambda: _begin(output)))
         own_files = {name: shards[k] for k, name in enumerate(names) if k % comm.size == comm.rank}
-        _write(runtime, settings, _RankFiles(output.path, own_files, run))
+        _write(model, _RankFiles(output.path, own_files))
         run_and_gather(comm, "export: the names", lambda: _on_first_rank(comm, finish))
     except Exception:
         output.discard()
@@ -194,12 +276,12 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
     A safetensors file is written tensor by tensor.  torch.save wants everything at once, so rank 0 then holds the whole
     model in host memory, in the dtype asked for.  CheckpointError on every rank where rank 0 cannot write.
     """
-    comm, output = runtime.comm, StagedOutput(path)
+    comm, output = runtime.comm.whole, StagedOutput(path)
     try:
-        run = run_and_gather(comm, "export: the folder", lambda: _begin(comm, output))[0]
+        run_and_gather(comm, "export: the folder", lambda: _on_first_rank(comm, lambda: _begin(output)))
         if path.suffix == ".safetensors":
-            own_files = {path.name: tensors_to_export(runtime, settings)} if comm.rank == 0 else {}
-            _write(runtime, settings, _RankFiles(output.path, own_files, run))
+            model = WholeModel.of(runtime, settings)
+            _write(model, _RankFiles(output.path, {path.name: model.tensors} if comm.rank == 0 else {}))
         else:
             state = consolidated(runtime, settings)
             into = output.path / path.name
@@ -210,10 +292,8 @@ def export_file(runtime: Runtime, path: Path, settings: ExportSettings) -> None:
         raise
 
 
-def _begin(comm: Comm, output: StagedOutput) -> str:
-    """Open the staging folder on rank 0, and return a new identity for this export; "" on other ranks."""
-    if comm.rank:
-        return ""
+def _begin(output: StagedOutput) -> None:
+    """Open the staging folder.  Rank 0 alone calls it."""
     if output.final.is_dir() and output.final.suffix in FILE_SUFFIXES:
         raise CheckpointError(f"{output.final} is a folder.", "Its name is that of a file.", "name another file.")
     if output.final.is_file() and output.final.suffix not in FILE_SUFFIXES:
@@ -221,17 +301,19 @@ def _begin(comm: Comm, output: StagedOutput) -> str:
             f"{output.final} is a file.", "An export is a folder.", "name a folder, or a file that ends in .pth."
         )
     output.open()
-    return secrets.token_hex(8)
 
 
-def _write(runtime: Runtime, settings: ExportSettings, own_files: _RankFiles) -> None:
+def _write(model: WholeModel, own_files: _RankFiles) -> None:
     """Gather every tensor on every rank, and write those of this rank's files."""
+    comm = model.runtime.comm.whole
     try:
-        run_and_gather(runtime.comm, "export: this rank's files", own_files.open)
-        for name, values in whole_values(runtime, settings):
+        run_and_gather(comm, "export: this rank's files", own_files.open)
+        for name, values in model.values():
             own_files.put(name, values)
             del values  # or its group would stay while the next one is gathered
-        run_and_gather(runtime.comm, "export: this rank's tensors", own_files.close)
+        found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
+        run = run_of(checksum for each in found for checksum in json.loads(each))
+        run_and_gather(comm, "export: this rank's headers", lambda: own_files.close(run))
     finally:
         own_files.abandon()
 
@@ -241,15 +323,16 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     Collective.
     """
     found: dict[str, Tensor] = {}
-    for name, values in whole_values(runtime, settings):
-        if runtime.comm.rank == 0:
+    model, is_first = WholeModel.of(runtime, settings), runtime.comm.whole.rank == 0
+    for name, values in model.values():
+        if is_first:
             found[name] = cast(values, settings.dtype_for(values.dtype)).to("cpu", copy=True)
         del values
-    if runtime.comm.rank:
+    if not is_first:
         return None
-    shapes = {info.name: info.shape for info in tensors_to_export(runtime, settings)}
+    shapes = {info.name: info.shape for info in model.tensors}
     whole_of = {name: values.view(shapes[name]) for name, values in found.items()}
-    return {name: whole_of[first] for name, first in state_names(runtime.model).items() if first in whole_of}
+    return {name: whole_of[first] for name, first in whole_names(runtime.model).items() if first in whole_of}
 
 
 def save_torch(state: dict[str, Any], path: Path) -> str:

@@ -4,7 +4,8 @@
     <directory>/<tag>/manifest.json              Manifest: names, shapes, chunks, counters, client state
     <directory>/<tag>/rank_00000.safetensors     rank 0's chunks, one tensor each
 
-A chunk is elements [start, stop) of one state of one parameter, so any number of ranks can read what any other wrote.
+A chunk is elements [start, stop) of one state of one parameter, or of a part of it (boxes.py), so ranks of any mesh can
+read what those of any other wrote.  Names and shapes are the whole model's.
 Plain Python values and tensors become JSON without pickle, so that reading a checkpoint never runs code:
 
     None, bool, int, str, float, list, dict with text keys: themselves
@@ -19,7 +20,7 @@ import math
 import os
 import zlib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,11 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import CheckpointError, brief
+from .boxes import Part
 from .safetensors_file import dtype_named
 
 FORMAT, VERSION = "deepseek-zero checkpoint", 2
+SPLIT_VERSION = 3  # of one with chunks of parts, which older releases cannot read
 LATEST, MANIFEST = "latest", "manifest.json"
 NEWEST = "newest"  # the tag that a load is asked for where it shall choose
 RESERVED_TAGS = (LATEST, NEWEST, "latest_universal", "zero_to_fp32.py")  # what has another meaning in a directory
@@ -57,7 +60,8 @@ class SavedChunk:
     empty.
 
     A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
-    "owed" belongs to a gradient whose update comes a step late.
+    "owed" belongs to a gradient whose update comes a step late.  rank: of the world, whose file it is in.  part: of
+    what these are the elements, in its own order; None: of the whole parameter.
     """
 
     kind: str
@@ -67,6 +71,18 @@ class SavedChunk:
     stop: int
     rank: int
     crc: int | None = None  # zlib's CRC-32 of its bytes in the file; None: nobody has it
+    part: Part | None = None
+
+    def to_json(self) -> list[Any]:
+        """Return the chunk as a manifest has it: its fields in their order, without a part where it has none."""
+        found = [self.kind, self.name, self.key, self.start, self.stop, self.rank, self.crc]
+        return found if self.part is None else [*found, self.part.to_json()]
+
+    @classmethod
+    def from_json(cls, values: list[Any]) -> SavedChunk:
+        """Return the chunk that a manifest has."""
+        part = Part.from_json(values[7]) if len(values) > 7 else None
+        return replace(cls(*values[:7]), part=part)
 
     @property
     def file(self) -> str:
@@ -77,11 +93,6 @@ class SavedChunk:
     def tensor_name(self) -> str:
         """Return the chunk's name inside its file."""
         return f"{self.kind}|{self.key}|{self.start}|{self.name}"
-
-    @property
-    def description(self) -> str:
-        """Return the chunk's name in an error."""
-        return f"elements {self.start} to {self.stop} of '{self.name}' ({f'{self.kind} {self.key}'.strip()})"
 
 
 @dataclass
@@ -113,14 +124,15 @@ class Manifest:
     def mesh(self) -> dict[str, int] | None:
         """Return the sizes of the axes of the mesh it was saved on; None where the file does not say.
 
-        A load needs nothing of it: what ranks wrote is found by name and flat range.
+        A load needs it only to know whose random numbers and buffers a rank goes on with: states are found by name.
         """
         return self.extra.get("mesh")
 
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""
-        document = asdict(self)
-        document["chunks"] = [list(asdict(chunk).values()) for chunk in self.chunks]
+        document = asdict(replace(self, chunks=[]))
+        document["chunks"] = [chunk.to_json() for chunk in self.chunks]
+        document["version"] = SPLIT_VERSION if any(chunk.part is not None for chunk in self.chunks) else VERSION
         return json.dumps({**document, "crc": _crc(document)}, allow_nan=False)
 
     @classmethod
@@ -149,15 +161,15 @@ class Manifest:
 
     @classmethod
     def _parse(cls, path: Path, document: dict[str, Any]) -> Manifest:
-        if document.get("format") != FORMAT or document.get("version") != VERSION:
+        if document.get("format") != FORMAT or document.get("version") not in (VERSION, SPLIT_VERSION):
             raise CheckpointError(
                 f"{path} is {document.get('format')!r} version {document.get('version')!r}.",
-                f"This version reads {FORMAT!r} version {VERSION}.",
+                f"This version reads {FORMAT!r} versions {VERSION} and {SPLIT_VERSION}.",
                 "load it with the version of the library that wrote it.",
             )
         if document.pop("crc", None) != _crc(document):
             raise CheckpointError(f"{path} is not what was written.", "Its checksum differs.", "load another tag.")
-        document["chunks"] = [SavedChunk(*values) for values in document["chunks"]]
+        document["chunks"] = [SavedChunk.from_json(values) for values in document["chunks"]]
         return cls(**document)
 
 

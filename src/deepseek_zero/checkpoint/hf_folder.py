@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
 from . import files
+from .boxes import Part, read_part
 from .safetensors_file import SafetensorsReader, TensorInfo
 
 STEM, INDEX = "model", "model.safetensors.index.json"
@@ -134,9 +136,14 @@ class SafetensorsFolder:
                 self._file_of[name] = reader
                 self.shapes[name] = location.shape
 
-    def read(self, name: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, mapped: one part."""
-        yield start, self._file_of[name].mapped(name)[start:stop]
+    def read(self, name: str, start: int, stop: int, part: Part | None = None) -> Iterator[tuple[int, Tensor]]:
+        """Yield (position, flat values) parts of the elements [start, stop) of a tensor, or of a part of it: mapped and
+        one, where the tensor is whole.
+        """
+        if part is not None:
+            yield from read_part(part, start, stop, partial(self.read, name))
+        else:
+            yield start, self._file_of[name].mapped(name)[start:stop]
 
     def whole(self, name: str) -> Tensor:
         """Read a tensor in its own shape and dtype, into memory of its own."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..base.errors import CheckpointError
 from . import LAYOUT_MODULES
+from .boxes import Part
 from .contents import Contents, Loaded, LoadSettings, SaveSettings
 from .format import MANIFEST, WEIGHT, FileRecord, Manifest
 from .hf_folder import INDEX, STEM, SafetensorsFolder, safetensors_files
@@ -30,7 +31,10 @@ from .torch_file import read_state_dict, torch_records
 
 
 class StateReader(Protocol):
-    """Reads flat ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state."""
+    """Reads ranges of the states of a checkpoint, by kind, parameter and the optimizer's name of the state.
+
+    Elements are counted in the order of a part of the parameter (boxes.py), or of the whole one (None).
+    """
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
         """Return whether there is anything of a state."""
@@ -40,14 +44,16 @@ class StateReader(Protocol):
         """Return the optimizer's names of the states of one parameter."""
         ...
 
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def read(
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop), in order; each is valid until the next is
         asked for.  CheckpointError if some are missing.
         """
         ...
 
-    def whole(self, name: str, key: str) -> Tensor:
-        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has none."""
+    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+        """Read an optimizer state with a shape of its own.  CheckpointError where the layout has none of that part."""
         ...
 
     def of_rank(self, name: str, rank: int) -> Tensor:
@@ -230,10 +236,12 @@ class WeightsReader:
     def keys(self, kind: str, name: str) -> list[str]:
         return []
 
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        return self.files.read(name, start, stop)
+    def read(
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        return self.files.read(name, start, stop, part)
 
-    def whole(self, name: str, key: str) -> Tensor:
+    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
         raise CheckpointError(f"'{name}' has no state '{key}': an export holds weights alone.")
 
     def of_rank(self, name: str, rank: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Loads a checkpoint into an engine of any world size and stage: by name, by intersection of flat ranges.
+"""Loads a checkpoint into an engine of any mesh and stage: by name, by intersection of what was saved and what is held.
 
 Each rank reads only the elements it will hold.  Every rank checks everything that can be refused before any rank
 changes anything; then the `restore_*` functions write weights, masters, moments and buffers, group by group.
@@ -6,7 +6,7 @@ changes anything; then the `restore_*` functions write weights, masters, moments
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from itertools import groupby
@@ -28,10 +28,11 @@ from .contents import Contents, Loaded, LoadSettings
 from .format import BUFFER, DELAYED, MANIFEST, MOMENT, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateReader
 from .lockstep import run_and_gather
+from .piece import Piece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, StateRange, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_named
-from .state import exact_extents, persistent_buffers
+from .state import exact_extents
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -40,18 +41,19 @@ NEW_MOMENTS = "moments into new memory"
 def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) -> Loaded:
     """Fill an engine's weights, masters, moments, buffers and random generators from `directory/tag`.  Collective.
 
-    Any number of ranks at any stage may have saved it: each rank reads the flat ranges that it holds.  Shapes, names,
+    Any number of ranks on any mesh may have saved it: each rank reads the elements that it holds.  Shapes, names,
     the optimizer and (settings.verify) checksums are compared on every rank before any rank changes anything:
     CheckpointError on all of them, and an unchanged engine, where one finds a fault.  Returns counters and the caller's
     own values.
     """
-    runtime, loaded = contents.runtime, []
+    runtime, loaded, comm = contents.runtime, [], contents.runtime.comm.whole
     runtime.follow_requires_grad()
+    names = names_of_all(runtime)
 
     def check_manifest() -> str:
         folder = existing_folder(directory, tag)
         manifest = Manifest.read(folder / MANIFEST)
-        check(manifest, contents, settings)
+        check(manifest, contents, settings, names)
         if settings.moments and contents.optimizer is not None:
             kinds: dict[str, set[str]] = {}
             for chunk in manifest.chunks:
@@ -61,12 +63,12 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
         loaded.append((manifest, folder))
         return NEW_MOMENTS if settings.moments and _takes_new_moments(folder, manifest, contents) else ""
 
-    answers = run_and_gather(runtime.comm, f"loading {tag}: the manifest", check_manifest)
+    answers = run_and_gather(comm, f"loading {tag}: the manifest", check_manifest)
     manifest, folder = loaded[0]
     checks_moments = settings.verify and set(answers) == {NEW_MOMENTS}
     if settings.verify:
-        subset, except_kind = FileSubset(runtime.comm.rank, runtime.comm.size), MOMENT if checks_moments else ""
-        run_and_gather(runtime.comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind))
+        subset, except_kind = FileSubset(comm.rank, comm.size), MOMENT if checks_moments else ""
+        run_and_gather(comm, f"loading {tag}: checksums", lambda: _verify_files(folder, subset, except_kind))
     plain: dict[str, Any] = {}
     states: list[GroupStates] = []
 
@@ -76,7 +78,7 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
             states.extend(_read_new_moments(folder, manifest, contents))
         return ""
 
-    run_and_gather(runtime.comm, f"loading {tag}: values", read_values)
+    run_and_gather(comm, f"loading {tag}: values", read_values)
     known = states if checks_moments else None
     replace_states(
         contents, tag, lambda: _restore_all(folder, manifest, plain, contents, settings, known), manifest.lifted
@@ -100,17 +102,18 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
             discard_deferred(optimizer)
             if optimizer.fallback is not None:
                 optimizer.fallback.restore(lifted)
-        run_and_gather(runtime.comm, f"loading {tag}: slices", fill)
+        run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()
 
 
 def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
-    """Set this process's random generators, where as many ranks load as have saved."""
-    if manifest.world_size != runtime.comm.size:
+    """Set this process's random generators, where data are shared out among as many ranks as saved it."""
+    rank = predecessor(manifest, runtime.plan.mesh)
+    if rank is None:
         return  # nobody's sequence here goes on one of those
-    own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == runtime.comm.rank]
+    own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == rank]
     reader = CheckpointReader(folder, own, stack)
     restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device)
 
@@ -124,10 +127,14 @@ def _verify_files(folder: Path, subset: FileSubset, except_kind: str) -> str:
     return ""
 
 
-def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> None:
-    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank."""
+def check(manifest: Manifest, contents: Contents, settings: LoadSettings, names: Collection[str]) -> None:
+    """Raise CheckpointError if the checkpoint does not fit the engine; the same on every rank of a stage.
+
+    names: of the whole model's parameters (`names_of_all`).
+    """
+    piece = Piece.of(contents.runtime)
     own = {
-        member.name: (list(member.slot.shape), group.trainable)
+        piece.name(member): (list(piece.shape(member)), group.trainable)
         for group in contents.runtime.groups
         for member in group.members
     }
@@ -145,7 +152,7 @@ def check(manifest: Manifest, contents: Contents, settings: LoadSettings) -> Non
     missing = [
         name for name, (_, trained) in own.items() if name not in manifest.parameters or (name in excluded and trained)
     ]
-    unexpected = [name for name in manifest.parameters if name not in own]
+    unexpected = [name for name in manifest.parameters if name not in names]
     if settings.strict and (missing or unexpected):
         raise CheckpointError(
             f"the checkpoint lacks {first_few(missing) or 'nothing'} and has {first_few(unexpected) or 'nothing'} "
@@ -238,23 +245,31 @@ GroupStates = tuple[ParamGroup, dict[int, dict[str, Any]]]  # by number of the s
 
 def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRange]:
     """Yield the elements of weights that this rank holds, in the order in which `restore_weights` reads them."""
+    piece = Piece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
-            if reader.has(WEIGHT, member.name):
+            if reader.has(WEIGHT, piece.name(member)):
                 if group.master is not None:
                     start, stop, _ = group.master.local_range(member.slot)
                 else:
                     start, stop, _ = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
-                yield WEIGHT, member.name, "", start, stop
+                yield WEIGHT, piece.name(member), "", start, stop, piece.part(member)
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
     """Yield the elements of moments that this rank holds, in the order in which `read_states` reads them."""
+    piece = Piece.of(optimizer.runtime)
     for _, shard in _shards_by_group(optimizer):
         overlaps = list(shard.overlaps())
-        for key in _moment_keys(reader, overlaps):
+        for key in _moment_keys(reader, overlaps, piece):
             for overlap in overlaps:
-                yield MOMENT, overlap.slot.name, key, overlap.start, overlap.stop
+                member = member_of(overlap)
+                yield MOMENT, piece.name(member), key, overlap.start, overlap.stop, piece.part(member)
+
+
+def member_of(overlap: ParamOverlap) -> ParamInfo:
+    """Return the parameter that a shard covers a range of."""
+    return overlap.shard.group.members[overlap.number]
 
 
 def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard]]:
@@ -263,20 +278,22 @@ def _shards_by_group(optimizer: ShardedOptimizer) -> list[tuple[int, MasterShard
     return sorted(enumerate(optimizer.shards()), key=lambda item: order[id(item[1].group)])
 
 
-def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap]) -> list[str]:
-    return list(dict.fromkeys(key for overlap in overlaps for key in reader.keys(MOMENT, overlap.slot.name)))
+def _moment_keys(reader: StateReader, overlaps: list[ParamOverlap], piece: Piece) -> list[str]:
+    names = [piece.name(member_of(overlap)) for overlap in overlaps]
+    return list(dict.fromkeys(key for name in names for key in reader.keys(MOMENT, name)))
 
 
 def restore_weights(reader: StateReader, contents: Contents) -> None:
-    """Write masters, and weights without one, from the ranges that this rank holds.  Local; any world size may have
+    """Write masters, and weights without one, from the ranges that this rank holds.  Local; ranks on any mesh may have
     saved them.
 
     Weights with a master follow in `ParamGroup.refresh`.
     """
+    piece = Piece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
-            if reader.has(WEIGHT, member.name):
-                write_weight(group, member, partial(reader.read, WEIGHT, member.name, ""))
+            if reader.has(WEIGHT, name := piece.name(member)):
+                write_weight(group, member, partial(reader.read, WEIGHT, name, "", part=piece.part(member)))
         store_weights(group)
 
 
@@ -307,9 +324,8 @@ def store_weights(group: ParamGroup) -> None:
 
 
 def restore_buffers(reader: StateReader, manifest: Manifest, contents: Contents) -> None:
-    """Write each rank's own buffers at the world size they were saved with, rank 0's at any other.  Local."""
-    comm = contents.runtime.comm
-    rank = comm.rank if comm.size == manifest.world_size else 0
+    """Write the buffers of the rank that saw this rank's data, or the first rank's where there is none.  Local."""
+    rank = predecessor(manifest, contents.runtime.plan.mesh) or 0
     for name, buffer in persistent_buffers(contents.runtime.model).items():
         if reader.has(BUFFER, name) and manifest.buffers[name]["shape"] == list(buffer.shape):
             buffer.data.copy_(reader.of_rank(name, rank).view(buffer.shape))
@@ -357,47 +373,58 @@ def split_as_saved(manifest: Manifest, keys: Callable[[str], Iterable[str]], opt
     frozen for a time, or their gradients dropped.  Local.  keys: maps a parameter's name to the kinds of its moments.
     """
 
+    piece = Piece.of(optimizer.runtime)
+
     def saved(overlap: ParamOverlap) -> tuple[dict[str, Any], frozenset[str]]:
-        return manifest.scalars.get(overlap.slot.name, {}), frozenset(keys(overlap.slot.name))
+        name = piece.name(member_of(overlap))
+        return manifest.scalars.get(name, {}), frozenset(keys(name))
 
     optimizer.cut_apart(saved)
 
 
 def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) -> None:
     """Write the gradients whose update comes a step late; the trainer's own values say whether one is due."""
+    piece = Piece.of(optimizer.runtime)
     for group in optimizer.runtime.trained_groups:
-        known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, member.name)]
+        known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, piece.name(member))]
         group.gradient.delayed.restore_absent(set(range(len(group.members))) - set(known) if known else None)
         for member in group.members:
-            if reader.has(DELAYED, member.name):
+            if reader.has(DELAYED, name := piece.name(member)):
                 start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
                 low, view = start - member.slot.start, group.gradient.delayed.owned(member.slot)
-                for at, part in reader.read(DELAYED, member.name, "", low, max(low, stop - member.slot.start)):
-                    view[at - low : at - low + part.numel()].copy_(part)
+                high = max(low, stop - member.slot.start)
+                for at, values in reader.read(DELAYED, name, "", low, high, piece.part(member)):
+                    view[at - low : at - low + values.numel()].copy_(values)
 
 
 def _shard_state(reader: StateReader, manifest: Manifest, shard: MasterShard, before: dict[str, Any]) -> dict[str, Any]:
     """Read the inner optimizer's state of one shard: moments, states of other shapes, counters."""
-    overlaps = list(shard.overlaps())
+    overlaps, piece = list(shard.overlaps()), Piece.of(shard.group.runtime())
     state: dict[str, Any] = {}
-    for key in _moment_keys(reader, overlaps):
-        state[key] = _moment(reader, shard, overlaps, key, before.get(key))
-    for overlap in overlaps:
-        state |= {key: reader.whole(overlap.slot.name, key) for key in reader.keys(WHOLE, overlap.slot.name)}
-    return state | _numbers(manifest, [overlap.slot.name for overlap in overlaps])
+    for key in _moment_keys(reader, overlaps, piece):
+        state[key] = _moment(reader, shard, overlaps, piece, key, before.get(key))
+    members = [member_of(overlap) for overlap in overlaps]
+    for member in members:
+        name, part = piece.name(member), piece.part(member)
+        state |= {key: reader.whole(name, key, part) for key in reader.keys(WHOLE, name)}
+    return state | _numbers(manifest, [piece.name(member) for member in members])
 
 
-def _moment(reader: StateReader, shard: MasterShard, overlaps: list[ParamOverlap], key: str, before: Any) -> Tensor:
+def _moment(
+    reader: StateReader, shard: MasterShard, overlaps: list[ParamOverlap], piece: Piece, key: str, before: Any
+) -> Tensor:
     """Read one state of a shard from what was saved of its parameters, with zeros between them."""
     value: Tensor | None = None
     for overlap in overlaps:
-        for low, part in reader.read(MOMENT, overlap.slot.name, key, overlap.start, overlap.stop):
+        member = member_of(overlap)
+        part = piece.part(member)
+        for low, values in reader.read(MOMENT, piece.name(member), key, overlap.start, overlap.stop, part):
             if value is None:
-                value = _moment_memory(shard, part.dtype, before)
-                if sum(each.stop - each.start for each in overlaps) < shard.numel:
-                    value.zero_()
+                value = _moment_memory(shard, values.dtype, before)
+                if part is not None or sum(each.stop - each.start for each in overlaps) < shard.numel:
+                    value.zero_()  # padding of a part, too
             at = overlap.offset + low - overlap.start
-            value[at : at + part.numel()].copy_(part)
+            value[at : at + values.numel()].copy_(values)
     assert value is not None
     return value.view(shard.param.shape)
 

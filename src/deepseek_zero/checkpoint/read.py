@@ -1,8 +1,9 @@
 """Reads a checkpoint folder, whoever wrote it: names, shapes and flat ranges of every state, by name.
 
 `CheckpointReader` reads the slices of this library's own layout over the files of all ranks; files open on first use,
-and ranges that are known in advance are read ahead (readahead.py).  `open_checkpoint` opens a folder of any layout for
-one process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
+and ranges that are known in advance are read ahead (readahead.py).  What was saved as other parts of a parameter than
+those asked for is put together from mapped files (boxes.py).  `open_checkpoint` opens a folder of any layout for one
+process.  Nothing is read before it is asked for, and never more than `READ_NUMEL` elements at a time.
 """
 
 from __future__ import annotations
@@ -19,31 +20,33 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from .boxes import READ_NUMEL, Part, boxes_of, copy_shared
 from .catalogue import is_single_checkpoint, latest_tag
 from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
 from .layouts import ForeignLayout, OpenCheckpoint, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
-from .safetensors_file import SafetensorsReader, TensorInfo, cast, damaged_file, dtype_named
+from .safetensors_file import SafetensorsReader, TensorInfo, TensorLocation, cast, damaged_file, dtype_named
 from .verify import compare_checksum, raise_faults, verify
 
-StateRange = tuple[str, str, str, int, int]  # kind, name, key, and elements [start, stop)
+StateRange = tuple[str, str, str, int, int, Part | None]  # kind, name, key, and elements [start, stop) of a part
 
 
 class CheckpointReader:
-    """Reads flat ranges of states over the slices of all ranks; files open on first use.
+    """Reads ranges of states over the slices of all ranks, in the order of any part; files open on first use.
 
     verifies: whether a chunk that is read from end to end is compared with its checksum.
     """
 
     def __init__(self, folder: Path, chunks: list[SavedChunk], stack: ExitStack, *, verifies: bool = False) -> None:
         self.folder, self._stack, self._verifies = folder, stack, verifies
-        self._chunks: dict[tuple[str, str, str], list[SavedChunk]] = {}
+        self._chunks: dict[tuple[str, str, str], dict[Part | None, list[SavedChunk]]] = {}
         self._keys: dict[tuple[str, str], dict[str, None]] = {}
         self._files: dict[str, SafetensorsReader] = {}
         self._prefetched: Iterator[ReadPart] = iter(())
         self._head: ReadPart | None = None
         for chunk in sorted(chunks, key=lambda each: each.start):
-            self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), []).append(chunk)
+            of_state = self._chunks.setdefault((chunk.kind, chunk.name, chunk.key), {})
+            of_state.setdefault(chunk.part, []).append(chunk)
             self._keys.setdefault((chunk.kind, chunk.name), {})[chunk.key] = None
 
     def has(self, kind: str, name: str, key: str = "") -> bool:
@@ -61,47 +64,84 @@ class CheckpointReader:
         self._stack.callback(coming.close)
         self._prefetched, self._head = coming, next(coming, None)
 
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """Yield (position, flat values) parts of the elements [start, stop), in order, each valid until the next is
-        asked for.  CheckpointError if some are missing, or cannot be read.
+    def read(
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield (position, flat values) parts of the elements [start, stop) of a part of a parameter, in order, each
+        valid until the next is asked for.  CheckpointError if some are missing, or cannot be read.
         """
+        if not self._is_saved_so(kind, name, key, part):
+            yield from self._put_together(kind, name, key, start, stop, part)
+            return
         reached = start
-        for chunk, low, high in self._chunks_of(kind, name, key, start, stop):
+        for chunk, low, high in self._chunks_of(kind, name, key, start, stop, part):
             byte_range, dtype = (
                 self._byte_range(chunk, low, high),
-                self._file(chunk).header.locations[chunk.tensor_name].dtype,
+                self._location(chunk).dtype,
             )
             found = 0
-            for part in self._parts_of(byte_range):
-                values = self._values_of(chunk, part, dtype)
+            for came in self._parts_of(byte_range):
+                values = self._values_of(chunk, came, dtype)
                 if self._verifies:
                     found = zlib.crc32(values.view(torch.uint8).numpy().data, found)
-                yield low + (part.start - byte_range.start) // dtype.itemsize, values
+                yield low + (came.start - byte_range.start) // dtype.itemsize, values
             if self._verifies and (low, high) == (chunk.start, chunk.stop):
                 raise_faults(self.folder, compare_checksum(chunk, found))
             reached = high
         if reached < stop:
             raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
+    def _put_together(
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """Yield elements of a part out of chunks of other parts, with zeros for padding."""
+        saved = self._chunks.get((kind, name, key), {})
+        if not saved:
+            raise missing_elements(self.folder, f"elements {start} to {stop} of '{name}' ({kind} {key})")
+        shape = next(each.shape for each in (part, *saved) if each is not None)
+        wanted, known = part or Part.whole(shape), list(saved.items())
+        dtype = self._location(known[0][1][0]).dtype
+        for low in range(start, stop, READ_NUMEL):
+            high = min(stop, low + READ_NUMEL)
+            to, into = boxes_of(wanted, low, high), torch.zeros(high - low, dtype=dtype)
+            filled = torch.zeros(high - low, dtype=torch.bool)
+            for of, chunks in known:
+                for chunk in chunks:
+                    source = self._file(chunk).mapped(chunk.tensor_name)
+                    copy_shared(into, to, source, boxes_of(of or Part.whole(shape), chunk.start, chunk.stop), filled)
+            if int(filled.sum()) != sum(box.numel for box in to):
+                raise missing_elements(self.folder, f"some of the elements of '{name}' ({kind} {key})")
+            yield low, into
+
     def reads_whole(self, wanted: Iterable[StateRange]) -> bool:
         """Return whether these ranges are whole chunks, which can be compared as they are read."""
+        wanted = list(wanted)
+        if not all(self._is_saved_so(kind, name, key, part) for kind, name, key, _, _, part in wanted):
+            return False
         cuts = (cut for each in wanted for cut in self._chunks_of(*each))
         return all((low, high) == (chunk.start, chunk.stop) for chunk, low, high in cuts)
 
+    def _is_saved_so(self, kind: str, name: str, key: str, part: Part | None) -> bool:
+        """Return whether the chunks of a state have the order of this part: they are read as they lie."""
+        saved = self._chunks.get((kind, name, key), {})
+        return part in saved or not (saved or part)
+
     def _chunks_of(
-        self, kind: str, name: str, key: str, start: int, stop: int
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None
     ) -> Iterator[tuple[SavedChunk, int, int]]:
-        """Yield the chunks that have elements [start, stop), and which of them, up to the first gap."""
+        """Yield the chunks that have elements [start, stop) of a part, and which of them, up to the first gap."""
         reached = start
-        for chunk in self._chunks.get((kind, name, key), []):
+        for chunk in self._chunks.get((kind, name, key), {}).get(part, []):
             low, high = max(chunk.start, reached), min(chunk.stop, stop)
             if low == reached and low < high:
                 yield chunk, low, high
                 reached = high
 
+    def _location(self, chunk: SavedChunk) -> TensorLocation:
+        return self._file(chunk).header.locations[chunk.tensor_name]
+
     def _byte_range(self, chunk: SavedChunk, low: int, high: int) -> ByteRange:
-        file = self._file(chunk)
-        place = file.header.locations[chunk.tensor_name]
+        file, place = self._file(chunk), self._location(chunk)
         start, stop = (place.start + (at - chunk.start) * place.dtype.itemsize for at in (low, high))
         return ByteRange(file.descriptor, start, stop)
 
@@ -120,18 +160,26 @@ class CheckpointReader:
         is_aligned = data.data_ptr() % dtype.itemsize == 0  # other writers' files need not be
         return (data if is_aligned else data.clone()).view(dtype)
 
-    def whole(self, name: str, key: str) -> Tensor:
-        """Read an optimizer state with a shape of its own."""
-        return self.value(WHOLE, name, key)
+    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
+        """Read an optimizer state with a shape of its own.  CheckpointError where it was saved of another part."""
+        return self.value(WHOLE, name, key, part)
 
-    def value(self, kind: str, name: str, key: str = "") -> Tensor:
-        """Read a state that was never cut, in its own shape."""
-        chunk = self._chunks[kind, name, key][0]
+    def value(self, kind: str, name: str, key: str = "", part: Part | None = None) -> Tensor:
+        """Read a state that was never cut, in its own shape.  CheckpointError where it was saved of another part."""
+        saved = self._chunks[kind, name, key]
+        if part not in saved:
+            raise CheckpointError(
+                f"the optimizer's state '{key}' of '{name}' was saved of {_described(*saved)}, not of "
+                f"{_described(part)}.",
+                "It has a shape of its own, which follows how the parameter is split along tp.",
+                "load with as many tp ranks as saved it, or with load_optimizer_states=False.",
+            )
+        chunk = saved[part][0]
         return self._file(chunk).whole(chunk.tensor_name)
 
     def of_rank(self, name: str, rank: int) -> Tensor:
-        """Read a rank's buffer, flat; rank 0's where that rank wrote none."""
-        chunks = self._chunks[BUFFER, name, ""]
+        """Read a rank's buffer, flat; the first rank's that wrote one where that rank wrote none."""
+        chunks = self._chunks[BUFFER, name, ""][None]
         chunk = next((chunk for chunk in chunks if chunk.rank == rank), chunks[0])
         return self._file(chunk).whole(chunk.tensor_name)
 
@@ -141,7 +189,9 @@ class CheckpointReader:
         return self._files[chunk.file]
 
 
-READ_NUMEL = 1 << 24  # elements that are read at once
+def _described(*parts: Part | None) -> str:
+    """Return which part of a parameter is meant, in an error."""
+    return ", ".join("the whole parameter" if each is None else str(each) for each in parts)
 
 
 @dataclass(frozen=True)
@@ -212,8 +262,8 @@ def resolve_checkpoint(path: Path, tag: str | None) -> Path:
 def tensors_of(
     source: OpenCheckpoint, dtype: torch.dtype | None = None, *, exclude_frozen: bool = False
 ) -> dict[str, LazyTensor]:
-    """Map the first name of every weight and buffer to a lazy tensor.  dtype: of floating-point tensors; None: the most
-    precise form that was saved.
+    """Map the first name of every weight and buffer to a lazy tensor, in the model's order where the files say it.
+    dtype: of floating-point tensors; None: the most precise form that was saved.
     """
     manifest = source.manifest
     found = {}
@@ -224,7 +274,8 @@ def tensors_of(
     for name, facts in manifest.buffers.items():
         if source.values.has(BUFFER, name):
             found[name] = _lazy_tensor(source, name, facts, dtype)
-    return found
+    order = {name: place for place, name in enumerate(manifest.extra.get("names", ()))}
+    return {name: found[name] for name in sorted(found, key=lambda each: order.get(each, len(order)))}
 
 
 def _lazy_tensor(source: OpenCheckpoint, name: str, facts: dict[str, Any], dtype: torch.dtype | None) -> LazyTensor:

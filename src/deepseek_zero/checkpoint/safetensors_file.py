@@ -11,11 +11,12 @@ each for the header, which it writes last: exports and conversions.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import prod
@@ -64,7 +65,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 # Of an export, in the metadata of its header: which export it is of; the CRC-32 of the header, with zeros in its own
 # place; the CRC-32 of each tensor's bytes.  Readers that know nothing of them pass them over.
 RUN_KEY, HEADER_CRC_KEY, TENSOR_CRCS_KEY = "deepseek_zero.run", "deepseek_zero.header", "deepseek_zero.crc32"
-NO_CRC = "0" * 8
+NO_CRC, NO_RUN = "0" * 8, "0" * 16
 MAX_HEADER_BYTES = 100_000_000  # safetensors' own limit
 DTYPE_ALIASES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 
@@ -258,17 +259,22 @@ class SafetensorsReader:
         os.close(self.descriptor)
 
 
+def run_of(checksums: Iterable[str]) -> str:
+    """Return the identity of an export of tensors with these checksums: two that hold the same have the same."""
+    return hashlib.sha256("\n".join(sorted(checksums)).encode()).hexdigest()[: len(NO_RUN)]
+
+
 class SafetensorsWriter:
     """A safetensors file under construction; complete and on the disk when its block ends without an error.
 
-    The header is written last, since it has the checksums of the tensors.  Errors are CheckpointErrors.
+    The header is written last, since it has the checksums of the tensors, and the identity of the export that the file
+    belongs to (`run`, which is to be set before).  Errors are CheckpointErrors.
     """
 
-    def __init__(self, path: Path, infos: Sequence[TensorInfo], run: str = "") -> None:
-        """run: the identity of the export that the file belongs to."""
+    def __init__(self, path: Path, infos: Sequence[TensorInfo]) -> None:
         # Wide elements first: then each tensor starts at a multiple of its element's size, as a mapped view must.
         self._tensors = sorted(infos, key=lambda each: -each.dtype.itemsize)
-        self.path, self._run, self._locations, offset = path, run, dict[str, tuple[TensorInfo, int]](), 0
+        self.path, self.run, self._locations, offset = path, NO_RUN, dict[str, tuple[TensorInfo, int]](), 0
         self._crcs = dict.fromkeys((info.name for info in infos), 0)
         self._written = dict.fromkeys(self._crcs, 0)
         self._start = len(self._header(NO_CRC))
@@ -294,6 +300,11 @@ class SafetensorsWriter:
         self._crcs[name] = zlib.crc32(data, self._crcs[name])
         self._written[name] += flat.numel()
 
+    @property
+    def checksums(self) -> list[str]:
+        """Return what each tensor is and the checksum of its bytes, as far as they are written."""
+        return [f"{info.name} {info.dtype} {info.shape} {self._crcs[info.name]:08x}" for info in self._tensors]
+
     def __enter__(self) -> SafetensorsWriter:
         return self
 
@@ -317,7 +328,7 @@ class SafetensorsWriter:
     def _header(self, own: str) -> bytes:
         sums = json.dumps({name: f"{crc:08x}" for name, crc in self._crcs.items()})
         return encode_header(
-            self._tensors, {"format": "pt", RUN_KEY: self._run, HEADER_CRC_KEY: own, TENSOR_CRCS_KEY: sums}
+            self._tensors, {"format": "pt", RUN_KEY: self.run, HEADER_CRC_KEY: own, TENSOR_CRCS_KEY: sums}
         )
 
     def _describing_errors(self) -> AbstractContextManager[None]:

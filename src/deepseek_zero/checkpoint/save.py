@@ -12,7 +12,6 @@ import hashlib
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +29,11 @@ from .contents import Contents, SaveSettings
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
+from .piece import Piece, persistent_buffers, whole_names
 from .rng import capture_rng
 from .safetensors_file import dtype_name
 from .staging import StagedOutput
-from .state import (
-    WriteGroup,
-    exact_dtype,
-    optimizer_scalars,
-    persistent_buffers,
-    state_names,
-    value_item,
-    write_groups,
-)
+from .state import WriteGroup, exact_dtype, optimizer_scalars, value_item, write_groups
 
 NOW, IN_BACKGROUND = "at once", "behind"
 
@@ -54,7 +46,7 @@ class PendingSave:
 
     def __init__(self, directory: Path, tag: str, contents: Contents, settings: SaveSettings) -> None:
         self.contents, self.settings = contents, settings
-        self._comm = contents.runtime.comm
+        self._comm = contents.runtime.comm.whole
         self._tensors: dict[str, Tensor] = {}
         self._plain: dict[str, Any] = {}
 
@@ -68,11 +60,10 @@ class PendingSave:
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
             digests = run_and_gather(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
+            first = _first_digests([json.loads(each) for each in digests])
             self._scalars: dict[str, dict[str, Any]] = {}
             with no_collection():
-                ways = run_and_gather(
-                    self._comm, "saving: this rank's states", lambda: self._plan_write(json.loads(digests[0]))
-                )
+                ways = run_and_gather(self._comm, "saving: this rank's states", lambda: self._plan_write(first))
             if NOW in ways:
                 if not settings.wait:
                     log_first(
@@ -108,15 +99,22 @@ class PendingSave:
 
     # -- this rank's part
 
-    def _plan_write(self, common: dict[str, str]) -> str:
-        """Decide what this rank writes, and whether now or in the background.  common: digests of the buffers that rank
-        0 writes for all.
+    @property
+    def _tells_of_stage(self) -> bool:
+        """Return whether this is the first rank of its stage along "pp"."""
+        return not any(place for axis, place in self.contents.runtime.plan.mesh.coordinates.items() if axis != "pp")
+
+    def _plan_write(self, first: dict[str, tuple[int, str]]) -> str:
+        """Decide what this rank writes, and whether now or in the background.  first: of each buffer the first rank
+        that has it, which writes it for all whose values are the same, and their digest.
         """
         contents, rank = self.contents, self._comm.rank
-        groups = [*self._value_items(common), *self._state_items()]
+        groups = [*self._value_items(first), *self._state_items()]
         self._scalars = optimizer_scalars(contents.optimizer) if contents.optimizer is not None else {}
         self._manifest = _manifest(contents, self.settings, self.run)
-        path, metadata = self.hidden / f"rank_{rank:05d}.safetensors", {"run": self.run, "rank": str(rank)}
+        here = " ".join(f"{axis}={place}" for axis, place in contents.runtime.plan.mesh.coordinates.items())
+        metadata = {"run": self.run, "rank": str(rank), "coordinates": here}
+        path = self.hidden / f"rank_{rank:05d}.safetensors"
         self.write = BackgroundWrite(path, groups, metadata, self.settings.snapshot_bytes)
         return NOW if self.settings.wait or not self.write.is_resident else IN_BACKGROUND
 
@@ -125,13 +123,13 @@ class PendingSave:
         self.write.write()
         return ""
 
-    def _value_items(self, common: dict[str, str]) -> list[WriteGroup]:
+    def _value_items(self, first: dict[str, tuple[int, str]]) -> list[WriteGroup]:
         """Copy the states that change between steps: buffers, random generators, plain values."""
         rank, runtime = self._comm.rank, self.contents.runtime
         found = [
             value_item(BUFFER, name, buffer.detach().clone().reshape(-1), rank)
             for name, buffer in persistent_buffers(runtime.model).items()
-            if rank == 0 or common.get(name) != _digest(buffer)
+            if rank == first[name][0] or first[name][1] != _digest(buffer)
         ]
         own = {(RNG, name): value for name, value in capture_rng(runtime.comm_ctx.pool.device).items()}
         if rank == 0:
@@ -144,11 +142,14 @@ class PendingSave:
         return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen)
 
     def _index(self) -> str:
-        """Wait for this rank's file, and return its chunks, counters and the checksum of its header as JSON."""
-        chunks = [list(asdict(chunk).values()) for chunk in self.write.chunks()]
+        """Wait for this rank's file, and return its chunks, counters, the checksum of its header, and what its stage
+        has of the model, as JSON.
+        """
+        chunks = [chunk.to_json() for chunk in self.write.chunks()]
         with files.describing_errors(f"syncing '{self.hidden}'"):
             files.sync_folder(self.hidden)
-        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.write.head_crc})
+        stage = _facts_of(self._manifest) if self._tells_of_stage else None
+        return json.dumps({"chunks": chunks, "scalars": self._scalars, "head": self.write.head_crc, "stage": stage})
 
     # -- rank 0's part
 
@@ -170,9 +171,10 @@ class PendingSave:
                 "All ranks write into one directory, which rank 0 completes.",
                 "save to a file system that every rank shares.",
             )
-        self._manifest.chunks = [SavedChunk(*values) for index in found for values in index["chunks"]]
+        self._manifest.chunks = [SavedChunk.from_json(values) for index in found for values in index["chunks"]]
         for index in found:
             self._manifest.scalars.update(index["scalars"])
+        _join_stages(self._manifest, [index["stage"] for index in found if index["stage"] is not None])
         heads = {f"rank_{rank:05d}.safetensors": index["head"] for rank, index in enumerate(found)}
         self._manifest.extra["heads"] = heads
         self._manifest.plain = self._plain
@@ -249,6 +251,15 @@ def _digests(contents: Contents) -> dict[str, str]:
     return {name: _digest(buffer) for name, buffer in persistent_buffers(contents.runtime.model).items()}
 
 
+def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:
+    """Return of each buffer the first rank that has it, and its digest there."""
+    found: dict[str, tuple[int, str]] = {}
+    for rank, digests in enumerate(by_rank):
+        for name, digest in digests.items():
+            found.setdefault(name, (rank, digest))
+    return found
+
+
 def _digest(buffer: Tensor) -> str:
     data = buffer.detach().to("cpu").contiguous().reshape(-1)
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes()).hexdigest()[:16] if data.numel() else ""
@@ -261,18 +272,20 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
     for unit in runtime.units:
         for number, group in enumerate(unit.groups):
             plan[f"{unit.name}/{number}"] = group.plan.rows()
+    piece = Piece.of(runtime)
     parameters = {
-        member.name: {
-            "shape": list(member.slot.shape),
+        piece.name(member): {
+            "shape": list(piece.shape(member)),
             "dtype": dtype_name(exact_dtype(group)),
             "trained": group.trainable,
         }
         for group in runtime.groups
         for member in group.members
     }
+    names_by_group = optimizer.names_by_group if optimizer is not None else []
     buffers = persistent_buffers(runtime.model)
     return Manifest(
-        world_size=runtime.comm.size,
+        world_size=runtime.comm.whole.size,
         stage=runtime.settings.stage,
         plan=plan,
         parameters=parameters,
@@ -286,8 +299,29 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         lifted=[unit.name for unit in runtime.units if unit.is_promoted],
         run=run,
         extra={
-            "names": state_names(runtime.model),
-            "groups": optimizer.names_by_group if optimizer else [],
+            "names": whole_names(runtime.model),
+            "groups": [[piece.names.get(name, name) for name in names] for names in names_by_group],
             "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
         },
     )
+
+
+def _facts_of(manifest: Manifest) -> dict[str, Any]:
+    """Return what a manifest says of the parameters and buffers of one stage."""
+    found = {name: getattr(manifest, name) for name in ("plan", "parameters", "buffers", "excluded", "lifted")}
+    return {**found, "groups": manifest.extra["groups"]}
+
+
+def _join_stages(manifest: Manifest, stages: list[dict[str, Any]]) -> None:
+    """Let the manifest of the first stage say what all stages have, in their order; a tied parameter is the first's."""
+    for facts in stages[1:]:
+        for mine, other in zip(
+            (manifest.plan, manifest.parameters, manifest.buffers),
+            (facts["plan"], facts["parameters"], facts["buffers"]),
+            strict=True,
+        ):
+            mine.update({name: value for name, value in other.items() if name not in mine})
+        manifest.excluded += [name for name in facts["excluded"] if name not in manifest.excluded]
+        manifest.lifted += [name for name in facts["lifted"] if name not in manifest.lifted]
+        for names, more in zip(manifest.extra["groups"], facts["groups"], strict=True):
+            names += [name for name in more if name not in names]

@@ -12,17 +12,17 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..base.device import is_persistent_buffer
 from ..base.errors import CheckpointError
 from ..optim.sharded import ShardedOptimizer
 from ..optim.updater import ExtentRange, MasterShard, ParamOverlap
 from ..planner.spec import R
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, ParamInfo
 from ..tiers.tier import Extent
 from .contents import Contents
 from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
+from .piece import Piece
 from .safetensors_file import dtype_name
 
 
@@ -68,35 +68,57 @@ class WriteGroup:
 def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
     """Yield this rank's items of weights and optimizer states, group by group in the order of their update.
 
-    Over all ranks, each element of the model is in one item: of ranks that hold the same slice the first one has it.
+    Over all ranks, each element of the model is in one item: of ranks that hold the same slice, or the same part of a
+    parameter along "tp", the first one has it.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
         return  # the first replica has written the same
+    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank)
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
     cache = MomentCache()
     for group in runtime.groups:
         if group.trainable or not skip_frozen:
-            yield _weight_items(group)
+            yield _weight_items(group, chunks)
         for shard in shards_by_group.get(id(group), ()):
             assert optimizer is not None
-            yield _moment_items(optimizer, shard, cache)
+            yield _moment_items(optimizer, shard, chunks, cache)
         if group.trainable:
-            yield _delayed_gradient_items(group)
+            yield _delayed_gradient_items(group, chunks)
 
 
-def _weight_items(group: ParamGroup) -> WriteGroup:
+@dataclass(frozen=True)
+class Chunks:
+    """Names what this rank writes: elements in their order here, with names, and parts, of the whole model.
+
+    rank: of the world, whose file it is.
+    """
+
+    piece: Piece
+    rank: int
+
+    def of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> SavedChunk:
+        """Return the chunk of elements [start, stop) of what this rank holds of a parameter."""
+        piece = self.piece
+        return SavedChunk(kind, piece.name(member), key, start, stop, self.rank, part=piece.part(member))
+
+    def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
+        """Return whether a parameter's states are this piece's to write."""
+        return self.piece.is_written(group, member)
+
+
+def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List this rank's part of a group's parameters, also where every rank holds them whole."""
     write_group, rank, master = WriteGroup([]), group.comm_ctx.comm.rank, group.master
     places = []
     for member in group.members:
         start, stop = group.layout.owned(member.slot, rank)
-        if start >= stop:
+        if start >= stop or not chunks.are_written(group, member):
             continue
         low = member.slot.start
-        chunk = SavedChunk(WEIGHT, member.name, "", start - low, stop - low, rank)
+        chunk = chunks.of(WEIGHT, member, "", start - low, stop - low)
         if master is not None:
             place = master.owned_range(member.slot)[0]
             read = partial(_read_from, master.read_now, place)
@@ -115,47 +137,21 @@ def _read_from(read: Callable[[int, int], Tensor], place: int, low: int, high: i
     return read(place + low, place + high)
 
 
-def _delayed_gradient_items(group: ParamGroup) -> WriteGroup:
+def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     """List this rank's part of a gradient whose update comes a step late."""
     waiting, rank, write_group = group.gradient.delayed, group.comm_ctx.comm.rank, WriteGroup([])
     low = group.layout.bounds(rank)[0]
     for number, member in enumerate(group.members if waiting.is_full and waiting.buffer is not None else ()):
-        if number in (waiting.absent or ()):
+        if number in (waiting.absent or ()) or not chunks.are_written(group, member):
             continue
         assert waiting.buffer is not None
         start, stop = group.layout.owned(member.slot, rank)
         if start < stop:
-            chunk = SavedChunk(DELAYED, member.name, "", start - member.slot.start, stop - member.slot.start, rank)
+            chunk = chunks.of(DELAYED, member, "", start - member.slot.start, stop - member.slot.start)
             read = partial(_read_from, waiting.buffer.read_now, start - low)
             write_group.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
             write_group.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
     return write_group
-
-
-def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Map names to the buffers that a state dict would hold, each once."""
-    found: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if is_persistent_buffer(module, name):
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
-
-
-def state_names(model: nn.Module) -> dict[str, str]:
-    """Map each name in the state dict, in its order, to the first name of the same parameter: itself, unless it is
-    tied.
-    """
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        dot = f"{prefix}." if prefix else ""
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            found[dot + name] = first.setdefault(id(param), dot + name)
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if is_persistent_buffer(module, name):
-                found[dot + name] = first.setdefault(id(buffer), dot + name)
-    return found
 
 
 class MomentCache:
@@ -172,20 +168,20 @@ class MomentCache:
         return last[1]
 
 
-def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, cache: MomentCache) -> WriteGroup:
+def _moment_items(optimizer: ShardedOptimizer, shard: MasterShard, chunks: Chunks, cache: MomentCache) -> WriteGroup:
     """List this rank's part of every optimizer state of a shard that has elements."""
-    write_group, rank = (
-        WriteGroup([], [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]),
-        shard.rank,
-    )
+    extents = [replace(each, changes=False) for each in optimizer.moments.extent_ranges(shard)]
+    write_group, group = WriteGroup([], extents), shard.group
     for key, value in optimizer.inner.state.get(shard.param, {}).items():
         if not isinstance(value, Tensor) or is_scalar_state(value, shard.param):
             continue
         for overlap in shard.overlaps():
+            if not chunks.are_written(group, group.members[overlap.number]):
+                continue
             if value.shape == shard.param.shape:
-                write_group.items += _owned_moment_items(optimizer, overlap, key, value.dtype, cache)
+                write_group.items += _owned_moment_items(optimizer, overlap, key, value.dtype, chunks, cache)
             else:
-                write_group.items += _whole_state_items(overlap, key, value, rank)
+                write_group.items += _whole_state_items(overlap, key, value, chunks)
     return write_group
 
 
@@ -195,7 +191,7 @@ def is_scalar_state(value: Tensor, param: Tensor) -> bool:
 
 
 def _owned_moment_items(
-    optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, cache: MomentCache
+    optimizer: ShardedOptimizer, overlap: ParamOverlap, key: str, dtype: torch.dtype, chunks: Chunks, cache: MomentCache
 ) -> Iterator[WriteItem]:
     """Yield the part of a moment that this rank would own if it were sharded: at stage 0 each rank holds all of it."""
     shard, rank = overlap.shard, overlap.shard.rank
@@ -207,12 +203,11 @@ def _owned_moment_items(
         def read(low: int, high: int) -> Tensor:
             return cache.of(optimizer, shard, key)[at + low : at + high]
 
-        yield WriteItem(
-            SavedChunk(MOMENT, overlap.slot.name, key, start, stop, rank), dtype, (stop - start,), read, shard.group
-        )
+        chunk = chunks.of(MOMENT, shard.group.members[overlap.number], key, start, stop)
+        yield WriteItem(chunk, dtype, (stop - start,), read, shard.group)
 
 
-def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int) -> Iterator[WriteItem]:
+def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, chunks: Chunks) -> Iterator[WriteItem]:
     """Yield an optimizer state with a shape of its own, on the rank that owns the parameter's first element.
 
     CheckpointError where the shard holds part of the parameter.
@@ -224,10 +219,10 @@ def _whole_state_items(overlap: ParamOverlap, key: str, value: Tensor, rank: int
             'give the optimizer class the attribute granularity = "tensor".',
         )
     group = overlap.shard.group
-    low, high = group.layout.bounds(rank)
+    low, high = group.layout.bounds(overlap.shard.rank)
     replicated = group.master is not None and group.master.placement is R
     if not replicated or low <= overlap.slot.start < high:
-        chunk = SavedChunk(WHOLE, overlap.slot.name, key, 0, value.numel(), rank)
+        chunk = chunks.of(WHOLE, group.members[overlap.number], key, 0, value.numel())
         yield WriteItem(chunk, value.dtype, tuple(value.shape), lambda low, high: value.reshape(-1)[low:high], group)
 
 
@@ -236,14 +231,14 @@ def optimizer_scalars(optimizer: ShardedOptimizer) -> dict[str, dict[str, Any]]:
 
     CheckpointError for one that is neither a number nor a tensor.
     """
-    found: dict[str, dict[str, Any]] = {}
+    names, found = Piece.of(optimizer.runtime).names, dict[str, dict[str, Any]]()
     for shard in optimizer.shards():
         for key, value in optimizer.inner.state.get(shard.param, {}).items():
             if isinstance(value, Tensor) and not is_scalar_state(value, shard.param):
                 continue
             number = _scalar(key, value, shard.names[0])
             for name in shard.names:
-                found.setdefault(name, {})[key] = number
+                found.setdefault(names.get(name, name), {})[key] = number
     return found
 
 

@@ -11,6 +11,7 @@ import struct
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError, brief
+from .boxes import Part, read_part
 from .format import BUFFER, WEIGHT, FileRecord, Manifest, missing_elements
 from .safetensors_file import dtype_name
 
@@ -127,10 +129,15 @@ class MappedCheckpoint:
     def keys(self, kind: str, name: str) -> list[str]:
         return list(self.segments.get((kind, name), ()))
 
-    def read(self, kind: str, name: str, key: str, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+    def read(
+        self, kind: str, name: str, key: str, start: int, stop: int, part: Part | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """Yield (position, flat values) parts of the elements [start, stop), in order; CheckpointError if some are
         missing.
         """
+        if part is not None:
+            yield from read_part(part, start, stop, partial(self.read, kind, name, key))
+            return
         reached = start
         of_key = self.segments.get((kind, name), {}).get(key, [])
         for segment in sorted(of_key, key=lambda each: each.start):
@@ -141,7 +148,7 @@ class MappedCheckpoint:
         if reached < stop:
             raise missing_elements(self.folder, f"elements {reached} to {stop} of '{name}' ({kind} {key})")
 
-    def whole(self, name: str, key: str) -> Tensor:
+    def whole(self, name: str, key: str, part: Part | None = None) -> Tensor:
         """Raise CheckpointError: no such layout has optimizer states with a shape of their own."""
         raise CheckpointError(f"'{name}' has no state '{key}' with a shape of its own in {self.folder}.")
 

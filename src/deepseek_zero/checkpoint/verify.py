@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..base.errors import CheckpointError
+from .boxes import Part, first_gap
 from .format import MANIFEST, MOMENT, WEIGHT, FileRecord, Manifest, SavedChunk
 from .layouts import ForeignLayout, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
@@ -167,16 +168,27 @@ def _files(folder: Path, manifest: Manifest, subset: FileSubset) -> Iterator[tup
 def _missing_elements(manifest: Manifest) -> Iterator[Fault]:
     """Yield a fault for elements that a manifest does not list, and for shapes that it has wrong."""
     excluded = set(manifest.excluded)
-    reached = {(WEIGHT, name, ""): 0 for name in manifest.parameters if name not in excluded}
+    reached: dict[tuple[str, str, str], dict[Part | None, int]] = {
+        (WEIGHT, name, ""): {} for name in manifest.parameters if name not in excluded
+    }
     for chunk in sorted(manifest.chunks, key=lambda each: each.start):
-        state = (chunk.kind, chunk.name, chunk.key)
-        if chunk.kind in (WEIGHT, MOMENT) and chunk.start <= reached.setdefault(state, 0):
-            reached[state] = max(reached[state], chunk.stop)
-    for (kind, name, key), stop in reached.items():
-        numel = math.prod(manifest.parameters[name]["shape"]) if name in manifest.parameters else 0
-        if stop != numel:
-            what = f"the {kind} {key}".rstrip()
-            yield Fault(MANIFEST, f"{what} ends at element {stop:,} of {numel:,}", name)
+        if chunk.kind in (WEIGHT, MOMENT):
+            ends = reached.setdefault((chunk.kind, chunk.name, chunk.key), {})
+            if chunk.start <= ends.setdefault(chunk.part, 0):
+                ends[chunk.part] = max(ends[chunk.part], chunk.stop)
+    for (kind, name, key), ends in reached.items():
+        shape = tuple(manifest.parameters[name]["shape"]) if name in manifest.parameters else (0,)
+        what = f"the {kind} {key}".rstrip()
+        for part, stop in (ends or {None: 0}).items():
+            numel = math.prod(shape) if part is None else part.numel
+            if stop != numel:
+                of = "" if part is None else f" of its part {part}"
+                yield Fault(MANIFEST, f"{what}{of} ends at element {stop:,} of {numel:,}", name)
+        parts = [part for part in ends if part is not None]
+        if any(part.shape != shape for part in parts):
+            yield Fault(MANIFEST, f"{what} has parts of another shape than {list(shape)}", name)
+        elif parts and None not in ends and (gap := first_gap(parts)) is not None:
+            yield Fault(MANIFEST, f"{what} lacks index {gap} of dimension {parts[0].dim}", name)
 
 
 def _check_header(

@@ -22,12 +22,13 @@ from ..sharding.init import Init, take_slice
 from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
+from .boxes import Part
 from .contents import Contents
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
 from .lockstep import run_and_gather
+from .piece import Piece, persistent_buffers, state_names, whole_names
 from .safetensors_file import RUN_KEY
-from .state import persistent_buffers, state_names
 from .verify import ALL_FILES, FileSubset, first_few, raise_faults, verify
 
 
@@ -51,15 +52,17 @@ def load_weights_into(runtime: Runtime, path: Path, *, strict: bool = True) -> N
         opened: list[tuple[SafetensorsFolder, dict[str, str]]] = []
 
         def match_files() -> str:
-            files = SafetensorsFolder(path, stack)
-            opened.append(
-                (files, match_names(files, shapes_of(runtime.model), tied_of(runtime.model), path, strict=strict))
-            )
+            files, piece = SafetensorsFolder(path, stack), Piece.of(runtime)
+            shapes = {piece.name(member): piece.shape(member) for group in runtime.groups for member in group.members}
+            shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(runtime.model).items()}
+            names = tied_names(whole_names(runtime.model))
+            opened.append((files, match_names(files, shapes, names, path, strict=strict)))
             return ""
 
-        subset = FileSubset(runtime.comm.rank, runtime.comm.size)
-        run_and_gather(runtime.comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
-        run_and_gather(runtime.comm, "loading weights: the names", match_files)
+        comm = runtime.comm.whole
+        subset = FileSubset(comm.rank, comm.size)
+        run_and_gather(comm, "loading weights: checksums", lambda: _verify_own_files(path, subset))
+        run_and_gather(comm, "loading weights: the names", match_files)
         files, found = opened[0]
         replace_states(Contents(runtime, _optimizer_of(runtime)), "weights", lambda: _restore(runtime, files, found))
 
@@ -85,7 +88,9 @@ def load_weights(model: nn.Module, path: str | Path, strict: bool = True) -> Non
     with ExitStack() as stack, torch.no_grad():
         _verify_own_files(Path(path))
         files = SafetensorsFolder(Path(path), stack)
-        found = match_names(files, shapes_of(model), tied_of(model), Path(path), strict=strict)
+        shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+        found = match_names(files, shapes, tied_names(state_names(model)), Path(path), strict=strict)
         for name, param in model.named_parameters():
             if name not in found:
                 continue
@@ -108,18 +113,12 @@ def _runtime_of(param: nn.Parameter) -> Runtime | None:
     return owner.runtime() if isinstance(owner, ParamGroup) else None
 
 
-def shapes_of(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Map names to the shape of every tensor that a state dict would hold, tied ones under their first name."""
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-    return shapes | {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
-
-
-def tied_of(model: nn.Module) -> dict[str, list[str]]:
-    """Map each parameter's first name to all of its names."""
-    names: dict[str, list[str]] = {}
-    for name, first in state_names(model).items():
-        names.setdefault(first, []).append(name)
-    return names
+def tied_names(names: Mapping[str, str]) -> dict[str, list[str]]:
+    """Map each tensor's first name in the model to all of its names.  names: maps each to the first one."""
+    found: dict[str, list[str]] = {}
+    for name, first in names.items():
+        found.setdefault(first, []).append(name)
+    return found
 
 
 def match_names(
@@ -130,12 +129,14 @@ def match_names(
     *,
     strict: bool,
 ) -> dict[str, str]:
-    """Map the model's names to names in the files.  CheckpointError, which says what differs, where names (strict) or
-    shapes do.
+    """Map the names of what is held here to names in the files.  CheckpointError, which says what differs, where names
+    (strict) or shapes do.
+
+    shapes: of the tensors that are held here, whole, by their first names.  tied: all names of the whole model's.
     """
     found = {name: next((each for each in tied.get(name, [name]) if each in files.shapes), "") for name in shapes}
     missing = [name for name, there in found.items() if not there]
-    known = {each for name in shapes for each in tied.get(name, [name])}
+    known = {each for names in tied.values() for each in names}
     unexpected = [name for name in files.shapes if name not in known]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -158,10 +159,11 @@ def match_names(
 
 def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str]) -> str:
     """Write this rank's elements of weights, and buffers whole.  Local."""
+    piece = Piece.of(runtime)
     for group in runtime.groups:
         for member in group.members:
-            if member.name in found:
-                write_weight(group, member, partial(_read_exact, files, found[member.name], group))
+            if (name := piece.name(member)) in found:
+                write_weight(group, member, partial(_read_exact, files, found[name], group, piece.part(member)))
         store_weights(group)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
@@ -170,9 +172,9 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
 
 
 def _read_exact(
-    files: SafetensorsFolder, name: str, group: ParamGroup, start: int, stop: int
+    files: SafetensorsFolder, name: str, group: ParamGroup, part: Part | None, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield a member's elements in the master's dtype; without a master in fp32, from which weights are cast."""
-    for low, part in files.read(name, start, stop):
+    for low, values in files.read(name, start, stop, part):
         exact = group.master.dtype if group.master is not None else torch.float32
-        yield low, part.to(exact) if group.master is not None or part.is_floating_point() else part
+        yield low, values.to(exact) if group.master is not None or values.is_floating_point() else values

@@ -126,7 +126,7 @@ class Saver:
         """
         if self.current is None:
             return
-        comm = self.current.contents.runtime.comm
+        comm = self.current.contents.runtime.comm.whole
         if bool(comm.all_gather_rows(torch.tensor([self.current.is_over]), "whether a checkpoint is written").all()):
             self._commit()
 
@@ -145,7 +145,7 @@ class Saver:
             return
         began = time.perf_counter()
         saving.commit()
-        if saving.contents.runtime.comm.rank == 0:
+        if saving.contents.runtime.comm.whole.rank == 0:
             self._removal = threading.Thread(
                 target=apply_retention, args=(saving.final, self.retention), name="deepseek_zero removal"
             )
@@ -170,7 +170,8 @@ def save_checkpoint(
     rank where one rank cannot write; the checkpoint before stays as it is.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
-    name = run_and_gather(engine.runtime.comm, "saving: the tag", lambda: tag_to_save(asked))[engine.runtime.comm.rank]
+    comm = engine.runtime.comm.whole
+    name = run_and_gather(comm, "saving: the tag", lambda: tag_to_save(asked))[comm.rank]
     num_begun = engine.micro_steps % engine._batch.accumulation
     if num_begun:
         log_once(
@@ -187,7 +188,7 @@ def save_checkpoint(
     loader = engine.training_dataloader
     trainer["data"] = _position(loader, num_begun)
     engine.parts.saver.finish()
-    engine.parts.saver.claim_directory(engine.runtime.comm, Path(directory))
+    engine.parts.saver.claim_directory(comm, Path(directory))
     contents = Contents(engine.runtime, engine.optimizer, trainer, client)
     foreign = _foreign_layout(engine, contents, settings, preferred)
     if foreign is not None:
@@ -220,7 +221,9 @@ def _foreign_layout(
     wants_slices = not settings.wait or chosen.retention.last is not None or chosen.on_signal is not None
     if preferred is None or wants_slices or engine.runtime.settings.stage == 0:
         return None
-    reasons = run_and_gather(engine.runtime.comm, "saving: the layout", lambda: preferred.unsupported_reason(contents))
+    reasons = run_and_gather(
+        engine.runtime.comm.whole, "saving: the layout", lambda: preferred.unsupported_reason(contents)
+    )
     reason = next(filter(None, reasons), "")
     if reason:
         log_once(f"saved as slices, not in {preferred.title}: {reason}.")
@@ -238,7 +241,7 @@ def load_checkpoint(engine: Trainer, directory: str | Path, tag: Any, restore: R
     engine, where the checkpoint does not fit or (restore.verify) is damaged.
     """
     engine.parts.saver.finish()
-    comm = engine.runtime.comm
+    comm = engine.runtime.comm.whole
     folder, chosen, is_verified = _choose_checkpoint(comm, Path(directory), tag)
     if not chosen:
         return None, None

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepseek_zero.base.errors import CheckpointError
 from deepseek_zero.checkpoint.format import decode, encode
-from deepseek_zero.checkpoint.state import persistent_buffers
+from deepseek_zero.checkpoint.piece import persistent_buffers
 
 
 @pytest.mark.parametrize(

@@ -29,6 +29,7 @@ from ....checkpoint.load import (
     split_as_saved,
 )
 from ....checkpoint.lockstep import run_and_gather
+from ....checkpoint.piece import names_of_all
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
 from ....checkpoint.staging import StagedOutput
@@ -109,10 +110,11 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     opened: list[DeepSpeedCheckpoint] = []
     runtime.follow_requires_grad()
     trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
+    names, comm = names_of_all(runtime), runtime.comm.whole
 
     def read_files() -> str:
         found = read_deepspeed(folder, trained)
-        check(found.manifest, contents, replace(settings, moments=False))
+        check(found.manifest, contents, replace(settings, moments=False), names)
         if settings.moments and contents.optimizer is not None:
             _check_states(found, contents.optimizer)
             split_as_saved(found.manifest, lambda name: found.keys(MOMENT, name), contents.optimizer)
@@ -128,12 +130,12 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
         return ""
 
     def check_bytes() -> str:
-        raise_faults(folder, verify(folder, FileSubset(runtime.comm.rank, runtime.comm.size)))
+        raise_faults(folder, verify(folder, FileSubset(comm.rank, comm.size)))
         return ""
 
     if settings.verify:
-        run_and_gather(runtime.comm, f"loading {tag}: checksums", check_bytes)
-    run_and_gather(runtime.comm, f"loading {tag}: DeepSpeed's files", read_files)
+        run_and_gather(comm, f"loading {tag}: checksums", check_bytes)
+    run_and_gather(comm, f"loading {tag}: DeepSpeed's files", read_files)
     found = opened[0]
     replace_states(contents, tag, fill)
     return Loaded(folder, found.plain["trainer"], found.plain["client"])
@@ -172,6 +174,9 @@ def _known(groups: list[dict[str, Any]], optimizer: ShardedOptimizer) -> list[di
 
 def unsupported_reason(contents: Contents) -> str:
     """Say which of this rank's states DeepSpeed's layout has no place for; empty where it holds all."""
+    mesh = contents.runtime.plan.mesh
+    if mesh.tp > 1 or mesh.pp > 1:
+        return f"the mesh is {mesh}, and its layout is written without tp and pp (save slices, and convert them)"
     taken = sorted(RESERVED_KEYS & dict(contents.client or {}).keys())
     if taken:
         return f"client_state has the key '{taken[0]}', which is DeepSpeed's own in its layout"
@@ -196,7 +201,7 @@ def save_deepspeed(directory: Path, tag: str, contents: Contents, settings: Save
     CheckpointError on every rank where one cannot write, or has a state that the layout has no place for; the
     checkpoint before stays.
     """
-    comm, slices_folder = contents.runtime.comm, directory / ".slices.saving"
+    comm, slices_folder = contents.runtime.comm.whole, directory / ".slices.saving"
     run_and_gather(
         comm, "saving: what DeepSpeed's layout holds", lambda: _refuse(unsupported_reason(contents), directory / tag)
     )
@@ -241,7 +246,7 @@ def _refuse(problem: str, final: Path) -> str:
 
 def _rewrite(folder: Path, output: StagedOutput, contents: Contents) -> None:
     """Write DeepSpeed's files from the slices in `folder`, each rank its own.  Collective."""
-    comm = contents.runtime.comm
+    comm = contents.runtime.comm.whole
     scaler = contents.optimizer.scaler if contents.optimizer is not None else None
     scaling = scaler.settings if scaler is not None else LossScaleSettings()
 

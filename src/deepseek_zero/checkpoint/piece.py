@@ -1,0 +1,127 @@
+"""What the model that one rank runs is of the whole one: names, shapes, parts, and whose random numbers go on where.
+
+Files speak of the whole model alone.  Ranks along "tp" hold parts of its parameters, ranks along "pp" some of its
+parameters.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ..base.device import is_persistent_buffer
+from ..base.errors import UsageError
+from ..base.mesh import Mesh, mesh_of
+from ..planner.layout import Shape
+from ..planner.split import split_of
+from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.runtime import Runtime
+from .boxes import Part
+from .format import Manifest
+from .lockstep import run_and_gather
+
+WHOLE_NAMES = "_zero_whole_names"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The piece of the model that one rank holds.  coordinate: along "tp".
+
+    names: by its name here, the first name that the whole model has for a parameter; what is left out keeps its own.
+    """
+
+    names: Mapping[str, str]
+    coordinate: int
+
+    @classmethod
+    def of(cls, runtime: Runtime) -> Piece:
+        """Return the piece that a rank's wrapped model is."""
+        names = runtime.model.__dict__.get(WHOLE_NAMES) or {}
+        return cls(names, runtime.plan.mesh.coordinates["tp"])
+
+    def name(self, member: ParamInfo) -> str:
+        """Return a parameter's first name in the whole model."""
+        return self.names.get(member.name, member.name)
+
+    def part(self, member: ParamInfo) -> Part | None:
+        """Return what this rank holds of a parameter; None where that is all of it."""
+        return Part.of(split_of(member.param), self.coordinate)
+
+    def shape(self, member: ParamInfo) -> Shape:
+        """Return the shape of the whole parameter."""
+        split = split_of(member.param)
+        return member.slot.shape if split is None else split.shape
+
+    def is_written(self, group: ParamGroup, member: ParamInfo) -> bool:
+        """Return whether the ranks of this piece write a parameter: other coordinates along "tp" may hold the same, and
+        another stage the first of two that are tied.
+        """
+        return group.planned.is_counted and self.name(member) == member.name
+
+
+def remember_names(model: nn.Module) -> None:
+    """Let a model know its names for good, before other stages' modules are taken out of it.  Local."""
+    model.__dict__[WHOLE_NAMES] = state_names(model)
+
+
+def whole_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in the state dict of the whole model, in its order, to the first name of the same tensor."""
+    found: dict[str, str] | None = model.__dict__.get(WHOLE_NAMES)
+    return state_names(model) if found is None else found
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Map each name in the state dict, in its order, to the first name of the same parameter: itself, unless it is
+    tied.
+    """
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        dot = f"{prefix}." if prefix else ""
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            found[dot + name] = first.setdefault(id(param), dot + name)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            if is_persistent_buffer(module, name):
+                found[dot + name] = first.setdefault(id(buffer), dot + name)
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Map names to the buffers that a state dict would hold, each once."""
+    found: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if is_persistent_buffer(module, name):
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def names_of_all(runtime: Runtime) -> frozenset[str]:
+    """Return the first names of the parameters of all pieces.  Collective in the world."""
+    piece = Piece.of(runtime)
+    own = [piece.name(member) for group in runtime.groups for member in group.members]
+    if "pp" not in runtime.comm.along:
+        return frozenset(own)
+    found = run_and_gather(runtime.comm.whole, "the names of all stages", lambda: json.dumps(own))
+    return frozenset(name for each in found for name in json.loads(each))
+
+
+def predecessor(manifest: Manifest, mesh: Mesh) -> int | None:
+    """Return the saved rank whose random numbers and buffers this rank goes on with: the one that saw the same data.
+
+    None where data were shared out among another number of ranks, or there were other stages.  Along "tp" random states
+    are equal.
+    """
+    try:
+        saved = mesh_of(manifest.mesh or {"dp_shard": manifest.world_size}).on_world(manifest.world_size)
+    except UsageError:  # axes of a later version
+        return None
+    if (saved.pp, saved.data_size, saved.sp) != (mesh.pp, mesh.data_size, mesh.sp):
+        return None
+    here = mesh.coordinates
+    replicate, shard = divmod(mesh.data_index, saved.dp_shard)
+    tp = here["tp"] if saved.tp == mesh.tp else 0
+    return saved.rank_at(pp=here["pp"], dp_replicate=replicate, dp_shard=shard, sp=here["sp"], tp=tp)
