@@ -2,12 +2,14 @@
 
 Every pair of neighbouring pipeline ranks has a communicator of its own, and for each direction of the model another:
 stage P - 1 also sends to stage P of the first rank.  Activations travel in its lane "gather", gradients in "reduce".
-A send copies into a slot in memory that the other rank reaches, and is waited for when the slot is used again; receives
-are posted ahead.  What a message holds is known from an earlier one for inputs of the same form, or travels before it.
+Tensors of any dtype travel as bytes.  A send copies into a slot in memory that the other rank reaches, and is waited
+for when the slot is used again; receives are posted ahead.  What a message holds is known from an earlier one for
+inputs of the same form, or travels before it.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
@@ -46,11 +48,8 @@ class TensorForm(NamedTuple):
     is_differentiated: bool
 
     @property
-    def numel(self) -> int:
-        found = 1
-        for size in self.shape:
-            found *= size
-        return found
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 Form = tuple[TensorForm, ...]
@@ -114,11 +113,12 @@ class Outbox:
         for number, tensor in enumerate(tensors):
             if not tensor.numel():
                 continue
-            if number == len(buffers):
-                buffers.append(self.comm.empty(0, tensor.dtype))
-            if buffers[number].numel() != tensor.numel() or buffers[number].dtype is not tensor.dtype:
-                buffers[number] = self.comm.empty(tensor.numel(), tensor.dtype)
-            buffers[number].view(tensor.shape).copy_(tensor.detach())
+            while number >= len(buffers):
+                buffers.append(self.comm.empty(0, torch.uint8))
+            nbytes = tensor.numel() * tensor.element_size()
+            if buffers[number].numel() != nbytes:
+                buffers[number] = self.comm.empty(nbytes, torch.uint8)
+            buffers[number].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             pending.append(self.comm.pass_on(buffers[number], None, self.lane, what))
 
     def flush(self) -> None:
@@ -181,10 +181,10 @@ class Inbox:
             boxes, pending = self._start(form, what)
             for each in pending:
                 each.wait()
-        return form, tuple(box.view(tensor.shape) for box, tensor in zip(boxes, form, strict=True))
+        return form, tuple(box.view(each.dtype).view(each.shape) for box, each in zip(boxes, form, strict=True))
 
     def _start(self, form: Form, what: str) -> tuple[list[Tensor], list[Pending]]:
-        boxes = [torch.empty(each.numel, dtype=each.dtype, device=self.comm.device) for each in form]
+        boxes = [torch.empty(each.nbytes, dtype=torch.uint8, device=self.comm.device) for each in form]
         return boxes, [self.comm.pass_on(None, box, self.lane, what) for box in boxes if box.numel()]
 
     def drop(self) -> None:

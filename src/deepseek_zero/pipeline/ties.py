@@ -47,6 +47,23 @@ class Ties:
         """Whether this rank's copy of a weight is the one that counts in norms and is saved."""
         return name not in self.ranks or self.ranks[name][0] == self.rank
 
+    def spread(self, values: Mapping[str, Tensor]) -> None:
+        """Give every copy of a tied weight the values of its first stage's.  Collective among the sharing ranks.
+
+        values: of this rank's tied weights, by name, contiguous; written in place.
+        """
+        comm = self.comm
+        if comm is None:
+            return
+        for name, ranks in self.ranks.items():
+            first, *others = (self._index[rank] for rank in ranks)
+            own = values[name].view(-1) if self.rank in ranks else torch.empty(0, device=comm.device)
+            nothing = own[:0]
+            sends, receives = comm.rank == first, comm.rank in others
+            pieces = [own if sends and place in others else nothing for place in range(comm.size)]
+            inbox = [own if receives and place == first else nothing for place in range(comm.size)]
+            comm.exchange(pieces, inbox, "gather", f"values of {name}", kind="tie").wait()
+
     def add_up(self, grads: Mapping[str, Tensor]) -> None:
         """Add up, in place, the gradients of tied weights over the ranks that share them.
 

@@ -35,6 +35,7 @@ from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .leaf_modules import leaf_module_names
 from .parameters import ParameterOffload, show_ds_names
+from .pipe import PipelineModule
 
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
 Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -73,6 +74,12 @@ def initialize(
             raise NotBuiltError(
                 f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
             )
+    if isinstance(model, PipelineModule) and model.num_stages > 1:
+        raise NotBuiltError(
+            "initialize(model=PipelineModule) over several stages is not built yet.",
+            "An engine trains one stage here, which would be a part of the model.",
+            "pass num_stages=1 until it is.",
+        )
     if dist_init_required not in (None, True, False):
         raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
     whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)

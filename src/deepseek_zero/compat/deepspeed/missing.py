@@ -37,7 +37,7 @@ class MissingName:
 ENGINE = "DeepSpeedEngine"  # the rows of an engine's attributes
 PAGE = "docs/reference/deepspeed-names.md"
 
-PIPELINE = "pipeline parallelism is a later part"
+PIPELINE = "engines over pipelines are a later part"
 TENSOR = "tensor parallelism is a later part"
 SEQUENCE = "sequence parallelism is a later part"
 SPARSE = "sparse attention is a later part"
@@ -63,7 +63,7 @@ Rows = tuple[tuple[When, str, str], ...]
 # module: (whether it comes, why, names)
 MISSING: dict[str, Rows] = {
     "deepspeed": (
-        (L, PIPELINE, "PipelineModule PipelineEngine pipe DualPipeVEngine DualPipeVModule"),
+        (L, PIPELINE, "PipelineEngine DualPipeVEngine DualPipeVModule"),
         (L, TENSOR, "tp_model_init set_autotp_mode"),
         (L, SEQUENCE, "sequence"),
         (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
@@ -118,7 +118,6 @@ MISSING: dict[str, Rows] = {
         (N, "ZenFlow is not planned; " + SHED, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),
     "deepspeed.runtime": (
-        (L, PIPELINE, "pipe"),
         (L, COMPRESSED, "comm compression"),
         (N, ONE_OPTIMIZER, "bf16_optimizer"),
         (N, "the disk tier serves (offload device nvme)", "swap_tensor"),
@@ -139,6 +138,7 @@ MISSING: dict[str, Rows] = {
         (L, COMPRESSED, "onebit"),
         (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
     ),
+    "deepspeed.runtime.pipe": ((L, PIPELINE, "engine p2p"),),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": (
         (
             L,
@@ -153,7 +153,7 @@ MISSING: dict[str, Rows] = {
         (N, "the step's verdict is engine.optimizer.overflow", "CheckOverflow has_inf_or_nan"),
         (N, "an engine without an optimizer has none", "DummyOptim"),
         (N, "see_memory_usage and engine.memory_report() say it", "memory_status get_ma_status empty_cache"),
-        (L, PIPELINE, "partition_uniform partition_balanced PartitionedTensor"),
+        (L, PIPELINE, "PartitionedTensor"),
     ),
     "deepspeed.runtime.zero": (
         (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
@@ -235,8 +235,8 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 
 # What the drop-in gives at its top and this package does not.
 IN_THE_DROPIN = frozenset(
-    "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops profiling runtime "
-    "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON "
+    "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops pipe PipelineModule profiling "
+    "runtime ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON "
     "add_tuning_arguments DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
 )
 CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"

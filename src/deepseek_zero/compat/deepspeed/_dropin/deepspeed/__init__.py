@@ -24,9 +24,10 @@ __getattr__, __dir__ = stand_in(
             "LION_OPTIMIZER MUON_OPTIMIZER TORCH_DISTRIBUTED_DEFAULT_PORT ZeROOptimizer"
         ),
         "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments",
+        "deepseek_zero.compat.deepspeed.pipe": "PipelineModule",
     },
     rooms=(
-        "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops profiling "
+        "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops pipe profiling "
         "runtime utils zero"
     ),
 )

@@ -7,7 +7,7 @@ from deepseek_zero.compat.deepspeed.module_stub import stand_in
 __getattr__, __dir__ = stand_in(
     __name__,
     rooms=(
-        "activation_checkpointing base_optimizer config dataloader engine fp16 lr_schedules sequence_parallel "
-        "utils zero"
+        "activation_checkpointing base_optimizer config dataloader engine fp16 lr_schedules pipe "
+        "sequence_parallel utils zero"
     ),
 )

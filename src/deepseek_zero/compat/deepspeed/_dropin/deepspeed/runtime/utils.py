@@ -11,5 +11,6 @@ __getattr__, __dir__ = stand_in(
             "clone_tensors_for_torch_save ensure_directory_exists move_to_device noop_decorator "
             "see_memory_usage set_random_seed"
         ),
+        "deepseek_zero.compat.deepspeed.pipe": "partition_balanced partition_uniform",
     },
 )

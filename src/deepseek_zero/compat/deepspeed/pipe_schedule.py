@@ -1,0 +1,200 @@
+"""DeepSpeed's schedules as programs see them: for one stage, lists of instructions tick by tick.
+
+They tell what a schedule is; what runs is the table of pipeline/schedule.py.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+
+class PipeInstruction:
+    """One instruction; its arguments are its attributes."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.name, self.kwargs = type(self).__name__, kwargs
+        for key, value in kwargs.items():
+            setattr(self, key, value)
+
+    def __repr__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.kwargs.items())})"
+
+
+class OptimizerStep(PipeInstruction):
+    """Take the optimizer's step and drop the gradients."""
+
+
+class ReduceGrads(PipeInstruction):
+    """Add up gradients over the ranks of a stage."""
+
+
+class ReduceTiedGrads(PipeInstruction):
+    """Add up the gradients of what stages share."""
+
+
+class BufferOpInstruction(PipeInstruction):
+    """An instruction on one of the stage's buffers."""
+
+    def __init__(self, buffer_id: int, **kwargs: Any) -> None:
+        super().__init__(buffer_id=buffer_id, **kwargs)
+
+
+class LoadMicroBatch(BufferOpInstruction):
+    """Take a micro-batch from the data."""
+
+
+class ForwardPass(BufferOpInstruction):
+    """Compute a forward."""
+
+
+class BackwardPass(BufferOpInstruction):
+    """Compute a backward and add up gradients."""
+
+
+class SendActivation(BufferOpInstruction):
+    """Send an output to the next stage."""
+
+
+class RecvActivation(BufferOpInstruction):
+    """Receive an output of the stage before."""
+
+
+class SendGrad(BufferOpInstruction):
+    """Send a gradient to the stage before."""
+
+
+class RecvGrad(BufferOpInstruction):
+    """Receive a gradient from the next stage."""
+
+
+Tick = list[PipeInstruction]
+
+
+class PipeSchedule(ABC):
+    """The instructions of one stage; iterating gives those of each tick."""
+
+    def __init__(self, micro_batches: int, stages: int, stage_id: int) -> None:
+        self.micro_batches, self.stages, self.stage_id = micro_batches, stages, stage_id
+        self.prev_stage, self.next_stage = stage_id - 1, stage_id + 1
+        self._ticks: Iterator[Tick] | None = None
+
+    @abstractmethod
+    def steps(self) -> Iterator[Tick]:
+        """Yield the instructions of each tick."""
+
+    def num_pipe_buffers(self) -> int:
+        """Return how many buffers the stage uses."""
+        return self.micro_batches
+
+    @property
+    def stage(self) -> int:
+        return self.stage_id
+
+    @property
+    def num_stages(self) -> int:
+        return self.stages
+
+    @property
+    def num_micro_batches(self) -> int:
+        return self.micro_batches
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.stages - 1
+
+    def _valid_micro_batch(self, micro_batch_id: int) -> bool:
+        return 0 <= micro_batch_id < self.micro_batches
+
+    def _valid_stage(self, stage_id: int) -> bool:
+        return 0 <= stage_id < self.stages
+
+    def _buffer_idx(self, micro_batch_id: int) -> int:
+        assert self._valid_micro_batch(micro_batch_id)
+        return micro_batch_id % self.num_pipe_buffers()
+
+    def __iter__(self) -> PipeSchedule:
+        self._ticks = None
+        return self
+
+    def __next__(self) -> Tick:
+        if self._ticks is None:
+            self._ticks = iter(self.steps())
+        return next(self._ticks)
+
+
+class InferenceSchedule(PipeSchedule):
+    """Forwards alone: stage s computes micro-batch t - s in tick t."""
+
+    def steps(self) -> Iterator[Tick]:
+        for tick in range(self.micro_batches + self.stages - 1):
+            micro, is_even = tick - self.stage_id, self.stage_id % 2 == 0
+            here, other = (tick % 2, (tick + 1) % 2) if is_even else ((tick + 1) % 2, tick % 2)
+            found: Tick = []
+            if (self.is_first_stage or self.is_last_stage) and self._valid_micro_batch(micro):
+                found.append(LoadMicroBatch(here))
+            messages: Tick = []
+            if self._valid_stage(self.next_stage) and self._valid_micro_batch(micro - 1):
+                messages.append(SendActivation(other))
+            if self._valid_stage(self.prev_stage) and self._valid_micro_batch(micro):
+                messages.append(RecvActivation(here))
+            found += messages if is_even else messages[::-1]
+            if self._valid_micro_batch(micro):
+                found.append(ForwardPass(here))
+            yield found
+
+    def num_pipe_buffers(self) -> int:
+        return 2
+
+
+class TrainSchedule(PipeSchedule):
+    """1F1B in 2(m + P - 1) ticks, forwards and backwards in turn.
+
+    In tick t stage s computes forward (t - s) / 2, or where that is no whole number backward (t - 2P + 1 + s) / 2.
+    """
+
+    def steps(self) -> Iterator[Tick]:
+        before = -1
+        ticks = 2 * (self.micro_batches + self.stages - 1)
+        for tick in range(ticks):
+            is_forward = (tick - self.stage_id) % 2 == 0
+            late = self.stage_id if is_forward else 2 * self.stages - 1 - self.stage_id
+            micro = (tick - late) // 2
+            is_here, was_before = self._valid_micro_batch(micro), self._valid_micro_batch(before)
+            found: Tick = []
+            if is_forward and self._valid_stage(self.prev_stage):
+                found += [RecvActivation(self._buffer_idx(micro))] if is_here else []
+                found += [SendGrad(self._buffer_idx(before))] if was_before else []
+            if not is_forward and self._valid_stage(self.next_stage):
+                found += [SendActivation(self._buffer_idx(before))] if was_before else []
+                found += [RecvGrad(self._buffer_idx(micro))] if is_here else []
+            if is_here and is_forward:
+                if self.is_first_stage or self.is_last_stage:
+                    found.append(LoadMicroBatch(self._buffer_idx(micro)))
+                found.append(ForwardPass(self._buffer_idx(micro)))
+            elif is_here:
+                found.append(BackwardPass(self._buffer_idx(micro)))
+            if tick == ticks - 1:
+                found += [ReduceTiedGrads(), ReduceGrads(), OptimizerStep()]
+            before = micro
+            yield found
+
+    def num_pipe_buffers(self) -> int:
+        return max(2, min(self.stages - self.stage_id, self.micro_batches))
+
+
+class DataParallelSchedule(PipeSchedule):
+    """Accumulation without stages."""
+
+    def steps(self) -> Iterator[Tick]:
+        for micro in range(self.micro_batches):
+            found: Tick = [LoadMicroBatch(buffer_id=0), ForwardPass(buffer_id=0), BackwardPass(buffer_id=0)]
+            yield [*found, ReduceGrads(), OptimizerStep()] if micro == self.micro_batches - 1 else found
+
+    def num_pipe_buffers(self) -> int:
+        return 1

@@ -1,0 +1,208 @@
+"""DeepSpeed's topology classes: named axes over ranks, and the grid of a pipeline's groups.
+
+The order of ranks is that of our `Mesh`: pipe is the slowest axis, then data, then model (tensor).
+"""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from collections.abc import Iterable, Sequence
+from itertools import product
+from typing import Any
+
+import torch.distributed as dist
+
+
+class ProcessTopology:
+    """Maps coordinates on named axes to ranks, row-major: the last axis is the fastest."""
+
+    def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
+        self.axes, self.dims = list(axes), list(dims)
+        coord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]
+        self.ProcessCoord = coord
+        places = product(*(range(size) for size in self.dims))
+        self.mapping = {self.ProcessCoord(*place): rank for rank, place in enumerate(places)}
+        self._coords = list(self.mapping)
+
+    def get_rank(self, **coord_kwargs: int) -> int:
+        """Return the rank at these coordinates, one for each axis."""
+        if len(coord_kwargs) != len(self.axes):
+            raise ValueError("get_rank() does not support slices. Use filter_match())")
+        key = self.ProcessCoord(**coord_kwargs)
+        assert key in self.mapping, f"key {coord_kwargs} invalid"
+        return int(self.mapping[key])
+
+    def get_axis_names(self) -> list[str]:
+        """Return the names of the axes, slowest first."""
+        return self.axes
+
+    def get_rank_repr(
+        self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-"
+    ) -> str:
+        """Return a rank's coordinates as a name: "model_01"."""
+        omitted, coord = set(omit_axes), self.get_coord(rank)
+        shown = [axis for axis in self.axes if axis not in omitted]
+        return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in shown)
+
+    def get_dim(self, axis: str) -> int:
+        """Return the size of an axis, 0 where there is none."""
+        return self.dims[self.axes.index(axis)] if axis in self.axes else 0
+
+    def get_coord(self, rank: int) -> Any:
+        """Return the coordinates of a rank, a namedtuple."""
+        if not 0 <= rank < len(self._coords):
+            raise ValueError(f"rank {rank} not found in topology.")
+        return self._coords[rank]
+
+    def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
+        """Return the groups of ranks that differ on one axis only."""
+        if axis not in self.axes:
+            return []
+        found: dict[tuple[int, ...], list[int]] = {}
+        place = self.axes.index(axis)
+        for rank, coord in enumerate(self._coords):
+            found.setdefault((*coord[:place], *coord[place + 1 :]), []).append(rank)
+        return list(found.values())
+
+    def filter_match(self, **filter_kwargs: int) -> list[int]:
+        """Return the ranks with these coordinates."""
+        wanted = filter_kwargs.items()
+        return [
+            rank
+            for rank, coord in enumerate(self._coords)
+            if all(getattr(coord, axis) == place for axis, place in wanted)
+        ]
+
+    def get_axis_list(self, axis: str, idx: int) -> list[int]:
+        """Return the ranks at one place of an axis."""
+        return self.filter_match(**{axis: idx})
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return len(self.mapping)
+
+    def __str__(self) -> str:
+        return str(self.mapping)
+
+
+class PipeDataParallelTopology(ProcessTopology):
+    """Stages over replicas: the ranks of a stage are neighbours."""
+
+    def __init__(self, num_pp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data"], [num_pp, num_dp])
+
+
+class PipeModelDataParallelTopology(ProcessTopology):
+    """Stages over replicas over slices of tensors."""
+
+    def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
+        super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
+
+
+class PipelineParallelGrid:
+    """Where this rank stands in a topology, and with whom; an `mpu` for programs written for one.
+
+    "Model parallel" is pipe and tensor together, "slice parallel" is tensor alone.  A process group is made when it is
+    first asked for; asking is collective in the world then.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        is_distributed = dist.is_available() and dist.is_initialized()
+        self.global_rank = dist.get_rank() if is_distributed else 0
+        self.world_size = dist.get_world_size() if is_distributed else 1
+        self._topo = topology or PipeDataParallelTopology(1, self.world_size)
+        self.data_parallel_size = max(self._topo.get_dim("data"), 1)
+        self.pipe_parallel_size = max(self._topo.get_dim("pipe"), 1)
+        self.model_parallel_size = max(self._topo.get_dim("model"), 1)
+        self.slice_parallel_size = self.model_parallel_size
+        assert self._topo.world_size() == self.world_size, "Invalid Grid"
+        self.stage_id, self.data_parallel_id = self.get_stage_id(), self.get_data_parallel_id()
+        self.is_first_stage, self.is_last_stage = self.stage_id == 0, self.stage_id == self.pipe_parallel_size - 1
+        self.dp_groups = self._lists("data")
+        self.pipe_groups = self._lists("pipe")
+        self.model_groups = self._lists("model")
+        self.ds_model_groups = [self._topo.get_axis_list("data", place) for place in range(self.data_parallel_size)]
+        self.dp_group, self.pp_group = self._own(self.dp_groups), self._own(self.pipe_groups)
+        self.slice_group, self.ds_model_group = self._own(self.model_groups), self._own(self.ds_model_groups)
+        self.p2p_groups = self._pairs()
+        self._made: dict[str, Any] = {}
+
+    def _lists(self, axis: str) -> list[list[int]]:
+        return self._topo.get_axis_comm_lists(axis) or [[rank] for rank in range(self.world_size)]
+
+    def _own(self, groups: list[list[int]]) -> list[int]:
+        return next(ranks for ranks in groups if self.global_rank in ranks)
+
+    def _pairs(self) -> list[list[int]]:
+        """By rank, itself and the rank of the next stage, around the end."""
+        found = []
+        for rank in range(self.world_size):
+            ranks = next(ranks for ranks in self.pipe_groups if rank in ranks)
+            found.append([rank, ranks[(ranks.index(rank) + 1) % len(ranks)]])
+        return found
+
+    def _group(self, name: str, groups: list[list[int]]) -> Any:
+        if name not in self._made:
+            if not (dist.is_available() and dist.is_initialized()):
+                return None
+            for ranks in groups:
+                made = dist.new_group(ranks)
+                if self.global_rank in ranks:
+                    self._made[name] = made
+        return self._made[name]
+
+    def get_stage_id(self) -> int:
+        """Return this rank's stage."""
+        return int(self._topo.get_coord(self.global_rank).pipe) if self._topo.get_dim("pipe") else 0
+
+    def get_data_parallel_id(self) -> int:
+        """Return this rank's place along data."""
+        return int(self._topo.get_coord(self.global_rank).data) if self._topo.get_dim("data") else 0
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of a stage whose other coordinates are this rank's, but for those given."""
+        here = self._topo.get_coord(self.global_rank)
+        return self._topo.get_rank(**here._replace(pipe=stage_id, **kwargs)._asdict())
+
+    def topology(self) -> ProcessTopology:
+        """Return the topology."""
+        return self._topo
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> Any:
+        return self._group("pipe", self.pipe_groups)
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group("data", self.dp_groups)
+
+    def get_model_parallel_rank(self) -> int:
+        return self.ds_model_group.index(self.global_rank)
+
+    def get_model_parallel_world_size(self) -> int:
+        return len(self.ds_model_group)
+
+    def get_model_parallel_group(self) -> Any:
+        return self._group("model", self.ds_model_groups)
+
+    def get_slice_parallel_rank(self) -> int:
+        return self.slice_group.index(self.global_rank)
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> Any:
+        return self._group("slice", self.model_groups)

@@ -1,0 +1,247 @@
+"""A model that was written as a list of layers: each takes what the one before returns, and a stage has some of them.
+
+One argument flows; a tuple of tensors is one.  A layer is a module, a function, or a `LayerSpec`, which only the ranks
+of its stage build.  Parameters have the layer's place in the whole list in their names ("7.weight"): no name depends
+on the cut; what several places share is built once for each stage, as "tied_modules.<key>".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import NotBuiltError, UsageError, article, shown
+from .partition import LayerCost, partition
+from .stage import Received
+
+
+class LayerSpec:
+    """A layer that is still to be built: a class of modules, and its arguments."""
+
+    def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
+        if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
+            raise UsageError(
+                "LayerSpec only supports torch.nn.Module types.",
+                f"It was given {shown(typename)}.",
+                "pass functions as they are, without a LayerSpec.",
+            )
+        self.typename, self.module_args, self.module_kwargs = typename, module_args, module_kwargs
+
+    def __repr__(self) -> str:
+        arguments = [*map(repr, self.module_args), *(f"{name}={value!r}" for name, value in self.module_kwargs.items())]
+        return f"{self.typename.__name__}({', '.join(arguments)})"
+
+    def build(self, log: bool = False) -> nn.Module:
+        """Build the layer.  log: as DeepSpeed's; builds are not logged."""
+        return self.typename(*self.module_args, **self.module_kwargs)
+
+
+class TiedLayerSpec(LayerSpec):
+    """A layer that shares weights with the others of its key.
+
+    forward_fn: called with (module, input) instead of the module's forward.  tied_weight_attr: the weights that are
+    shared, by name, or one name; dots lead into submodules.
+    """
+
+    def __init__(
+        self,
+        key: str,
+        typename: type[nn.Module],
+        *module_args: Any,
+        forward_fn: Callable[..., Any] | None = None,
+        tied_weight_attr: str | Sequence[str] = ("weight",),
+        **module_kwargs: Any,
+    ) -> None:
+        super().__init__(typename, *module_args, **module_kwargs)
+        self.key, self.forward_fn = key, forward_fn
+        self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
+
+
+class Labelled(NamedTuple):
+    """One micro-batch of a list of layers.  inputs: what the first layer takes; labels: what the loss takes."""
+
+    inputs: Any
+    labels: Any = None
+
+
+class LayerStages(nn.Module):
+    """One stage's layers of a list.
+
+    layers: modules, functions, `LayerSpec`s.  stages, index: how many stages there are, and which this one is.  method:
+    of partition.py.  loss_fn: called with (output, labels) in the last stage; None: the last layer returns the loss.
+    seed_layers: torch's seed is set before each layer is built, and before it runs.  checkpoint_interval: so many
+    layers at a time are recomputed in backward, by `checkpoint_func`; 0: none.  checkpointable: names of the classes
+    that may be; None: all that have parameters.
+    """
+
+    def __init__(
+        self,
+        layers: Iterable[Any],
+        stages: int,
+        index: int,
+        *,
+        method: str = "parameters",
+        loss_fn: Callable[..., Any] | None = None,
+        seed_layers: bool = False,
+        seed_fn: Callable[[int], Any] | None = None,
+        base_seed: int = 1234,
+        checkpoint_interval: int = 0,
+        checkpoint_func: Callable[..., Any] | None = None,
+        checkpointable: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_stages, self.index, self.loss_fn = stages, index, loss_fn
+        self.seed_layers, self.seed_fn, self.base_seed = seed_layers, seed_fn, base_seed
+        self.activation_checkpoint_interval, self.activation_checkpoint_func = checkpoint_interval, checkpoint_func
+        self.checkpointable_layers = checkpointable
+        self._layer_specs = list(layers)
+        self.parts = list(partition(method, [_cost(layer) for layer in self._layer_specs], stages))
+        self.tied_modules = nn.ModuleDict()
+        self.forward_funcs: list[Callable[..., Any]] = []
+        self.micro_offset = 0
+        self._build()
+
+    # -- what there is
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.num_stages - 1
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """Return the stage that has a layer."""
+        if not 0 <= layer_idx < len(self._layer_specs):
+            raise UsageError(f"layer {layer_idx} of {len(self._layer_specs)}.", "", "layers are numbered from 0 on.")
+        return next(stage for stage in range(self.num_stages) if layer_idx < self.parts[stage + 1])
+
+    @property
+    def ties(self) -> dict[str, tuple[int, ...]]:
+        """The weights that several stages share, by name, and the stages, ascending."""
+        stages: dict[str, dict[int, None]] = {}
+        for number, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                for attribute in layer.tied_weight_attr:
+                    name = f"tied_modules.{layer.key}.{attribute}"
+                    stages.setdefault(name, {})[self.stage_owner(number)] = None
+        return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
+
+    def _build(self) -> None:
+        first, end = self.parts[self.index], self.parts[self.index + 1]
+        for number, layer in enumerate(self._layer_specs[first:end], first):
+            if self.seed_layers:
+                self._seed(self.base_seed + number)
+            if isinstance(layer, LayerStages):
+                raise NotBuiltError("RECURSIVE BUILD NOT YET IMPLEMENTED", "", "write all layers in one list.")
+            if isinstance(layer, TiedLayerSpec):
+                if layer.key not in self.tied_modules:
+                    self.tied_modules[layer.key] = layer.build()
+                tied = self.tied_modules[layer.key]
+                self.forward_funcs.append(tied if layer.forward_fn is None else partial(layer.forward_fn, tied))
+            elif isinstance(layer, LayerSpec | nn.Module):
+                module = layer.build() if isinstance(layer, LayerSpec) else layer
+                self.add_module(str(number), module)
+                self.forward_funcs.append(module)
+            elif callable(layer):
+                self.forward_funcs.append(layer)
+            else:
+                raise UsageError(
+                    f"layer {number} is {article(layer)}.",
+                    "A layer is a module, a function or a LayerSpec.",
+                    "leave it out, or wrap what it does in a function.",
+                )
+
+    def _seed(self, seed: int) -> None:
+        (self.seed_fn or torch.manual_seed)(seed)
+
+    # -- forward
+
+    def forward(self, forward_input: Any) -> Any:
+        """Run this stage's layers, one after the other."""
+        self.micro_offset += 1
+        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        if not interval or self.activation_checkpoint_func is None:
+            return self._run(0, count, self.micro_offset + 1, forward_input)
+        x = forward_input
+        for start in range(0, count, interval):
+            end = min(start + interval, count)
+            part = partial(self._run_unpacked, start, end, self.micro_offset + 1)
+            given = x if isinstance(x, tuple) else (x,)
+            x = self.activation_checkpoint_func(part, *given) if self._recomputes(start, end) else part(*given)
+        return x
+
+    def _run_unpacked(self, start: int, end: int, offset: int, *inputs: Any) -> Any:
+        return self._run(start, end, offset, inputs[0] if len(inputs) == 1 else inputs)
+
+    def _run(self, start: int, end: int, offset: int, x: Any) -> Any:
+        """offset: of this forward, since one that is recomputed is to draw as it did."""
+        for number, layer in enumerate(self.forward_funcs[start:end], self.parts[self.index] + start):
+            if self.seed_layers:
+                self._seed(self.base_seed * offset + number)
+            x = layer(x)
+        return x
+
+    def _recomputes(self, start: int, end: int) -> bool:
+        layers = self.forward_funcs[start:end]
+        if self.checkpointable_layers is not None:
+            return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
+        return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)
+
+
+class LayersStage:
+    """One stage of a list of layers, as the executor runs it.  model: what computes it; an engine may stand before."""
+
+    def __init__(self, layers: LayerStages, model: Callable[[Any], Any] | None = None) -> None:
+        self.layers, self.model = layers, model or layers
+        self.index = layers.index
+
+    def forward(self, micro: Labelled, received: Received = ()) -> Any:
+        """Run the layers on a micro-batch's inputs, or on what was received."""
+        flowing = received[0] if len(received) == 1 else received
+        output = self.model(micro.inputs if self.layers.is_first else flowing)
+        if self.layers.is_last:
+            return output
+        outputs = output if isinstance(output, tuple) else (output,)
+        strangers = [each for each in outputs if not isinstance(each, Tensor)]
+        if strangers:
+            raise UsageError(
+                f"the last layer of stage {self.index} returns {article(strangers[0])}.",
+                "What flows from stage to stage is a tensor, or a tuple of tensors.",
+                "return tensors alone.",
+            )
+        return outputs
+
+    def loss(self, output: Any, micro: Labelled) -> Tensor:
+        """Return the loss of a micro-batch."""
+        found = output if self.layers.loss_fn is None else self.layers.loss_fn(output, micro.labels)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            raise UsageError(
+                f"the loss is {article(found)}.",
+                "The backward of a pipeline begins with a scalar tensor.",
+                "let loss_fn(output, labels) return one, or the last layer if there is no loss_fn.",
+            )
+        return found.reshape(())
+
+
+def _cost(layer: Any) -> LayerCost:
+    if isinstance(layer, LayerSpec):
+        try:
+            with torch.device("meta"):
+                built = layer.build()
+        except Exception:  # it looks at values while it is built
+            with torch.random.fork_rng():
+                built = layer.build()
+        return LayerCost(layer.typename.__name__, _trainable(built))
+    if isinstance(layer, nn.Module):
+        return LayerCost(type(layer).__name__, _trainable(layer))
+    return LayerCost(getattr(layer, "__name__", ""))
+
+
+def _trainable(module: nn.Module) -> int:
+    return sum(param.numel() for param in module.parameters() if param.requires_grad)

@@ -1,0 +1,162 @@
+"""A model as a list of layers: cut, named by places, the same bits in a pipeline as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
+from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayersStage, LayerStages, TiedLayerSpec
+from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.schedule import make_schedule
+from deepseek_zero.pipeline.ties import Ties
+from tests.in_process import Rank, run_ranks
+from tests.models import Block
+
+MANY = 4
+
+
+class Pair(nn.Module):
+    """Takes and returns a tuple: hidden states, and a mask that no gradient goes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, given: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = given
+        return self.block(hidden) * mask.unsqueeze(-1), mask
+
+
+def with_mask(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, torch.arange(x.shape[1]).expand(x.shape[:2]) < x.shape[1] - 1
+
+
+def without_mask(given: tuple[Tensor, Tensor]) -> Tensor:
+    return given[0]
+
+
+def head(module: nn.Embedding, x: Tensor) -> Tensor:
+    return x @ module.weight.t()
+
+
+def layers() -> list[Any]:
+    tied = {"num_embeddings": 37, "embedding_dim": 15}
+    return [
+        TiedLayerSpec("tokens", nn.Embedding, **tied),
+        with_mask,
+        *[LayerSpec(Pair) for _ in range(4)],
+        without_mask,
+        LayerSpec(nn.LayerNorm, 15),
+        TiedLayerSpec("tokens", nn.Embedding, forward_fn=head, **tied),
+    ]
+
+
+def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def batch(micro: int) -> Labelled:
+    text = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(micro))
+    return Labelled(text[:, :-1].contiguous(), text[:, 1:].contiguous())
+
+
+def built(stages: int, index: int, **options: Any) -> LayerStages:
+    return LayerStages(layers(), stages, index, loss_fn=loss_fn, seed_layers=True, **options)
+
+
+@pytest.mark.parametrize("interval", [0, 2])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int) -> None:
+    def recompute(function: Any, *args: Any) -> Any:
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+
+    options = {"checkpoint_interval": interval, "checkpoint_func": recompute}
+    whole = built(1, 0)
+    tied = whole.tied_modules["tokens"].weight
+    losses = []
+    for micro in range(MANY):
+        found = loss_fn(whole(batch(micro).inputs), batch(micro).labels)
+        (found / MANY).backward()
+        losses.append(found.detach())
+    expected = {name: param.grad for name, param in whole.named_parameters()}
+
+    def body(rank: Rank) -> tuple[list[Tensor] | None, dict[str, Tensor]]:
+        own = built(stages, rank.index, **options)
+        own.seed_layers = False
+        schedule = make_schedule("1f1b", stages, 1, MANY, tied=(0, stages - 1))
+        mesh = Mesh(pp=stages).on_world(rank.size, rank.index)
+        ties = Ties(rank.comm, mesh, schedule, own.ties)
+        values = {name: param.data for name, param in own.named_parameters() if name in own.ties}
+        ties.spread(values)
+        assert all(torch.equal(value, tied) for value in values.values())
+
+        class Summing(NoStates):
+            def tie(self, stage: int) -> None:
+                ties.add_up({name: p.grad for name, p in own.named_parameters() if p.grad is not None})
+
+        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), [LayersStage(own)], Summing())
+        outcome = executor.run(schedule, [batch(micro) for micro in range(MANY)])
+        return outcome.losses, {name: param.grad for name, param in own.named_parameters() if param.grad is not None}
+
+    found = run_ranks(stages, body, reads_in_place=True)
+    assert found[-1][0] is not None
+    assert all(torch.equal(*pair) for pair in zip(found[-1][0], losses, strict=True))
+    for name, grad in expected.items():
+        held = [grads[name] for _, grads in found if name in grads]
+        if name.startswith("tied_modules"):
+            assert len(held) == 2
+            assert torch.equal(*held)
+            torch.testing.assert_close(held[0], grad)
+        else:
+            assert len(held) == 1
+            assert torch.equal(held[0], grad), name
+
+
+def test_names_and_builds_are_those_of_the_whole_list() -> None:
+    whole, last = built(1, 0), built(3, 2)
+    assert {name for name, _ in last.named_parameters()} <= {name for name, _ in whole.named_parameters()}
+    assert "tied_modules.tokens.weight" in dict(last.named_parameters())
+    assert last.parts[0] == 0
+    assert last.parts[-1] == len(layers())
+    assert last.stage_owner(0) == 0
+    assert last.stage_owner(8) == 2
+    assert last.ties == {"tied_modules.tokens.weight": (0, 2)}
+    assert whole.ties == {}
+    # Seeds by place: a layer has the same values whoever builds it.
+    own = dict(last.named_parameters())
+    assert all(
+        torch.equal(param, own[name]) for name, param in whole.named_parameters() if name in own and "." in name[:2]
+    )
+
+
+def test_what_is_no_layer_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"LayerSpec only supports torch.nn.Module types\."):
+        LayerSpec(len)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="layer 1 is an int"):
+        LayerStages([nn.Linear(2, 2), 3], 1, 0)
+    with pytest.raises(NotImplementedError, match="RECURSIVE BUILD"):
+        LayerStages([LayerStages([nn.Linear(2, 2)], 1, 0)], 1, 0)
+    stage = LayersStage(LayerStages([lambda x: (x, None), nn.Linear(2, 2)], 2, 0, method="uniform"))
+    with pytest.raises(UsageError, match="the last layer of stage 0 returns a NoneType"):
+        stage.forward(Labelled(torch.ones(2, 2)))
+    last = LayersStage(LayerStages([nn.Linear(2, 2)], 1, 0))
+    with pytest.raises(UsageError, match="the loss is a Tensor"):
+        last.loss(torch.ones(2), Labelled(None))
+
+
+def test_seeds_and_recomputation_are_by_layer() -> None:
+    seeds: list[int] = []
+    own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, seed_layers=True, seed_fn=seeds.append, base_seed=10)
+    assert seeds == [10, 11]
+    own(torch.ones(1, 2))
+    assert seeds[2:] == [20, 21]
+    names = ["Linear"]
+    own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, checkpoint_interval=1, checkpointable=names)
+    assert [own._recomputes(0, 1), own._recomputes(1, 2)] == [True, False]
+    assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
