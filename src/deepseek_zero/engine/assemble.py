@@ -18,8 +18,10 @@ from ..base.mesh import Mesh
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
+from ..parallel.apply import parallelize
 from ..planner.plan import Plan
 from ..planner.spec import S
+from ..planner.split import set_split
 from ..precision.policy import Policy
 from ..sharding.wrap import check_room, open_tiers, refuse_wrapped, wrap_model
 from .determinism import Determinism
@@ -38,6 +40,7 @@ from .settings import (
     saving_settings_of,
     scaler_of,
     step_settings_of,
+    tensor_settings_of,
 )
 
 if TYPE_CHECKING:  # as in engine.py
@@ -64,6 +67,9 @@ def assemble(
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
+    if "tp" in comm.along:
+        for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
+            set_split(model.get_parameter(name), split)
     settings = plan_settings_of(config, leaf_modules)
     shape, chosen = run_on_all_ranks(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 
 from ..activations.recompute import RecomputeSettings
 from ..checkpoint.catalogue import Retention
@@ -293,9 +294,9 @@ def memory_settings_of(config: Config) -> MemorySettings:
     )
 
 
-def tensor_settings_of(config: Config, model_type: str | None = None) -> ParallelSettings:
-    """What is said of the split over tensor-parallel ranks.  model_type: of the model, for rules that name some."""
-    section = config.tensor_parallel
+def tensor_settings_of(config: Config, model: nn.Module | None = None) -> ParallelSettings:
+    """What is said of the split over tensor-parallel ranks.  model: for rules that name its `config.model_type`."""
+    section, model_type = config.tensor_parallel, getattr(getattr(model, "config", None), "model_type", None)
     summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1) for name in section.injection_policy_tuple or ())
     given = section.partition_config or {}
     return ParallelSettings(

@@ -24,6 +24,7 @@ from ..base.mesh import Mesh, current_mesh
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
+from ..parallel.plans import choose
 from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
@@ -31,7 +32,7 @@ from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
 from .planning import look_at, stated_budgets, update_of
-from .settings import placement_settings_of, plan_settings_of
+from .settings import placement_settings_of, plan_settings_of, tensor_settings_of
 
 
 @dataclass
@@ -214,6 +215,9 @@ def plan(
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
+    if axes.tp > 1:
+        splits = choose(model, axes.tp, tensor_settings_of(chosen, model)).splits
+        shape = shape.split(splits, axes.coordinates["tp"])
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
     budgets = stated_budgets(settings, placement, axes.device)
     machine = Machine(in_place, budgets, replicas_read_in_place=in_place)

@@ -44,8 +44,7 @@ class Split:
     @classmethod
     def whole(cls, kind: Literal["equal", "partial"], shape: Shape, ranks: int) -> Split:
         """Return a parameter that every rank holds."""
-        everything = ((0, shape[0]),) if shape else ()
-        return cls(kind, shape, 0, (everything,) * ranks)
+        return cls(kind, shape, 0, ((((0, shape[0]),) if shape else ()),) * ranks)
 
     def local_shape(self, coordinate: int) -> Shape:
         """The shape of what one rank holds."""
@@ -55,20 +54,22 @@ class Split:
         return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
 
     def sharers(self, coordinate: int) -> tuple[int, ...]:
-        """The coordinates that hold the same elements, ascending, this one among them."""
+        """The coordinates that hold the same part of a split, ascending, this one among them."""
         return tuple(other for other, ranges in enumerate(self.ranges) if ranges == self.ranges[coordinate])
 
-    def summands(self, coordinate: int) -> tuple[int, ...]:
+    def summands(self, coordinate: int, ranks: int) -> tuple[int, ...]:
         """The coordinates whose gradients are summands of one: that share a part of a split, or a partial parameter.
 
-        () where a rank's own gradient is the whole one.
+        () where a rank's own gradient is the whole one.  ranks: along "tp".
         """
-        found = () if self.kind == "equal" else self.sharers(coordinate)
+        if self.kind == "equal":
+            return ()
+        found = self.sharers(coordinate) if self.kind == "split" else tuple(range(ranks))
         return found if len(found) > 1 else ()
 
     def is_counted_at(self, coordinate: int) -> bool:
         """Whether this rank's elements count in norms, tables and checkpoints: others that hold them do not."""
-        return self.sharers(coordinate)[0] == coordinate
+        return self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0
 
 
 def split_of(param: Tensor) -> Split | None:

@@ -136,13 +136,14 @@ class UnitPlan:
         ]
 
 
-def group_params(unit: UnitShape, persistent: frozenset[str], coordinate: int = 0) -> dict[GroupKey, list[str]]:
-    """Return a unit's parameter names by group, in the order the model declares them.  coordinate: along "tp"."""
+def group_params(unit: UnitShape, persistent: frozenset[str], mesh: Mesh) -> dict[GroupKey, list[str]]:
+    """Return a unit's parameter names by group, in the order the model declares them."""
     groups: dict[GroupKey, list[str]] = {}
     for name, param in unit.params.items():
         key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision)
         if (split := param.split) is not None:
-            counted, summands = split.is_counted_at(coordinate), split.summands(coordinate)
+            place = mesh.coordinates["tp"]
+            counted, summands = split.is_counted_at(place), split.summands(place, mesh.tp)
             key = replace(key, split=split.kind, is_counted=counted, sharers=summands)
         groups.setdefault(key, []).append(name)
     return groups
@@ -198,7 +199,7 @@ def plan_units(
                 plan_group(
                     unit.name or "root", key, names, [unit.params[name].shape for name in names], settings, mesh, uncut
                 )
-                for key, names in group_params(unit, persistent, mesh.coordinates["tp"]).items()
+                for key, names in group_params(unit, persistent, mesh).items()
             ),
             unit.is_tile,
         )

@@ -15,12 +15,12 @@ def test_a_fused_projection_gives_each_rank_its_part_of_every_block() -> None:
 def test_heads_that_several_ranks_hold_count_once() -> None:
     halves = ((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),)
     split = Split("split", (8, 3), 0, halves)
-    assert split.summands(1) == (0, 1)
+    assert split.summands(1, 4) == (0, 1)
     assert [split.is_counted_at(rank) for rank in range(4)] == [True, False, True, False]
 
 
 def test_what_every_rank_holds_counts_at_the_first() -> None:
     for kind in ("equal", "partial"):
-        whole = Split.whole(kind, (7,), 2)  # type: ignore[arg-type]
+        whole = Split.whole(kind, (7,), 4)  # type: ignore[arg-type]
         assert whole.local_shape(3) == (7,)
         assert [whole.is_counted_at(rank) for rank in range(2)] == [True, False]

@@ -1,0 +1,114 @@
+"""Tensor parallelism under the engine: ranks train to the bits of one process that computes as they do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deepseek_zero
+from deepseek_zero.parallel.apply import virtual
+from deepseek_zero.planner.split import split_of
+from tests.reference import OPTIMIZERS
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes))
+
+
+def config_of(stage: int, dtype: str, accumulation: int = 1, **zero: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 0.0,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
+    }
+    return found | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
+
+
+def tokens_of(step: int, micro: int, data: int) -> torch.Tensor:
+    return torch.randint(0, 96, (2, 8), generator=torch.Generator().manual_seed(100 * step + 10 * micro + data))
+
+
+def train(engine: Any, steps: int, accumulation: int) -> list[torch.Tensor]:
+    return [loss for step in range(steps) for loss in train_at(engine, step, accumulation)]
+
+
+def train_at(engine: Any, step: int, accumulation: int) -> list[torch.Tensor]:
+    losses = []
+    for micro in range(accumulation):
+        tokens = tokens_of(step, micro, engine.mesh.data_index)
+        loss = engine(input_ids=tokens, labels=tokens).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def engine_of(model: nn.Module, mesh: dict[str, int] | None, config: dict[str, Any]) -> Any:
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(stage: int, dtype: str, accumulation: int) -> None:
+    engine = engine_of(llama(), {"tp": 2}, config_of(stage, dtype, accumulation))
+    losses = train(engine, 3, accumulation)
+    # The reference: both ranks see one batch, and the mean of two equal gradients is exact.
+    reference = engine_of(virtual(llama(), 2), {"dp_replicate": 2}, config_of(stage, dtype, accumulation))
+    reference.mesh = engine.mesh
+    expected = train(reference, 3, accumulation)
+    assert all(map(torch.equal, losses, expected))
+    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+    assert_parts_of(reference.module.state_dict(), engine)
+
+
+def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
+    """This rank's parameters are its parts of the whole ones, to the bit."""
+    for name, value in engine.module.state_dict().items():
+        split = split_of(engine.module.get_parameter(name))
+        assert split is not None
+        ranges = split.ranges[engine.mesh.coordinates["tp"]] if split.ranges else ()
+        parts = [whole[name].narrow(split.dim, low, high - low) for low, high in ranges]
+        assert torch.equal(value, torch.cat(parts, split.dim) if parts else whole[name]), name
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("axes", [{"tp": 2}, {"dp_replicate": 2, "tp": 2}, {"tp": 4}], ids=str)
+def test_shards_replicas_and_parts_together_train_to_the_bits_of_one_process(stage: int, axes: dict[str, int]) -> None:
+    """Four ranks along tp share two kv heads in pairs; the norm, and so the clipping, counts each element once."""
+    config = config_of(stage, "fp32") | {"gradient_clipping": 0.1}
+    engine = engine_of(llama(), axes, config)
+    model = virtual(llama(), axes["tp"])
+    optimizer, data_size = OPTIMIZERS["adamw"](list(model.parameters())), 4 // axes["tp"]
+    for step in range(3):
+        (loss,) = train_at(engine, step, 1)
+        grads: list[list[torch.Tensor]] = []
+        for data in range(data_size):
+            tokens = tokens_of(step, 0, data)
+            expected = model(input_ids=tokens, labels=tokens).loss
+            expected.backward()
+            if data == engine.mesh.data_index:
+                assert torch.equal(loss, expected.detach()), step
+            grads.append([param.grad for param in model.parameters()])
+            model.zero_grad(set_to_none=True)
+        norm = engine.get_global_grad_norm()
+        for param, *parts in zip(model.parameters(), *grads, strict=True):
+            param.grad = sum(parts[1:], parts[0]) / data_size
+        exact = torch.stack([param.grad.double().norm() for param in model.parameters()]).norm().item()
+        assert norm == pytest.approx(exact, rel=1e-5)
+        for param in model.parameters():
+            param.grad.mul_(min(1.0, 0.1 / (norm + 1e-6)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    assert_parts_of(dict(model.state_dict()), engine)
