@@ -34,9 +34,10 @@ SCHEDULER_DEFAULTS = {"warmup_min_lr": 0.0, "warmup_num_steps": 1000}
 class Facts:
     """What the resolver may know of a run; None where it does not.
 
-    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the mesh.  launched: a
-    launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of the
-    program's data loader.  client_optimizer: defaults of an optimizer the program passes (lr, betas, ...).
+    data_size: ranks that see different batches; None: all of them.  stages, tensor_size: of the mesh.
+    counts_model_ranks: who wrote the configuration may have counted ranks of one copy of the model as data-parallel
+    ones.  launched: a launcher started these ranks (else one process runs alone).  loader_micro_batch: batch size of
+    the program's data loader.  client_optimizer: defaults of an optimizer the program passes (lr, betas, ...).
     total_steps: planned optimizer steps.  require_batch_key: refuse a configuration without any batch size, as
     DeepSpeed does.
     """
@@ -45,6 +46,7 @@ class Facts:
     data_size: int | None = None
     stages: int = 1
     tensor_size: int = 1
+    counts_model_ranks: bool = False
     device_type: str = "cpu"
     has_bf16: bool = True
     launched: bool = True
@@ -180,6 +182,8 @@ def _data_size(facts: Facts) -> int:
 def _batch(run: _Resolver) -> None:
     """Solve the batch triangle; say in one line what it is where the configuration has no batch key at all."""
     train_key, micro_key, steps_key = _BATCH_KEYS
+    if run.facts.counts_model_ranks:
+        _recount(run)
     request = BatchRequest(
         _data_size(run.facts),
         train=run.get(train_key),
@@ -198,6 +202,16 @@ def _batch(run: _Resolver) -> None:
     for key, value in zip(_BATCH_KEYS, (answer.train, answer.micro, answer.accumulation), strict=True):
         if run.silent(key):
             run.decide(key, value, answer.why)
+
+
+def _recount(run: _Resolver) -> None:
+    """Correct a train batch that counts every rank of a copy of the model, as accelerate and the Trainer count."""
+    stated = [run.get(key) for key in _BATCH_KEYS]
+    if all(isinstance(size, int) and size > 0 for size in stated):
+        train, micro, steps = stated
+        right, copy = micro * steps * _data_size(run.facts), run.facts.stages * run.facts.tensor_size
+        if train != right and train == right * copy:
+            run.decide(_BATCH_KEYS[0], right, f"{train} counts the {copy} ranks of each copy of the model")
 
 
 def _batch_line(batch: Batch) -> str:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ..base.errors import UsageError, shown
 from ..base.launch import MESH, MESH_OPTIONS
-from ..base.mesh import Mesh, axes_of, refuse_unbuilt
+from ..base.mesh import AXES, Mesh, axes_of, refuse_unbuilt
 from ..config import RawConfig
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # settled together; the others one by one
@@ -38,13 +38,16 @@ class MeshStatement:
     """What one place says of the mesh.
 
     where: as the reader of an error knows the place.  axes: their sizes, by name; dp_shard may be REST.  data_size:
-    ranks that see different batches.  shard_size: ranks that hold the slices of one state.
+    ranks that see different batches.  shard_size: ranks that hold the slices of one state.  places: by rank, where it
+    is on axes or "data".  groups: by axis, the ranks that it says this rank meets there.
     """
 
     where: str
     axes: Mapping[str, Any] = field(default_factory=dict)
     data_size: int | None = None
     shard_size: int | None = None
+    places: Sequence[Mapping[str, int]] = ()
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 def statements_of(
@@ -113,7 +116,30 @@ def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
                 "Data-parallel ranks are those that see different batches: the world by pp, sp and tp.",
                 "state it in one place.",
             )
+        _compare_places(each, found)
     return found
+
+
+def _compare_places(statement: MeshStatement, mesh: Mesh) -> None:
+    for rank, stated in enumerate(statement.places):
+        here = replace(mesh, rank=rank)
+        actual = here.coordinates | {"data": here.data_index}
+        for name, place in stated.items():
+            if place != actual[name]:
+                raise UsageError(
+                    f"{statement.where} says that rank {rank} is at {name}={place}, and the mesh ({mesh}) has it at "
+                    f"{name}={actual[name]}.",
+                    f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
+                    "lay its groups out in that order, or leave it out.",
+                )
+    for axis, ranks in statement.groups.items():
+        if ranks != (own := mesh.ranks_along(axis)):
+            raise UsageError(
+                f"{statement.where} has rank {mesh.rank} meet the ranks {list(ranks)} along {axis}, and the mesh "
+                f"({mesh}) has it meet {list(own)}.",
+                f"Ranks ascend along {', '.join(AXES)}, the last one fastest.",
+                "leave the group out.",
+            )
 
 
 def _settled(statements: Sequence[MeshStatement]) -> tuple[dict[str, Any], dict[str, str]]:

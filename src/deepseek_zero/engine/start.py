@@ -47,6 +47,7 @@ class Request:
     collate_fn: Callable[[list[Any]], Any] | None = None
     mesh: Any = None  # what `mesh_of` reads
     mesh_statements: tuple[MeshStatement, ...] = ()  # what other arguments say of the mesh
+    counts_model_ranks: bool = False  # the caller's train_batch_size may count ranks that see the same batch
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
     door: str = "initialize"  # which one was called
@@ -89,6 +90,7 @@ def facts_of(request: Request, mesh: Mesh, *, has_bf16: bool | None = None) -> F
         data_size=mesh.data_size,
         stages=mesh.pp,
         tensor_size=mesh.tp,
+        counts_model_ranks=request.counts_model_ranks,
         device_type=mesh.device.type,
         has_bf16=has_fast_bf16(mesh.device) if has_bf16 is None else has_bf16,
         launched=mesh.is_distributed,

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deepseek_zero as dz
 from deepseek_zero.base.errors import LONGEST_SHOWN, DeepSeekZeroError, shown
+from deepseek_zero.compat.deepspeed.tensor_parallel import tp_model_init
 from deepseek_zero.optimizer import ZeroOptimizer
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
@@ -77,7 +78,10 @@ ARGUMENTS: dict[str, Case] = {
         lambda: initialize(config={"scheduler": {"type": "WarmupLR", "params": {}}}),
         "without an optimizer",
     ),
-    "mpu": (lambda: initialize(mpu=5), r"initialize\(mpu=...\) is not built"),
+    "mpu": (lambda: initialize(mpu=5), r"initialize\(mpu=5\) cannot be used"),
+    "mesh_param": (lambda: initialize(mesh_param=4), r"initialize\(mesh_param=4\) cannot be used"),
+    "tp_model_init": (lambda: tp_model_init(5, 2, None), r"tp_model_init\(model=5\)"),  # type: ignore[arg-type]
+    "tp_model_init's size": (lambda: tp_model_init(nn.Linear(2, 2), 0, None), r"tp_model_init\(tp_size=0\)"),
     "dist_init_required": (lambda: initialize(dist_init_required=5), "dist_init_required=5"),
     "distributed_port": (lambda: initialize(distributed_port="x"), "distributed_port='x'"),
     "a port beyond all": (lambda: initialize(distributed_port=99_999), "distributed_port=99999"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,30 @@ def test_a_batch_that_does_not_fit_the_ranks_is_reported_with_the_rest() -> None
     with pytest.raises(ConfigError, match="Check batch related parameters") as error:
         resolved({"train_batch_size": 5, "dp_degree": 4}, Facts(world_size=2))
     assert "2 problems" in str(error.value)
+
+
+def test_a_batch_is_divided_by_the_ranks_that_see_different_ones() -> None:
+    facts = Facts(world_size=8, data_size=2, stages=2, tensor_size=2)
+    config = resolved({"train_batch_size": 12, "gradient_accumulation_steps": 3}, facts)
+    assert (config.batch.micro, config.dp_degree, config.pp_degree, config.mp_degree) == (2, 2, 2, 2)
+    assert resolved({"dp_degree": 2, "data_parallel_size": 2}, facts).train_batch_size == 2
+    with pytest.raises(ConfigError, match="the run has 2 data-parallel ranks") as error:
+        resolved({"dp_degree": 4}, facts)
+    assert "deepseek-zero run --nproc 16" in str(error.value)
+
+
+def test_ranks_of_one_copy_that_a_client_counted_are_taken_out_of_its_batch() -> None:
+    facts = Facts(world_size=8, data_size=2, stages=2, tensor_size=2)
+    stated = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2}
+    with pytest.raises(ConfigError, match="Check batch related parameters"):
+        resolved({**stated, "train_batch_size": 48}, facts)
+    counting = replace(facts, counts_model_ranks=True)
+    config = resolved({**stated, "train_batch_size": 48}, counting)
+    assert config.train_batch_size == 12
+    assert reason(config, "train_batch_size").why.startswith("48 counts the 4 ranks")
+    assert resolved({**stated, "train_batch_size": 12}, counting).train_batch_size == 12
+    with pytest.raises(ConfigError, match="Check batch related parameters"):
+        resolved({**stated, "train_batch_size": 24}, counting)
 
 
 def test_a_stated_batch_size_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from ...engine import exporting, saving
 from ...engine.compiling import compile_units, restore
 from ...engine.data import ShardedLoader
 from ...engine.engine import Engine
+from . import groups
 from .checkpoint import DEEPSPEED
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
@@ -107,6 +108,9 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "dynamic_loss_scale_args": _scale_arguments,
     "initial_dynamic_scale": lambda e: 2.0**e.config.fp16.initial_scale_power,
     "loss_scale": lambda e: e.config.fp16.loss_scale,
+    # Axes
+    "autotp_size": lambda e: e.mesh.tp if e.mesh.tp > 1 else e.config.tensor_parallel.autotp_size,
+    "get_sequence_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
     # Optimizer and schedule
     "gradient_clipping": lambda e: e.config.gradient_clipping,
     "gradient_predivide_factor": lambda e: e.config.gradient_predivide_factor,
@@ -162,8 +166,11 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "world_size": lambda e: e.mesh.world_size,
     "dp_world_size": lambda e: e.mesh.data_size,
     "seq_dp_world_size": lambda e: e.mesh.reduce_size,
-    "mp_world_size": lambda e: 1,
-    "mpu": lambda e: None,
+    "mp_world_size": lambda e: e.mesh.tp,
+    "sequence_parallel_size": lambda e: e.mesh.sp,
+    "data_parallel_group": lambda e: groups.group_of(*groups.DATA, over=e.mesh),
+    "seq_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
+    "mpu": lambda e: e.client_mpu,
     "monitor": lambda e: e.observer.monitor,
     "timers": lambda e: e.observer.timers,
     "basic_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
@@ -184,6 +191,7 @@ class DeepSpeedEngine(Engine):
 
     client_optimizer: Any = None
     client_lr_scheduler: Any = None
+    client_mpu: Any = None
 
     # -- the optimizer's words, which Lightning looks for on the engine
 

@@ -30,12 +30,15 @@ from ...engine.engine import Engine
 from ...engine.start import Request, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
+from . import groups
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .leaf_modules import leaf_module_names
+from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .parameters import ParameterOffload, show_ds_names
 from .pipe import PipelineModule
+from .tensor_parallel import requested, tensor_parallel_statement
 
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
 Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
@@ -65,15 +68,11 @@ def initialize(
     optimizer: an optimizer, or a callable that makes one from parameters; else the configuration's.  lr_scheduler: a
     schedule, or a callable that makes one from the optimizer; else the configuration's.  model_parameters: parameters
     or groups to train.  mesh: axes over the ranks ({"dp_replicate": 2, "dp_shard": 4}, a Mesh, or a DeviceMesh
-    with names); also the configuration's.  `mpu` and `mesh_param` come with tensor and pipeline parallelism.
+    with names); also the configuration's.  mpu: an object that tells sizes and places of groups, which are compared
+    with the mesh (mpu.py).  mesh_param: (data-parallel ranks, sequence-parallel ranks).
     """
     if model is None:
         raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise NotBuiltError(
-                f"initialize({name}=...) is not built yet.", "Only data parallelism is.", f"leave {name} out."
-            )
     if isinstance(model, PipelineModule) and model.num_stages > 1:
         raise NotBuiltError(
             "initialize(model=PipelineModule) over several stages is not built yet.",
@@ -95,6 +94,14 @@ def initialize(
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
     if unchanged:
         refuse_miscount()
+    statements = [*accelerate_statements()] if unchanged else []
+    asked = requested(model)
+    if asked is not None:
+        statements.append(tensor_parallel_statement(asked, raw, mpu is not None))
+    if mpu is not None:
+        statements.append(mpu_statement(mpu))
+    if mesh_param is not None:
+        statements.append(mesh_param_statement(mesh_param))
     request = Request(
         model,
         optimizer,
@@ -103,6 +110,8 @@ def initialize(
         training_data,
         collate_fn,
         mesh=mesh,
+        mesh_statements=tuple(statements),
+        counts_model_ranks=_counted_by_accelerate() is not None,
         drops_idle_schedule=unchanged,
     )
     if unchanged:
@@ -115,7 +124,10 @@ def initialize(
         if engine.optimizer is not None:
             vars(engine.optimizer)["parameter_offload"] = ParameterOffload()
     _engines[engine.module] = weakref.ref(engine)
-    engine.client_optimizer, engine.client_lr_scheduler = optimizer, lr_scheduler
+    engine.client_optimizer, engine.client_lr_scheduler, engine.client_mpu = optimizer, lr_scheduler, mpu
+    groups.tell_of(engine)
+    if unchanged:
+        groups.make_groups(engine.mesh)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 

@@ -64,7 +64,7 @@ Rows = tuple[tuple[When, str, str], ...]
 MISSING: dict[str, Rows] = {
     "deepspeed": (
         (L, PIPELINE, "PipelineEngine DualPipeVEngine DualPipeVModule"),
-        (L, TENSOR, "tp_model_init set_autotp_mode"),
+        (N, "initialize splits a model over mesh axis tp; there is no other mode", "set_autotp_mode"),
         (L, SEQUENCE, "sequence"),
         (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
         (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
@@ -181,7 +181,8 @@ MISSING: dict[str, Rows] = {
         (N, LOGGED, "comms_logging get_caller_func"),
     ),
     "deepspeed.utils.groups": (
-        (L, TENSOR, "set_tensor_model_parallel_world_size set_tensor_model_parallel_rank"),
+        (N, "the mesh is stated to initialize()", "set_tensor_model_parallel_world_size"),
+        (N, "the mesh is stated to initialize()", "set_tensor_model_parallel_rank"),
         (N, MOE, "_get_expert_parallel_group _get_expert_data_parallel_group _get_expert_parallel_world_size"),
         (N, MOE, "_get_expert_parallel_rank _get_expert_data_parallel_rank _get_expert_data_parallel_world_size"),
     ),
@@ -202,7 +203,6 @@ MISSING: dict[str, Rows] = {
         (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
         (N, "samples per second stand in observer.record", "tput_timer"),
         (N, "use save_checkpoint, which works at any number of ranks", "optimizer_state_dict"),
-        (L, SEQUENCE, "get_sequence_parallel_group"),
         (L, "it gathers tensor-parallel weights; see module_state_dict", "_consolidated_16bit_state_dict"),
         (L, "secondary shards (hpZ) are a later part", "zero_hpz_partition_size"),
         (N, "super_offload in the configuration serves", "superoffload"),
@@ -237,7 +237,7 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 IN_THE_DROPIN = frozenset(
     "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops pipe PipelineModule profiling "
     "runtime ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON "
-    "add_tuning_arguments DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
+    "add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
 )
 CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"
 

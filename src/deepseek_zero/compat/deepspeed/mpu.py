@@ -1,0 +1,110 @@
+"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, accelerate's state.
+
+An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module with getters; READ
+has their names.  Its sizes and this rank's places are read once, on every rank, and compared with the mesh.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from ...base.errors import UsageError, shown
+from ...base.given import refuse
+from ...base.mesh import axes_of
+from ...engine.mesh_statements import MeshStatement
+
+# What an mpu tells: the middles of get_..._world_size and get_..._rank, the clearest word first.
+READ: dict[str, tuple[str, ...]] = {
+    "tp": ("tensor_model_parallel", "slice_parallel", "model_parallel"),
+    "pp": ("pipeline_model_parallel", "pipe_parallel", "pipeline_parallel"),
+    "sp": ("sequence_parallel",),
+    "data": ("data_parallel",),
+}
+
+
+def mpu_statement(mpu: Any) -> MeshStatement:
+    """Read an mpu's sizes and places.  Collective where there is a process group: every rank tells all.
+
+    UsageError on every rank where it is no mpu, or where ranks have mpus of different sizes.
+    """
+    own = _read(mpu)
+    told = [own]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        told = [{}] * dist.get_world_size()
+        dist.all_gather_object(told, own)
+    sizes = [{name: size for name, (size, _) in each.items()} for each in told]
+    if empty := [rank for rank, each in enumerate(sizes) if not each]:
+        fix = "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and so on."
+        raise refuse(
+            "initialize",
+            "mpu",
+            mpu if not own else f"of rank {empty[0]}",
+            "an object that tells the sizes of groups",
+            fix,
+        )
+    for rank, each in enumerate(sizes):
+        if each != sizes[0]:
+            raise UsageError(
+                f"the mpu of rank {rank} tells {_told(each)}, that of rank 0 {_told(sizes[0])}.",
+                "A run has one mesh.",
+                "make it of the same sizes on every rank.",
+            )
+    axes = {name: size for name, size in sizes[0].items() if name != "data"}
+    places = [{name: place for name, (_, place) in each.items() if place is not None} for each in told]
+    return MeshStatement("mpu=", axes, data_size=sizes[0].get("data"), places=tuple(places))
+
+
+def _read(mpu: Any) -> dict[str, tuple[int, int | None]]:
+    """Return the size of each kind of group that the mpu knows, and this rank's place in it."""
+    found: dict[str, tuple[int, int | None]] = {}
+    words: dict[str, str] = {}
+    for name, middles in READ.items():
+        for middle in middles:
+            size = _ask(mpu, f"get_{middle}_world_size")
+            if size is not None:
+                found[name], words[name] = (size, _ask(mpu, f"get_{middle}_rank")), middle
+                break
+    tensor, sequence = found.get("tp", (1, 0))[0], found.get("sp", (1, 0))[0]
+    if words.get("tp") == "model_parallel" and tensor == sequence > 1:
+        del found["tp"]  # a sequence-parallel unit that shows its group under this name, too, for Megatron's sake
+    return found
+
+
+def _ask(mpu: Any, name: str) -> int | None:
+    ask = getattr(mpu, name, None)
+    if not callable(ask):
+        return None
+    answer = ask()
+    if isinstance(answer, bool) or not isinstance(answer, int) or answer < 0:
+        raise UsageError(f"mpu.{name}() is {shown(answer)}.", "It counts ranks.", "let it return a whole number.")
+    return answer
+
+
+def _told(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def mesh_param_statement(mesh_param: Any) -> MeshStatement:
+    """Read DeepSpeed's `mesh_param`: (data-parallel ranks, sequence-parallel ranks)."""
+    is_pair = isinstance(mesh_param, Sequence) and not isinstance(mesh_param, str) and len(mesh_param) == 2
+    if not is_pair or not all(type(size) is int and size > 0 for size in mesh_param):
+        wanted = "a pair (data-parallel ranks, sequence-parallel ranks)"
+        raise refuse("initialize", "mesh_param", mesh_param, wanted, "pass for example mesh_param=(2, 2), or mesh=.")
+    return MeshStatement("mesh_param=", {"sp": mesh_param[1]}, data_size=mesh_param[0])
+
+
+def accelerate_statements() -> tuple[MeshStatement, ...]:
+    """What accelerate's ParallelismConfig says, where accelerate runs in this process.  It is not imported for it.
+
+    Its data axes are left out: accelerate fills them in by itself.
+    """
+    state: Any = getattr(sys.modules.get("accelerate.state"), "AcceleratorState", None)
+    config = (getattr(state, "_shared_state", None) or {}).get("parallelism_config")
+    if config is None:
+        return ()
+    axes = {axis: size for axis, size in axes_of(config).items() if axis in ("sp", "tp")}
+    return (MeshStatement("accelerate's ParallelismConfig", axes),) if axes else ()
