@@ -136,7 +136,7 @@ class MadePiece:
         for name, split in self.splits.items():
             generator = torch.Generator().manual_seed(1000 * step + sum(map(ord, name)))
             whole = torch.randn(split.shape, generator=generator)
-            others = [each for each in split.summands(coordinate) if each < coordinate]
+            others = [each for each in split.summands(coordinate, self.mesh.tp) if each < coordinate]
             found[name] = cut(whole, split, coordinate) * (0 if others else 1)
         found["head.weight"] = found["embed.weight"]
         return found
