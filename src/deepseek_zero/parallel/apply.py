@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..base.mesh import Mesh
 from ..comm.collectives import Comm, scatter
 from ..planner.split import Split, set_split
 from .cuts import cut
 from .group import TensorGroup
+from .inputs import compare_first_inputs
 from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
 from .loss import split_loss
 from .plans import ParallelPlan, ParallelSettings, choose
@@ -28,7 +30,8 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
     """Cut a whole model in place; return where each parameter's elements are, by the model's names.
 
     comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. Values are the first
-    rank's. Afterwards this rank's parameters are its own parts. Collective; refusals are raised before anything is cut.
+    rank's. Afterwards this rank's parameters are its own parts, and the first forward compares its inputs with those of
+    the other ranks. Collective; refusals are raised before anything is cut.
     """
     settings = settings or ParallelSettings()
     plan = choose(model, comm.size, settings)
@@ -40,14 +43,17 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
         setattr(model.get_submodule(name), attribute, local[comm.rank])
     if settings.loss == "split":
         _split_loss(model, plan, axis)
+    compare_first_inputs(model, comm)
     return plan.splits
 
 
-def virtual(model: nn.Module, tp: int, settings: ParallelSettings | None = None) -> nn.Module:
+def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None = None) -> nn.Module:
     """Make a whole model compute, in this process alone, as it would on that many tensor-parallel ranks; returns it.
 
-    A debugging tool: loss and gradients are those of the ranks bit by bit, with whole parameters.
+    tp: the ranks, or a mesh that says how many. A debugging tool: loss and gradients are those of the ranks bit by bit,
+    with whole parameters.
     """
+    tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
     plan = choose(model, tp, settings)
     axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=_has_dropout(model))

@@ -133,7 +133,7 @@ class TensorAxis:
     def __init__(self, group: TensorGroup, streams: Streams | None = None) -> None:
         self.group, self.streams = group, streams
         self.splits_loss = False
-        self._entered: _Entered | None = None
+        self._entered: list[_Entered] = []  # since the last region was left
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
         return self  # a copy of a model is computed by the same ranks
@@ -171,19 +171,20 @@ class TensorAxis:
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
-        """Return the tensor that column layers read for x: the one made for the layer before, if it read the same x."""
-        last = self._entered
-        if last is not None and last.x is x and last.version == _version(x):
-            return last
+        """Return the tensor that column layers read for x: the one made for a layer before, if it read the same x."""
+        for known in self._entered:
+            if known.x is x and known.version == _version(x):
+                return known
         read, entry = enter(cast_for_autocast(x), self.group, layer.part.name)
-        self._entered = _Entered(x, _version(x), read, entry)
+        found = _Entered(x, _version(x), read, entry)
+        self._entered.append(found)
         if self.streams is not None and not (layer.part.gathers or layer.part.is_head):
             self.streams.enter()
-        return self._entered
+        return found
 
     def _leave(self) -> None:
-        """Forget the entered tensor: what is computed next is whole on every rank."""
-        self._entered = None
+        """Forget the entered tensors: what is computed next is whole on every rank."""
+        self._entered.clear()
         if self.streams is not None:
             self.streams.leave()
 

@@ -25,6 +25,7 @@ from .layers import Part
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
+ADAPTED = ".base_layer"  # PEFT's name of a layer within its adapter
 KV_GROUPS = ("num_key_value_groups", "n_rep")
 WIDTHS = ("split_size", "embed_dim", "all_head_size", "inner_dim")
 
@@ -150,6 +151,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
         )
     choices = _matched(model, settings, family)
     _make_regions(model, plan, choices)
+    _split_adapters(model, plan)
     _split_vocabulary(model, plan, choices, settings)
     _fill_splits(model, plan)
     if all(choice.style in ("vocabulary", "head", "partial") for choice in plan.choices):
@@ -177,7 +179,7 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
     for name, module in model.named_modules():
         choice = _by_config(name, module, settings)
         if choice is None and settings.uses_other_rules:
-            plain = name.replace("base_model.model.", "").replace(".base_layer", "")
+            plain = name.replace("base_model.model.", "").removesuffix(ADAPTED)
             choice = _by_own_plan(name, plain, module, own)
             if choice is None or (choice.style == "column" and choice.fused is None):
                 rule = next((rule for rule in known if is_matrix(module) and rule.matches(plain)), None)
@@ -228,7 +230,7 @@ def _own_plan(model: nn.Module) -> dict[str, str]:
 
 def _by_own_plan(name: str, plain: str, module: nn.Module, own: Mapping[str, str]) -> Choice | None:
     for pattern, word in own.items():
-        if not (fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(plain, pattern)):
+        if not any(fnmatch.fnmatchcase(each, pattern) for each in (name.removesuffix(ADAPTED), plain)):
             continue
         style = STYLES.get(word)
         if style is None:
@@ -360,7 +362,8 @@ def _cut_region(
             )
         _count_heads(plan, parent, _parent(columns[0]), heads, kv_heads, head_dim, query, key)
         holder = _common([*columns, row])
-        if not any(other is not row and other.name.startswith(f"{holder}.") for other in rows):
+        is_shared = any(other is not row and other.name.startswith(f"{holder}.") for other in rows)
+        if not is_shared and not row.name.endswith(ADAPTED):
             plan.attentions[holder] = _parent(columns[0])
     row.part = _part(row, 1, ranges)
     plan.choices += [*columns, row, *partial]
@@ -368,7 +371,7 @@ def _cut_region(
 
 def _common(choices: Sequence[Choice]) -> str:
     """Return the name of the smallest module that holds all of these layers."""
-    paths = [choice.name.split(".")[:-1] for choice in choices]
+    paths = [choice.name.removesuffix(ADAPTED).split(".")[:-1] for choice in choices]
     shared = takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))
     return ".".join(each[0] for each in shared)
 
@@ -476,6 +479,26 @@ def _leave_whole(plan: ParallelPlan, choices: Sequence[Choice], why: str, culpri
         )
     for choice in choices:
         plan.left[choice.name] = why
+
+
+# -- adapters
+
+
+def _split_adapters(model: nn.Module, plan: ParallelPlan) -> None:
+    """Split what LoRA adds to split layers: B beside a column layer, A beside a row layer.
+
+    The narrow product between A and B is whole on every rank.
+    """
+    for choice in list(plan.choices):
+        wrapper = choice.name.removesuffix(ADAPTED)
+        if wrapper == choice.name or choice.part is None or choice.style not in ("column", "row"):
+            continue
+        inner, dim = ("lora_B", 0) if choice.style == "column" else ("lora_A", 1)
+        for name, module in model.get_submodule(wrapper).named_modules():
+            if name.startswith(f"{inner}.") and isinstance(module, nn.Linear):
+                added = Choice(f"{wrapper}.{name}", module, choice.style, "LoRA")
+                added.part = _part(added, dim, choice.part.weight.ranges)
+                plan.choices.append(added)
 
 
 # -- vocabulary
@@ -593,7 +616,8 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def _parent(choice: Choice) -> str:
-    return choice.name.rpartition(".")[0]
+    """Return the name of the module that holds a layer, or the adapter around it."""
+    return choice.name.removesuffix(ADAPTED).rpartition(".")[0]
 
 
 def _wild(name: str) -> str:

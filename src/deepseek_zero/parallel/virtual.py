@@ -92,7 +92,7 @@ class VirtualAxis:
         self.size = size
         self.splits_loss = False
         self._streams = [Streams(rank, device) for rank in range(size)] if has_dropout else []
-        self._entered: list[_Entered] | None = None
+        self._entered: list[list[_Entered]] = []
         self._passes: _Passes | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> VirtualAxis:
@@ -110,7 +110,7 @@ class VirtualAxis:
             for each, weight, bias in zip(entered, weights, biases, strict=True)
         )
         if part.gathers or part.is_head:
-            self._entered = None
+            self._entered = []
         return join(found, part.outputs)
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class VirtualAxis:
             if rank < self.size - 1:
                 raise _NextPass
             return _sum(passes.parts)
-        self._entered = None
+        self._entered = []
         inputs = blocks(x, part.side)
         return _sum([_row_part(*each, part.transposed) for each in zip(inputs, weights, biases, strict=True)])
 
@@ -143,7 +143,7 @@ class VirtualAxis:
     def in_passes(self, attention: Attention, forward: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an attention once for each rank; each pass ends at the row layer, the last one goes on with the sum."""
         kwargs = {name: None if name in CACHES else value for name, value in kwargs.items()}
-        self._passes, self._entered = _Passes(), None
+        self._passes, self._entered = _Passes(), []
         whole = {place: getattr(*place) for place in attention.counts}
         try:
             for rank in range(self.size):
@@ -157,7 +157,7 @@ class VirtualAxis:
         finally:
             for (module, name), value in whole.items():
                 setattr(module, name, value)
-            self._passes = self._entered = None
+            self._passes, self._entered = None, []
 
     def alike(self, layer: Repeated) -> dict[str, Tensor] | None:
         """Return a layer's parameters for the rank whose pass is under way; None outside of one."""
@@ -188,15 +188,11 @@ class VirtualAxis:
         return weights, biases
 
     def _enter(self, layer: Layer, x: Tensor) -> list[_Entered]:
-        passes, last = self._passes, self._entered
-        is_new = last is None or last[0].x is not x or last[0].version != _version(x)
+        known = [each for each in self._entered if each[0].x is x and each[0].version == _version(x)]
         if self._streams and not (layer.part.gathers or layer.part.is_head):
-            self._draw(is_new)
-        if last is not None and not is_new:
-            return last
-        if passes is not None and (found := passes.entered.get(id(x))) is not None:
-            self._entered = found
-            return found
+            self._draw(is_new=not known)
+        if known:
+            return known[0]
         read = cast_for_autocast(x)
         if torch.is_grad_enabled() and read.requires_grad:
             partials = [LocalPartials(read) for _ in range(self.size)]
@@ -205,12 +201,10 @@ class VirtualAxis:
             found = [_Entered(x, _version(x), own, entry) for own, entry in zip(reads, entries, strict=True)]
         else:
             found = [_Entered(x, _version(x), read, None) for _ in range(self.size)]
-        self._entered = found
-        if passes is not None:
-            passes.entered[id(x)] = found
+        self._entered.append(found)
         return found
 
-    def _draw(self, is_new: bool) -> None:
+    def _draw(self, *, is_new: bool) -> None:
         """Change to the stream of the rank that computes, where its layers enter a region."""
         passes = self._passes
         if passes is None:
@@ -273,7 +267,7 @@ class _NextPass(Exception):
 
 @dataclass
 class _Passes:
-    """The passes of one attention under way.  weights, alike: by layer, every rank's; entered: by tensor.
+    """The passes of one attention under way.  weights, alike: by layer, every rank's.
 
     common: the common random stream before the first pass drew from it. has_drawn: by rank.
     """
@@ -281,7 +275,6 @@ class _Passes:
     rank: int = 0
     parts: list[Tensor] = field(default_factory=list)
     weights: dict[int, tuple[Sequence[Tensor], Sequence[Tensor | None]]] = field(default_factory=dict)
-    entered: dict[int, list[_Entered]] = field(default_factory=dict)
     alike: dict[int, dict[str, tuple[Tensor, ...]]] = field(default_factory=dict)
     common: Tensor | None = None
     has_drawn: list[bool] = field(default_factory=list)

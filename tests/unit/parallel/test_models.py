@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.plans import ParallelSettings, choose
 from tests.in_process import Rank, run_ranks
@@ -108,3 +109,36 @@ def test_outputs_that_are_gathered_at_once_and_inputs_that_come_whole() -> None:
     assert {choice.style for choice in choose(model, 2).choices} >= {"column_gather", "row_scatter"}
     assert differences(steps, whole) == []
     assert furthest(whole, step(copy.deepcopy(model), batch())) < 5e-6
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_lora_beside_split_layers() -> None:
+    """B is split beside a column layer, A beside a row layer; what is frozen has no gradient."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, lora_dropout=0.0, init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        model = peft.get_peft_model(tiny("llama"), config)
+    whole, steps = virtual_step(model, 2), ranks_step(model, 2)
+    assert differences(steps, whole) == []
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < 5e-6
+    split = {
+        name.split(".layers.0.")[1]
+        for name, each in steps[0].splits.items()
+        if each.kind == "split" and "layers.0" in name
+    }
+    assert {"self_attn.q_proj.lora_B.default.weight", "self_attn.o_proj.lora_A.default.weight"} <= split
+    assert not {"self_attn.q_proj.lora_A.default.weight", "self_attn.o_proj.lora_B.default.weight"} & split
+
+
+def test_ranks_with_different_inputs_are_told() -> None:
+    model = tiny("llama")
+
+    def body(rank: Rank) -> None:
+        own = copy.deepcopy(model)
+        parallelize(own, rank.comm)
+        step(own, batch(rank.index))
+
+    with pytest.raises(ModelMismatchError, match=r"Data inconsistency within the TP group: rank 1's inputs"):
+        run_ranks(2, body)
