@@ -134,7 +134,7 @@ def virtual_step(
 def summed(steps: list[Step], name: str, rank: int) -> Tensor | None:
     """A rank's gradient, where ranks hold the same elements and compute summands, summed in their order."""
     split, own = steps[rank].splits[name], steps[rank].grads[name]
-    summands = split.summands(rank)
+    summands = split.summands(rank, len(steps))
     if own is None or not summands:
         return own
     total = torch.zeros_like(own, dtype=torch.float32)
