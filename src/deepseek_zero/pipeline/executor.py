@@ -8,6 +8,7 @@ parameters, ascending in the micro-batch, as the schedule has its backwards.
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -36,6 +37,12 @@ class States(Protocol):
         """Let the gathered weights of a stage go."""
         ...
 
+    def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
+        """Open a block with one backward of a stage.  ends_step: the last one of this rank.  is_carried: its gradients
+        come from a later stage, and have what the loss was multiplied by.
+        """
+        ...
+
     def reduce(self, stage: int) -> None:
         """Add up the gradients of a stage over the ranks that have the same stage: all of the step are here."""
         ...
@@ -54,6 +61,9 @@ class NoStates:
 
     def gather(self, stage: int) -> None: ...
     def release(self, stage: int) -> None: ...
+    def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def reduce(self, stage: int) -> None: ...
     def tie(self, stage: int) -> None: ...
     def update(self) -> None: ...
@@ -168,7 +178,8 @@ class _Step:
     ) -> None:
         self.executor, self.schedule, self.micro_batches = executor, schedule, micro_batches
         self.program: Program = schedule.programs[executor.rank]
-        self.trains = any(action.kind is Kind.BACKWARD for action in self.program)
+        self._backwards = sum(action.kind is Kind.BACKWARD for action in self.program)  # that are still to come
+        self.trains = self._backwards > 0
         self.keys = [None if key is None else (key, self.trains) for key in keys]
         self.factors = factors
         self.last = schedule.stages - 1
@@ -245,6 +256,18 @@ class _Step:
 
     def _backward(self, stage: int, micro: int) -> None:
         held = self._held.pop((stage, micro))
+        self._backwards -= 1
+        is_carried = held.loss is None
+        with self.executor.states.backward(stage, ends_step=not self._backwards, is_carried=is_carried):
+            self._differentiate(held, stage, micro)
+        if stage:
+            grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
+            if self._is_here(stage - 1):
+                self._arrived[stage - 1, micro, Kind.RECV_B] = grads
+            else:
+                self._sending[stage, micro, Kind.SEND_B] = grads
+
+    def _differentiate(self, held: _Held, stage: int, micro: int) -> None:
         if held.loss is not None:
             if held.loss.requires_grad:
                 factor = self.factors[micro]
@@ -255,12 +278,6 @@ class _Step:
             pairs = [(edge, grad) for edge, grad in zip(differentiated, grads, strict=True) if edge is not None]
             if pairs:
                 torch.autograd.backward([edge for edge, _ in pairs], [grad for _, grad in pairs])
-        if stage:
-            grads = tuple(_grad_of(each) for each in held.received if each.requires_grad)
-            if self._is_here(stage - 1):
-                self._arrived[stage - 1, micro, Kind.RECV_B] = grads
-            else:
-                self._sending[stage, micro, Kind.SEND_B] = grads
 
     # -- messages
 

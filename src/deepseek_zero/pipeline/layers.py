@@ -61,6 +61,9 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr = [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
 
 
+RECEIVED = "what the stage before has sent"
+
+
 class Labelled(NamedTuple):
     """One micro-batch of a list of layers.  inputs: what the first layer takes; labels: what the loss takes."""
 
@@ -103,6 +106,7 @@ class LayerStages(nn.Module):
         self.tied_modules = nn.ModuleDict()
         self.forward_funcs: list[Callable[..., Any]] = []
         self.micro_offset = 0
+        self.received: Any = None  # from the stage before; no argument, since an engine treats those as from outside
         self._build()
 
     # -- what there is
@@ -163,7 +167,9 @@ class LayerStages(nn.Module):
     # -- forward
 
     def forward(self, forward_input: Any) -> Any:
-        """Run this stage's layers, one after the other."""
+        """Run this stage's layers, one after the other.  forward_input: RECEIVED stands for what `received` holds."""
+        if forward_input is RECEIVED:
+            forward_input, self.received = self.received, None
         self.micro_offset += 1
         count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
         if not interval or self.activation_checkpoint_func is None:
@@ -203,8 +209,8 @@ class LayersStage:
 
     def forward(self, micro: Labelled, received: Received = ()) -> Any:
         """Run the layers on a micro-batch's inputs, or on what was received."""
-        flowing = received[0] if len(received) == 1 else received
-        output = self.model(micro.inputs if self.layers.is_first else flowing)
+        self.layers.received = received[0] if len(received) == 1 else received
+        output = self.model(micro.inputs if self.layers.is_first else RECEIVED)
         if self.layers.is_last:
             return output
         outputs = output if isinstance(output, tuple) else (output,)

@@ -30,6 +30,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
@@ -560,6 +561,7 @@ class LossFactor:
         self._scaler: LossScaler | None = None
         self.is_recorded = False  # a backward since the last step was recorded, to be differentiated again
         self._scaled: Callable[[], Tensor | None] = lambda: None  # the last loss it has scaled
+        self._is_carried = False  # gradients that come in have the factor (`carried`)
 
     @property
     def scaler(self) -> LossScaler | None:
@@ -590,8 +592,19 @@ class LossFactor:
 
     def at_output(self) -> float:
         """What a gradient is multiplied by that comes in through an output; it is divided by it at an input."""
-        applied = _UNDER_WAY.scale
+        applied = self.scale if self._is_carried else _UNDER_WAY.scale
         return self.scale / self.accumulation if applied is None else self.scale / applied
+
+    @contextmanager
+    def carried(self) -> Iterator[None]:
+        """Open a block of backwards whose gradients carry this engine's factor already: they come from a later stage of
+        the same model, whose loss was multiplied by it.
+        """
+        self._is_carried = True
+        try:
+            yield
+        finally:
+            self._is_carried = False
 
     def refuse_gradient_of_gradient(self) -> None:
         """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.

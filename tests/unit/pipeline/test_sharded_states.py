@@ -1,0 +1,94 @@
+"""ZeRO 0-3 under pipelines: the bits of one process, one gather and one reduction of a unit in a step."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.pipeline.chain import find_chain
+from deepseek_zero.pipeline.executor import PipelineExecutor
+from deepseek_zero.pipeline.messages import Links
+from deepseek_zero.pipeline.schedule import make_schedule
+from deepseek_zero.pipeline.sharded_states import ShardedStates
+from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
+from deepseek_zero.precision.policy import Policy
+from tests.in_process import Rank, optimizer_over, run_ranks, sharded
+from tests.models import Gpt, batch_of, seeded
+from tests.reference import OPTIMIZERS, Reference
+
+STEPS, MANY = 2, 3
+POLICIES = {torch.float32: Policy(), torch.bfloat16: Policy(torch.bfloat16, auto_cast=True)}
+
+
+def gpt() -> nn.Module:
+    return seeded(Gpt, blocks=4)
+
+
+@cache
+def cut_of(stages: int) -> Cut:
+    model, batch = gpt(), batch_of(0, 0, 0)
+    return cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), stages, "uniform")
+
+
+Found = tuple[list[list[Tensor]], list[float], dict[str, Tensor], list[str]]
+
+
+def train(rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, virtual: int) -> Found:
+    mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
+    model = gpt()
+    cut, schedule = cut_of(ranks * virtual), make_schedule(name, ranks, virtual, MANY)
+    stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
+    settings: dict[str, Any] = {"policy": POLICIES[dtype], "accumulation": MANY, "reduces_once": True}
+    runtime = sharded(rank, model, Mesh(pp=ranks), stage=stage, **settings)
+    optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
+    executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime))
+    losses, norms = [], []
+    for step in range(STEPS):
+        batches = [batch_of(step, micro, mesh.data_index) for micro in range(MANY)]
+        given = [MicroBatch((batch.tokens, batch.targets)) for batch in batches]
+        outcome = executor.run(schedule, given, keys=["alike"] * MANY, scale=1.0)
+        losses.append(outcome.losses or [])
+        optimizer.step()
+        norms.append(optimizer.last.norm)
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    issued = [each for _, each in rank.world.issued[rank.index]]
+    return losses, norms, weights, issued
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+@pytest.mark.parametrize("dtype", POLICIES, ids=["fp32", "bf16"])
+def test_every_stage_of_zero_under_a_pipeline_has_the_bits_of_one_process(
+    stage: int, name: str, virtual: int, dtype: torch.dtype
+) -> None:
+    found = run_ranks(4, lambda rank: train(rank, 2, stage, dtype, name, virtual), reads_in_place=True)
+    reference = Reference(gpt(), 2, MANY, True, dtype, OPTIMIZERS["adamw"], 0.5)
+    for step in range(STEPS):
+        batches = [[batch_of(step, micro, rank) for micro in range(MANY)] for rank in range(2)]
+        norm = found[0][1][step]
+        expected, exact = reference.step(batches, norm)
+        assert norm == pytest.approx(exact, rel=1e-5)
+        assert all(norms[step] == norm for _, norms, _, _ in found), "one norm over the world"
+        for rank in range(2):
+            assert all(map(torch.equal, found[2 + rank][0][step], expected[rank]))
+    values = reference.values()
+    for _, _, weights, _ in found:
+        for key, weight in weights.items():
+            assert torch.equal(weight, values[key]), key
+    assert {key for _, _, weights, _ in found for key in weights} == values.keys()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_unit_is_gathered_and_reduced_once_whatever_the_micro_batches(stage: int) -> None:
+    found = run_ranks(4, lambda rank: train(rank, 2, stage, torch.float32, "1f1b", 1))
+    for rank, (_, _, _, issued) in enumerate(found):
+        block = f"blocks.{rank // 2 * 2}"
+        gathers = [each for each in issued if each.startswith(f"gather {block}")]
+        reduces = [each for each in issued if each.startswith(f"reduce {block}")]
+        assert len(reduces) == STEPS, reduces
+        assert len(gathers) == STEPS + (stage == 3), gathers  # state_dict gathers stage 3 once more
