@@ -147,7 +147,8 @@ class Normaliser:
             return _SILENT
         if note:
             self.problems.warn(path, note)
-        if about.get("status") == Status.ACCEPTED and found != info.default:
+        is_same = type(found) is type(info.default) and found == info.default  # arrays have no truth value
+        if about.get("status") == Status.ACCEPTED and not is_same:
             self.problems.without_effect(path, found, about["reason"])
         return self._open_object(found, path) if isinstance(found, dict) else found
 
