@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, article, shown
+from ..planner.split import set_copy
 from .partition import LayerCost, partition
 from .stage import Received
 
@@ -160,6 +161,11 @@ class LayerStages(nn.Module):
                     "A layer is a module, a function or a LayerSpec.",
                     "leave it out, or wrap what it does in a function.",
                 )
+
+        params = dict(self.named_parameters())
+        for name, stages in self.ties.items():
+            if name in params and stages[0] != self.index:
+                set_copy(params[name])
 
     def _seed(self, seed: int) -> None:
         (self.seed_fn or torch.manual_seed)(seed)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..planner.split import set_copy
 from .chain import Chain, without_cache
 from .partition import LayerCost, partition
 
@@ -313,6 +314,9 @@ def take_stages(model: nn.Module, cut: Cut, own: Sequence[int]) -> list[ModelSta
     if len(found) == 1:
         found[0].settle()
     _drop_params(model, cut, mine, zeros)
+    for name, param in model.named_parameters():
+        if cut.owners[name][0] not in mine:
+            set_copy(param)
     model.__dict__["forward"] = _StageForward(model.forward)
     return found
 

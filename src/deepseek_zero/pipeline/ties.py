@@ -43,6 +43,11 @@ class Ties:
             found = world.split(tuple(groups), "pp ties", is_new=True)
             self.comm = found if self.rank in sharing else None
 
+    @property
+    def is_sharing(self) -> bool:
+        """Whether this rank has a copy of something."""
+        return self.comm is not None
+
     def is_counted(self, name: str) -> bool:
         """Whether this rank's copy of a weight is the one that counts in norms and is saved."""
         return name not in self.ranks or self.ranks[name][0] == self.rank

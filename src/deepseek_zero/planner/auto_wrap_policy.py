@@ -17,7 +17,7 @@ from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from .layout import Shape
 from .spec import PlanSettings
-from .split import Split, split_of
+from .split import Split, is_copy, split_of
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
@@ -27,7 +27,7 @@ LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though n
 @dataclass(frozen=True)
 class ParamShape:
     """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy.  split: how it lies along
-    "tp", where the model is split; `shape` is of this rank's part.
+    "tp", where the model is split; `shape` is of this rank's part.  is_copy: an earlier stage has it too.
     """
 
     shape: Shape
@@ -35,6 +35,7 @@ class ParamShape:
     trainable: bool
     full_precision: bool = False
     split: Split | None = None
+    is_copy: bool = False
 
     @property
     def numel(self) -> int:
@@ -113,7 +114,9 @@ def _param_shapes(model: nn.Module, settings: PlanSettings) -> dict[str, ParamSh
     whole = full_precision_names(model) if settings.policy.compute is not None else frozenset[str]()
     with without_torch_function():
         return {
-            name: ParamShape(tuple(param.shape), param.dtype, param.requires_grad, name in whole, split_of(param))
+            name: ParamShape(
+                tuple(param.shape), param.dtype, param.requires_grad, name in whole, split_of(param), is_copy(param)
+            )
             for name, param in model.named_parameters()
         }
 

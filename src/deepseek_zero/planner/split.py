@@ -78,6 +78,16 @@ def split_of(param: Tensor) -> Split | None:
     return found
 
 
+def is_copy(param: Tensor) -> bool:
+    """Whether another stage's parameter is the one that counts in norms and checkpoints: this one is tied to it."""
+    return bool(param.__dict__.get("_zero_is_copy"))
+
+
+def set_copy(param: Tensor) -> None:
+    """Remember that an earlier stage of the pipeline has this parameter too."""
+    param.__dict__["_zero_is_copy"] = True
+
+
 def set_split(param: Tensor, split: Split) -> None:
     """Remember how a parameter lies along "tp"; its data is this rank's part."""
     param.__dict__["_zero_split"] = split

@@ -145,6 +145,8 @@ def group_params(unit: UnitShape, persistent: frozenset[str], mesh: Mesh) -> dic
             place = mesh.coordinates["tp"]
             counted, summands = split.is_counted_at(place), split.summands(place, mesh.tp)
             key = replace(key, split=split.kind, is_counted=counted, sharers=summands)
+        if param.is_copy:
+            key = replace(key, is_counted=False)
         groups.setdefault(key, []).append(name)
     return groups
 

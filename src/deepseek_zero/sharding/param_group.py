@@ -959,6 +959,14 @@ class Gradient:
             )
         return self._part_of(number)
 
+    def summand(self, number: int) -> Tensor:
+        """Return this rank's own sum of a member's gradient, flat, which is still to be reduced; zeros if none came.
+
+        Of a group whose gradients are reduced once a step, between its backwards.  Local.
+        """
+        self._open()
+        return self._part_of(number).values
+
     def _part_of(self, number: int) -> Part:
         """Return a member's gradient on this rank, to be changed; zeros if there is none yet.
 

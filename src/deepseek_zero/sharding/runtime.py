@@ -253,6 +253,21 @@ class Runtime:
             self.executor.begin_backward(ends_step=self.is_boundary)
             self.end_backward(joined=False)
 
+    def reduce_step(self) -> None:
+        """Reduce the gradients of the backwards since the last step, none of which ended it.  Collective.
+
+        For gradients that are changed between a step's last backward and their reduction.
+        """
+        with torch.no_grad():
+            for group in self.trained_groups:
+                group.gradient.hide()
+            self.executor.begin_backward(ends_step=True)
+            self.executor.reduce_rest()
+            self.comm_ctx.copy_engine.synchronize()
+            self.executor.end()
+            for group in self.trained_groups:
+                group.gradient.expose(joined=False)
+
     # -- steps
 
     def before_step(self) -> None:

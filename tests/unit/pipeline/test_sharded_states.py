@@ -16,6 +16,7 @@ from deepseek_zero.pipeline.messages import Links
 from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.sharded_states import ShardedStates
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
+from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.precision.policy import Policy
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
@@ -81,6 +82,70 @@ def test_every_stage_of_zero_under_a_pipeline_has_the_bits_of_one_process(
         for key, weight in weights.items():
             assert torch.equal(weight, values[key]), key
     assert {key for _, _, weights, _ in found for key in weights} == values.keys()
+
+
+class Tied(Gpt):
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.head.weight = self.tokens.weight
+
+
+class Apart(Tied):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = nn.Parameter(self.tokens.weight.detach().clone())
+
+
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("breadth_first", 2)])
+def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> None:
+    cut = cut_chain(seeded(Tied), find_chain(seeded(Tied), (batch_of(0, 0, 0).tokens,)), 2 * virtual, "uniform")
+    schedule = make_schedule(name, 2, virtual, MANY, tied=cut.tied)
+
+    def body(rank: Rank) -> tuple[dict[str, Tensor], list[str], list[float]]:
+        mesh = Mesh(pp=2).on_world(rank.size, rank.index)
+        model = seeded(Tied)
+        stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
+        ties = Ties(rank.comm, mesh, schedule, cut.ties)
+        runtime = sharded(rank, model, Mesh(pp=2), stage=stage, accumulation=MANY, reduces_once=True)
+        optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
+        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties))
+        norms = []
+        for step in range(STEPS):
+            batches = [batch_of(step, micro, mesh.data_index) for micro in range(MANY)]
+            executor.run(schedule, [MicroBatch((batch.tokens, batch.targets)) for batch in batches], scale=1.0)
+            optimizer.step()
+            norms.append(optimizer.last.norm)
+        weights = {key: value.clone() for key, value in model.state_dict().items()}
+        return weights, [each for _, each in rank.world.issued[rank.index]], norms
+
+    found = run_ranks(4, body, reads_in_place=True)
+    expected = seeded(Tied)
+    optimizer = OPTIMIZERS["adamw"](list(expected.parameters()))
+    for step in range(STEPS):
+        of_rank = []
+        for rank in range(2):
+            apart = seeded(Apart)
+            apart.load_state_dict({**expected.state_dict(), "head.weight": expected.tokens.weight})
+            for micro in range(MANY):
+                batch = batch_of(step, micro, rank)
+                (apart(batch.tokens, batch.targets) * (1 / MANY)).backward()
+            assert apart.head.weight.grad is not None
+            grads = {key: param.grad for key, param in apart.named_parameters() if param.grad is not None}
+            grads["tokens.weight"] = grads["tokens.weight"] + grads.pop("head.weight")
+            of_rank.append(grads)
+        for key, param in expected.named_parameters():
+            param.grad = (of_rank[0][key] + of_rank[1][key]) / 2
+        norm = torch.cat([param.grad.double().flatten() for param in expected.parameters()]).norm()
+        for _, _, norms in found:
+            assert norms[step] == found[0][2][step] == pytest.approx(float(norm), rel=1e-5)  # a tied weight counts once
+        optimizer.step()
+    values = expected.state_dict()
+    for rank, (weights, issued, _) in enumerate(found):
+        for key, weight in weights.items():
+            assert torch.equal(weight, values[key]), (rank, key)
+        block = f"blocks.{rank // 2 * 2}" if virtual == 1 else f"blocks.{rank // 2}"
+        assert len([each for each in issued if each.startswith(f"reduce {block}")]) == STEPS
 
 
 @pytest.mark.parametrize("stage", [2, 3])
