@@ -6,7 +6,7 @@ from torch import nn
 
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, scatter
-from ..planner.split import Split, set_split
+from ..planner.split import Split
 from .cuts import cut
 from .group import TensorGroup
 from .inputs import compare_first_inputs
@@ -44,6 +44,7 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
     if settings.loss == "split":
         _split_loss(model, plan, axis)
     compare_first_inputs(model, comm)
+    model.register_forward_pre_hook(axis.begin)
     return plan.splits
 
 
@@ -92,7 +93,6 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
         if not parameter.is_meta:
             scatter(comm, [part.reshape(-1) for part in parts], own.view(-1), f"values of {name}")
         parameter.data = own
-        set_split(parameter, split)
 
 
 def _has_dropout(model: nn.Module) -> bool:

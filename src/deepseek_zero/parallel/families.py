@@ -66,6 +66,12 @@ FAMILIES: dict[str, tuple[Rule, ...]] = {  # by the config's model_type
     "bert": _BERT,
     "roberta": _BERT,
     "electra": _BERT,
+    "distilbert": (
+        Rule(r"attention\.(q|k|v)_lin", "column"),
+        Rule(r"attention\.out_lin", "row"),
+        Rule(r"ffn\.lin1", "column"),
+        Rule(r"ffn\.lin2", "row"),
+    ),
     "gptj": (
         Rule(r"attn\.(q|k|v)_proj", "column"),
         Rule(r"attn\.out_proj", "row"),

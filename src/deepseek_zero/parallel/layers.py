@@ -144,15 +144,15 @@ class TensorAxis:
         weight, bias = _cast(layer.weight, entered.read.dtype), _cast(layer.bias, entered.read.dtype)
         found = column(entered.read, weight, bias, entered.entry, part.transposed)
         if part.gathers or (part.is_head and not self.splits_loss):
-            self._leave()
+            self.leave()
             return gather(found, self.group, part.widths, part.name)
         if part.is_head:
-            self._leave()
+            self.leave()
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
         part = layer.part
-        self._leave()
+        self.leave()
         if part.scatters:
             x = scatter(x, self.group, part.widths, part.name)
         x = cast_for_autocast(x)
@@ -170,6 +170,10 @@ class TensorAxis:
         (own,) = rows
         return self.group.all_gather(own, [own.shape[1]] * self.group.size, what)
 
+    def begin(self, module: nn.Module, args: Any) -> None:
+        """Forget what a forward left that an error ended. A forward pre-hook of the model."""
+        self.leave()
+
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
         """Return the tensor that column layers read for x: the one made for a layer before, if it read the same x."""
         for known in self._entered:
@@ -182,7 +186,7 @@ class TensorAxis:
             self.streams.enter()
         return found
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Forget the entered tensors: what is computed next is whole on every rank."""
         self._entered.clear()
         if self.streams is not None:

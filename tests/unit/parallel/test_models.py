@@ -12,7 +12,7 @@ from deepseek_zero.base.errors import ModelMismatchError
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.plans import ParallelSettings, choose
 from tests.in_process import Rank, run_ranks
-from tests.unit.parallel.tiny import EIGHT, batch, differences, furthest, ranks_step, step, tiny, virtual_step
+from tests.unit.parallel.tiny import EIGHT, MORE, batch, differences, furthest, ranks_step, step, tiny, virtual_step
 
 pytest.importorskip("transformers")
 
@@ -25,6 +25,14 @@ def test_two_ranks_compute_what_the_virtual_axis_does(name: str, dtype: torch.dt
     model = tiny(name, dtype)
     whole = virtual_step(model, 2, GATHERED)
     assert differences(ranks_step(model, 2, GATHERED), whole) == []
+
+
+@pytest.mark.parametrize("name", MORE)
+def test_more_families(name: str) -> None:
+    model = tiny(name)
+    whole = virtual_step(model, 2)
+    assert differences(ranks_step(model, 2), whole) == []
+    assert furthest(whole, step(copy.deepcopy(model), batch())) < 5e-6
 
 
 @pytest.mark.parametrize("name", EIGHT)
@@ -142,3 +150,28 @@ def test_ranks_with_different_inputs_are_told() -> None:
 
     with pytest.raises(ModelMismatchError, match=r"Data inconsistency within the TP group: rank 1's inputs"):
         run_ranks(2, body)
+
+
+def test_a_forward_that_an_error_ended_leaves_nothing() -> None:
+    """The next forward enters its tensors anew, and draws from the common stream."""
+    model = tiny("llama", attention_dropout=0.1)
+
+    def body(rank: Rank) -> bool:
+        own = copy.deepcopy(model)
+        parallelize(own, rank.comm)
+        axis = own.lm_head.axis  # type: ignore[union-attr]
+
+        def fail(module: Any, args: Any) -> None:
+            raise KeyError("once")
+
+        hook = own.model.layers[0].self_attn.o_proj.register_forward_pre_hook(fail)  # type: ignore[union-attr, index]
+        before = torch.get_rng_state()
+        with pytest.raises(KeyError):
+            own(**batch())
+        hook.remove()
+        left = bool(axis._entered) and not torch.equal(torch.get_rng_state(), before)  # type: ignore[union-attr]
+        axis.begin(own, ())  # type: ignore[operator, union-attr]
+        torch.set_rng_state(before)
+        return left and not axis._entered and axis.streams._outside is None  # type: ignore[union-attr]
+
+    assert run_ranks(2, body) == [True, True]

@@ -58,11 +58,29 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gpt_neox": ("GPTNeoXConfig", "GPTNeoXForCausalLM", _COMMON),
     "opt": ("OPTConfig", "OPTForCausalLM", _OPT),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _GQA),
+    "olmo2": ("Olmo2Config", "Olmo2ForCausalLM", _GQA | {"pad_token_id": 0}),
+    "gptj": ("GPTJConfig", "GPTJForCausalLM", _GPT2 | {"rotary_dim": 4}),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", _BERT | {"pad_token_id": 1}),
+    "distilbert": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {
+            "vocab_size": VOCABULARY,
+            "dim": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 48,
+            "dropout": 0.0,
+            "attention_dropout": 0.0,
+            "max_position_embeddings": 32,
+        },
+    ),
     "phi3": ("Phi3Config", "Phi3ForCausalLM", _COMMON | {"num_key_value_heads": 2, "pad_token_id": 0}),
     "bert": ("BertConfig", "BertForMaskedLM", _BERT),
 }
 
 
+MORE = ("qwen3", "olmo2", "gptj", "roberta", "distilbert", "phi3")
 EIGHT = ("llama", "mistral", "qwen2", "gemma2", "gpt2", "gpt_neox", "opt", "bert")
 
 
@@ -103,7 +121,7 @@ def step(model: nn.Module, inputs: dict[str, Tensor], autocast: bool = False) ->
     """One forward and backward; random numbers are the same each time."""
     torch.manual_seed(5)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        output = model(**inputs, **({"use_cache": False} if "Bert" not in type(model).__name__ else {}))
+        output = model(**inputs, **({"use_cache": False} if "ert" not in type(model).__name__ else {}))
     output.loss.backward()
     grads = {name: None if each.grad is None else each.grad.clone() for name, each in model.named_parameters()}
     return Step(output.loss.detach(), grads, logits=None if output.logits is None else output.logits.detach())
