@@ -65,6 +65,10 @@ class UsageError(DeepSeekZeroError):
     """A call out of order or with arguments that cannot be right."""
 
 
+class BatchMismatchError(UsageError, AssertionError):
+    """Ranks that compute one layer together were given different batches; DeepSpeed's error is an AssertionError."""
+
+
 class StorageError(DeepSeekZeroError, OSError):
     """A disk that holds states refused, is full, or returned other bytes than it was given; they are never computed
     with.

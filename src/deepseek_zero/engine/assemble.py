@@ -24,6 +24,7 @@ from ..planner.spec import S
 from ..planner.split import set_split
 from ..precision.policy import Policy
 from ..sharding.wrap import check_room, open_tiers, refuse_wrapped, wrap_model
+from .data import compare_first_batch
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client
@@ -70,6 +71,7 @@ def assemble(
     if "tp" in comm.along:
         for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
+        compare_first_batch(model, comm.along["tp"])
     settings = plan_settings_of(config, leaf_modules)
     shape, chosen = run_on_all_ranks(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)

@@ -1,17 +1,23 @@
-"""Batches for one rank: a sharded sampler, and the move to the device while the step before still runs."""
+"""Batches for one rank: a sharded sampler, the move to the device while the step before still runs, and a look at the
+first batch where several ranks must be given the same one.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ..base.errors import BatchMismatchError
 from ..base.mesh import Mesh
+from ..base.nested import map_tensors
+from ..comm.collectives import Comm
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -118,3 +124,40 @@ class ShardedLoader:
             return islice(self.loader, self.position, None)
         self._indices.first = self.position * self.batch_size
         return self.loader
+
+
+def compare_first_batch(model: nn.Module, comm: Comm) -> None:
+    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.  Local.
+
+    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's words, where their
+    tensors differ: each would compute its part of another batch.
+    """
+
+    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
+        hook.remove()
+        told = comm.all_gather_text(_fingerprint((args, kwargs)), "the first batch")
+        other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+        if other is not None:
+            raise BatchMismatchError(
+                "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure "
+                f"consistency: rank {comm.ranks[0]} was given {told[0]}, rank {comm.ranks[other]} {told[other]}.",
+                "Ranks along tp compute parts of one batch.",
+                "shard data over mesh.data_size by mesh.data_index, not over the world by rank.",
+            )
+
+    hook = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def _fingerprint(value: Any) -> str:
+    """Say what the tensors of a batch are: shapes, dtypes, and a digest of what they hold."""
+    digest, shapes = hashlib.sha256(), list[str]()
+
+    def look(tensor: Tensor) -> Tensor:
+        shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            plain = tensor.detach().cpu().contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
+        return tensor
+
+    map_tensors(value, look)
+    return f"{', '.join(shapes) or 'no tensors'} (sha256 {digest.hexdigest()[:12]})"

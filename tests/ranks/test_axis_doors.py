@@ -1,0 +1,162 @@
+"""Each place that states axes starts the same ranks: configuration, arguments, the launcher, both doors."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import BatchMismatchError
+from deepseek_zero.base.launch import MESH
+from deepseek_zero.compat.deepspeed import groups
+from deepseek_zero.compat.deepspeed.tensor_parallel import tp_model_init
+from deepseek_zero.sharding.runtime import Runtime
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up_proj, self.down_proj = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(torch.relu(self.up_proj(x)))
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def loss_of(model: Any, scale: float = 1.0) -> torch.Tensor:
+    x = torch.arange(24.0).view(4, 6) * scale / 24
+    return (model(x) - x).square().mean()
+
+
+def trained(engine: Any, steps: int = 3) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(engine)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def everyone(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def mpu_of_tp() -> Any:
+    rank = dist.get_rank()
+    return SimpleNamespace(get_model_parallel_world_size=lambda: 2, get_model_parallel_rank=lambda: rank)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "place", ["mesh", "config", "autotp", "tp_size", "mp_degree", "launcher", "tp_model_init", "mpu", "mesh_param"]
+)
+def test_each_place_starts_the_same_ranks(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, config, given = Mlp(), dict(CONFIG), dict[str, Any]()
+    stated = {
+        "config": {"mesh": {"tp": 2}},
+        "autotp": {"tensor_parallel": {"autotp_size": 2}},
+        "tp_size": {"tensor_parallel": {"tp": {"tp_size": 2}}},
+        "mp_degree": {"dp_degree": 1, "pp_degree": 1, "mp_degree": 2},
+        "mesh_param": {"mp_degree": 2},
+    }
+    config |= stated.get(place, {})
+    if place == "mesh":
+        given = {"mesh": {"tp": 2}}
+    elif place == "mesh_param":
+        given = {"mesh_param": (1, 1)}
+    elif place == "mpu":
+        given = {"mpu": mpu_of_tp()}
+    elif place == "launcher":
+        monkeypatch.setenv(MESH, "tp=2")
+    elif place == "tp_model_init":
+        tp_model_init(model, 2, None)
+    engine = deepseek_zero.initialize(model=model, config=config, **given)[0]
+    assert (engine.mesh.tp, engine.mesh.data_size, engine.train_micro_batch_size_per_gpu()) == (2, 1, 4)
+    assert (engine.config.mp_degree, engine.config.dp_degree, engine.autotp_size()) == (2, 1, 2)
+    assert engine.mp_world_size == groups.get_tensor_model_parallel_world_size() == 2
+    assert groups.get_data_parallel_world_size() == 1
+    losses = trained(engine)
+    assert losses[-1] < losses[0] and everyone(losses) == [losses] * 2
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 3])
+def test_seed_0s_door_takes_degrees(stage: int) -> None:
+    """As seed 000 writes them; dp_degree may be left out."""
+    losses = []
+    for degrees in ({"dp_degree": 1, "pp_degree": 1, "mp_degree": 2}, {"mp_degree": 2}, {}):
+        model = Mlp()
+        zero = deepseek_zero.DeepSeekZeRO3(model, stage=stage, **degrees)  # type: ignore[arg-type]
+        optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.1, optimizer_type="sgd")
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        assert isinstance(zero.runtime, Runtime) and (zero.config.mp_degree == 2) == bool(degrees)
+    assert losses[:3] == losses[3:6] and losses[6:] == pytest.approx(losses[:3], rel=1e-5)
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_one_layer_load_the_same_samples() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(96.0).view(16, 6) / 96)
+    config = CONFIG | {"tensor_parallel": {"autotp_size": 2}, "train_batch_size": 2}
+    engine, _, loader, _ = deepseek_zero.initialize(model=Mlp(), config=config, training_data=data)
+    batches = [batch for (batch,) in loader]
+    assert len(batches) == 8
+    assert everyone(torch.cat(batches).tolist()) == [torch.cat(batches).tolist()] * 2
+    engine.backward(engine(batches[0]).square().mean())
+    engine.step()
+
+
+@pytest.mark.ranks(2)
+def test_ranks_of_one_layer_that_were_given_different_batches_say_so() -> None:
+    engine = deepseek_zero.initialize(model=Mlp(), config=CONFIG, mesh={"tp": 2})[0]
+    with pytest.raises(AssertionError, match="Data inconsistency within the TP group") as error:
+        loss_of(engine, 1.0 + dist.get_rank())
+    assert isinstance(error.value, BatchMismatchError) and "float32[4, 6]" in str(error.value)
+    trained(engine)  # the first batch alone is compared
+
+
+SCRIPT = """
+import torch
+import deepseek_zero
+from torch import nn
+
+model = nn.Sequential()
+model.add_module("up_proj", nn.Linear(6, 8))
+model.add_module("down_proj", nn.Linear(8, 6))
+engine = deepseek_zero.initialize(model=model, config={"zero_optimization": {"stage": 3}})[0]
+print(f"rank {engine.mesh.rank} of {engine.mesh.world_size}: {engine.mesh}", flush=True)
+engine.destroy()
+"""
+
+
+def test_the_launchers_short_form_starts_whole_copies(tmp_path: Path) -> None:
+    """In processes of their own, as a user starts them."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    command = [sys.executable, "-m", "deepseek_zero", "run", "--tp", "2", "train.py"]
+    environment = os.environ | {"PYTHONPATH": str(Path(deepseek_zero.__path__[0]).parent), "CUDA_VISIBLE_DEVICES": ""}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    assert sorted(ended.stdout.split("\n"))[-2:] == [f"rank {rank} of 2: tp=2" for rank in range(2)], ended.stdout
