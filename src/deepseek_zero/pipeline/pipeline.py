@@ -1,0 +1,203 @@
+"""One pipeline, for an engine: cut the model before it is planned, connect its stages once it is wrapped, run steps.
+
+cut = cut_model(model, mesh, sample=sample)                # the model keeps this rank's stages
+... plan and wrap the model, with `PlanSettings.reduces_once` ...
+pipeline = Pipeline(cut, world, mesh, runtime, "1f1b")
+loss = pipeline.train(micro_batches)                       # then the optimizer's step, as ever
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..base.errors import UsageError
+from ..base.log import log_once
+from ..base.mesh import Mesh
+from ..comm.collectives import Comm
+from ..sharding.runtime import Runtime
+from .chain import find_chain
+from .executor import PipelineExecutor
+from .layers import LayersStage, LayerStages
+from .messages import Links
+from .schedule import PipelineSchedule, forward_only, make_schedule
+from .sharded_states import ShardedStates
+from .stage import MicroBatch, ModelStage, Stage, cut_chain, take_stages
+from .ties import Ties
+from .verify import verify
+
+
+@dataclass(frozen=True)
+class StagedModel:
+    """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name, the stages that share
+    a weight.  has_all_inputs: every stage is given the inputs, so that all know what messages hold from those.
+    """
+
+    stages: Sequence[Stage]
+    virtual: int
+    ties: Mapping[str, tuple[int, ...]]
+    has_all_inputs: bool
+
+    @property
+    def tied(self) -> tuple[int, ...]:
+        """The stages that share a weight with another."""
+        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
+
+
+def cut_model(
+    model: nn.Module,
+    mesh: Mesh,
+    *,
+    partition: str = "best",
+    schedule: str = "1f1b",
+    virtual: int = 1,
+    group: int | None = None,
+    micro_batches: int = 1,
+    sample: MicroBatch | None = None,
+) -> StagedModel:
+    """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
+
+    schedule, virtual, group, micro_batches: of the run, for what is in flight.  sample: one micro-batch, of which
+    shapes and dtypes are used; None: the model's `dummy_inputs`.  A list of layers (`LayerStages`) is cut already.
+    UsageError (ChainError) names why a model cannot be cut.
+    """
+    if isinstance(model, LayerStages):
+        if model.num_stages != mesh.pp or virtual != 1:
+            raise UsageError(
+                f"a list of {model.num_stages} stages on a mesh with pp={mesh.pp} and {virtual} stages on each rank.",
+                "It was cut when it was made, one stage for each pipeline rank.",
+                "state the same number of stages, and virtual 1.",
+            )
+        return StagedModel([LayersStage(model)], 1, model.ties, False)
+    if sample is None:
+        inputs = getattr(model, "dummy_inputs", None)
+        if not isinstance(inputs, Mapping):
+            raise UsageError(
+                f"{type(model).__name__} is cut into stages, and nothing tells what its forward takes.",
+                "One run on fake tensors finds the chain of its blocks.",
+                "give a sample: one micro-batch as its forward takes it.",
+            )
+        sample = MicroBatch((), inputs)
+    table = make_schedule(schedule, mesh.pp, virtual, micro_batches, group=group)
+    in_flight = [table.in_flight[rank] // virtual or 1 for rank in table.placement]
+    cut = cut_chain(model, find_chain(model, sample.args, sample.kwargs), table.stages, partition, in_flight)
+    stages: list[ModelStage] = take_stages(model, cut, table.stages_of(mesh.coordinates["pp"]))
+    return StagedModel(stages, virtual, cut.ties, True)
+
+
+class Pipeline:
+    """The stages of one wrapped model at work, over the ranks along pp."""
+
+    def __init__(
+        self,
+        staged: StagedModel,
+        world: Comm,
+        mesh: Mesh,
+        runtime: Runtime,
+        schedule: str = "1f1b",
+        *,
+        group: int | None = None,
+        is_dynamic: bool = False,
+    ) -> None:
+        """Connect the stages.  Collective in the world, of which `world` is the communicator.
+
+        is_dynamic: messages describe themselves always, since shapes change from one to the next.
+        """
+        self.staged, self.mesh, self.runtime = staged, mesh, runtime
+        self.name, self.group, self.is_dynamic = schedule, group, is_dynamic
+        self._schedules: dict[tuple[str, int], PipelineSchedule] = {}
+        table = self.schedule(1)
+        self.ties = Ties(world, mesh, table, staged.ties)
+        self.executor = PipelineExecutor(Links(world, mesh, table), staged.stages, ShardedStates(runtime, self.ties))
+        self._pipe = runtime.comm.along.get("pp")
+
+    @property
+    def is_first(self) -> bool:
+        return self.mesh.coordinates["pp"] == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.mesh.coordinates["pp"] == self.mesh.pp - 1
+
+    def schedule(self, micro_batches: int, *, trains: bool = True) -> PipelineSchedule:
+        """Return the proven schedule of that many micro-batches."""
+        key = self.name if trains else "forward_only", micro_batches
+        if key not in self._schedules:
+            ranks, virtual = self.mesh.pp, self.staged.virtual
+            if trains:
+                made = make_schedule(self.name, ranks, virtual, micro_batches, group=self.group, tied=self.staged.tied)
+                if micro_batches < ranks and self._schedules:
+                    log_once(f"{micro_batches} micro-batches on {ranks} pipeline ranks: some stages are always idle")
+            else:
+                made = forward_only(ranks, virtual, micro_batches)
+            verify(made)
+            self._schedules[key] = made
+        return self._schedules[key]
+
+    def train(self, micro_batches: Sequence[Any]) -> Tensor:
+        """Run the forwards and backwards of a step and return the mean of its losses, over micro-batches and over the
+        ranks with other data; a scalar, the same on every rank.  Gradients are reduced; the optimizer's step is next.
+
+        Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or `Labelled` ones, of which
+        the first stage uses the inputs and the last one the labels.
+        """
+        many = len(micro_batches)
+        factor = self.runtime.settings.accumulation / many  # the engine divides by its accumulation at the border
+        outcome = self.executor.run(self.schedule(many), micro_batches, keys=self._keys(micro_batches), scale=factor)
+        return self._agree(outcome.losses)
+
+    def evaluate(
+        self, micro_batches: Sequence[Any], *, keeps_outputs: bool = False, has_loss: bool = True
+    ) -> tuple[Tensor | None, list[Any] | None]:
+        """Run the forwards and return the mean loss as `train` does, and the outputs where that is asked for: a list on
+        the last stage, None on others.  Collective.
+        """
+        many = len(micro_batches)
+        self.executor.forms.forget()
+        outcome = self.executor.run(
+            self.schedule(many, trains=False), micro_batches, keys=self._keys(micro_batches), keeps_outputs=True
+        )
+        self.executor.forms.forget()
+        losses = None
+        if has_loss and outcome.outputs is not None:
+            last = self.executor.stages[self.schedule(many).stages - 1]
+            with torch.no_grad():
+                pairs = zip(outcome.outputs, micro_batches, strict=True)
+                losses = [last.loss(output, micro) for output, micro in pairs]
+        return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
+
+    def reset_shapes(self) -> None:
+        """Forget what messages held: the next step's have other shapes.  On every rank of the pipeline."""
+        self.executor.forms.forget()
+
+    def _keys(self, micro_batches: Sequence[Any]) -> list[Hashable] | None:
+        if self.is_dynamic:
+            return None
+        if not self.staged.has_all_inputs:
+            return ["as ever"] * len(micro_batches)
+        return [tuple(_forms_in((micro.args, micro.kwargs))) for micro in micro_batches]
+
+    def _agree(self, losses: Sequence[Tensor] | None) -> Tensor:
+        """The mean over micro-batches, then over the ranks of the last stage, told to every stage."""
+        mean = torch.zeros(1, dtype=torch.float64)
+        if losses is not None:
+            own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
+            mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)
+        if self._pipe is not None:
+            mean = self._pipe.all_gather_rows(mean, "loss of the last stage")[-1]
+        return mean.float().reshape(()).to(self.mesh.device)
+
+
+def _forms_in(value: Any) -> list[Hashable]:
+    """Shapes and dtypes of the tensors in arguments, in order."""
+    if isinstance(value, Tensor):
+        return [(tuple(value.shape), value.dtype)]
+    if isinstance(value, Mapping):
+        return [form for key in sorted(value, key=str) for form in (str(key), *_forms_in(value[key]))]
+    if isinstance(value, list | tuple):
+        return [form for each in value for form in _forms_in(each)]
+    return []

@@ -1,0 +1,109 @@
+"""A pipeline as an engine has it: cut, connect, train, evaluate; models as they are and lists of layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayerStages
+from deepseek_zero.pipeline.pipeline import Pipeline, cut_model
+from deepseek_zero.pipeline.stage import MicroBatch
+from tests.in_process import Rank, optimizer_over, run_ranks, sharded
+from tests.models import Block, Gpt, batch_of, seeded
+from tests.reference import OPTIMIZERS
+
+MANY, STEPS = 4, 3
+WHOLE = Mesh(pp=2)
+
+
+def gpt() -> nn.Module:
+    return seeded(Gpt, blocks=4)
+
+
+def given(step: int, place: int, many: int = MANY) -> list[MicroBatch]:
+    found = [batch_of(step, micro, place) for micro in range(many)]
+    return [MicroBatch((), {"tokens": batch.tokens, "targets": batch.targets}) for batch in found]
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("interleaved", 2)])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_losses_fall_and_are_told_to_every_rank(name: str, virtual: int, stage: int) -> None:
+    def body(rank: Rank) -> tuple[list[float], list[Any] | None, float]:
+        mesh = WHOLE.on_world(rank.size, rank.index)
+        model = gpt()
+        sample = given(0, 0)[0]
+        staged = cut_model(model, mesh, schedule=name, virtual=virtual, micro_batches=MANY, sample=sample)
+        runtime = sharded(rank, model, WHOLE, stage=stage, accumulation=MANY, reduces_once=True)
+        optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
+        pipeline = Pipeline(staged, rank.comm, mesh, runtime, name)
+        losses = []
+        for _ in range(STEPS):
+            losses.append(float(pipeline.train(given(0, mesh.data_index))))
+            optimizer.step()
+        loss, outputs = pipeline.evaluate(given(0, mesh.data_index, 3), keeps_outputs=True)
+        assert loss is not None
+        assert (outputs is not None) == pipeline.is_last
+        return losses, outputs, float(loss)
+
+    found = run_ranks(4, body, reads_in_place=True)
+    losses, _, evaluated = found[0]
+    assert all(each[0] == losses and each[2] == evaluated for each in found)
+    assert losses[0] > losses[1] > losses[2] > evaluated - 0.1
+    model, means = gpt(), []
+    for place in range(2):
+        means += [float(model(**micro.kwargs).detach()) for micro in given(0, place)]
+    assert losses[0] == pytest.approx(sum(means) / len(means), rel=1e-6)
+
+
+def loss_fn(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+
+def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
+    def layers() -> list[Any]:
+        specs = [LayerSpec(nn.Embedding, 37, 15), *[LayerSpec(Block) for _ in range(3)], LayerSpec(nn.Linear, 15, 37)]
+        return [*specs]
+
+    def body(rank: Rank) -> list[float]:
+        mesh = WHOLE.on_world(rank.size, rank.index)
+        model = LayerStages(layers(), 2, mesh.coordinates["pp"], loss_fn=loss_fn, seed_layers=True)
+        staged = cut_model(model, mesh)
+        runtime = sharded(rank, model, WHOLE, stage=2, accumulation=MANY, reduces_once=True)
+        optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
+        pipeline = Pipeline(staged, rank.comm, mesh, runtime)
+        losses = []
+        for size in (2, 2, 3):
+            found = [batch_of(0, micro, mesh.data_index, size) for micro in range(MANY)]
+            # A stage in the middle has no data, the first no labels, the last no inputs.
+            micro_batches = [
+                Labelled(
+                    batch.tokens if pipeline.is_first else None,
+                    batch.targets if pipeline.is_last else None,
+                )
+                for batch in found
+            ]
+            if size == 3:
+                pipeline.reset_shapes()
+            losses.append(float(pipeline.train(micro_batches)))
+            optimizer.step()
+        return losses
+
+    found = run_ranks(4, body, seed=2)
+    assert all(each == found[0] for each in found)
+    assert found[0][1] < found[0][0]
+
+
+def test_what_cannot_be_cut_is_told_before_anything_is() -> None:
+    mesh = WHOLE.on_world(2, 0)
+    with pytest.raises(UsageError, match="nothing tells what its forward takes"):
+        cut_model(gpt(), mesh)
+    with pytest.raises(UsageError, match="a list of 1 stages on a mesh with pp=2"):
+        cut_model(LayerStages([nn.Linear(2, 2)], 1, 0), mesh)
+    with pytest.raises(UsageError, match="4 layers are cut into 6 stages"):
+        cut_model(gpt(), mesh, schedule="interleaved", virtual=3, sample=given(0, 0)[0])
+    assert torch.is_grad_enabled()
