@@ -143,11 +143,10 @@ class TensorAxis:
         part = layer.part
         weight, bias = _cast(layer.weight, entered.read.dtype), _cast(layer.bias, entered.read.dtype)
         found = column(entered.read, weight, bias, entered.entry, part.transposed)
-        if part.gathers or (part.is_head and not self.splits_loss):
-            self.leave()
-            return gather(found, self.group, part.widths, part.name)
         if part.is_head:
             self.leave()
+        if part.gathers or (part.is_head and not self.splits_loss):
+            return gather(found, self.group, part.widths, part.name)
         return found
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:

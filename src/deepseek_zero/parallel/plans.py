@@ -71,7 +71,10 @@ class ParallelSettings:
 
 @dataclass
 class Choice:
-    """What one layer becomes, and by which rule."""
+    """What one layer becomes, and by which rule.
+
+    region: of column layers, a name that those have in common which read one input.
+    """
 
     name: str
     module: nn.Module
@@ -79,6 +82,7 @@ class Choice:
     source: str
     fused: Fused | None = None
     part: Part | None = None
+    region: str = ""
 
     @property
     def is_wished(self) -> bool:
@@ -287,6 +291,7 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
             width = choice.widths[dim]
             ranges = _shares(width, plan.ranks, choice.name)
             choice.part = _part(choice, dim, tuple((each,) for each in ranges))
+            choice.region = _parent(choice)
             plan.choices.append(choice)
 
 
@@ -366,6 +371,8 @@ def _cut_region(
         if not is_shared and not row.name.endswith(ADAPTED):
             plan.attentions[holder] = _parent(columns[0])
     row.part = _part(row, 1, ranges)
+    for column in columns:
+        column.region = row.name
     plan.choices += [*columns, row, *partial]
 
 

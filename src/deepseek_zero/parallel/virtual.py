@@ -109,7 +109,7 @@ class VirtualAxis:
             column(each.read, weight, bias, each.entry, part.transposed)
             for each, weight, bias in zip(entered, weights, biases, strict=True)
         )
-        if part.gathers or part.is_head:
+        if part.is_head:
             self._entered = []
         return join(found, part.outputs)
 

@@ -1,0 +1,53 @@
+"""What is sent along the axis is what the plan says, to the byte."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from deepseek_zero.parallel.apply import parallelize
+from deepseek_zero.parallel.plans import ParallelSettings, choose
+from deepseek_zero.parallel.volume import sent_bytes
+from tests.in_process import Rank, run_ranks
+from tests.unit.parallel.tiny import BATCH, EIGHT, LENGTH, batch, step, tiny
+
+pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("loss", ["split", "gathered"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "tp"),
+    [
+        *((name, torch.float32, 2) for name in EIGHT),
+        ("llama", torch.bfloat16, 2),
+        ("gpt2", torch.float32, 3),
+        ("phi3", torch.float32, 2),
+        ("olmo2", torch.float32, 2),
+        ("qwen3", torch.bfloat16, 4),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_metered_bytes_are_the_predicted(name: str, dtype: torch.dtype, tp: int, loss: str, recomputes: bool) -> None:
+    model, settings = tiny(name, dtype), ParallelSettings(loss=loss)  # type: ignore[arg-type]
+    splits_loss = loss == "split" and name != "bert"
+    plan = choose(model, tp, settings)
+
+    def body(rank: Rank) -> int:
+        own = copy.deepcopy(model)
+        if recomputes:
+            own.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        parallelize(own, rank.comm, settings)
+        before = rank.comm.meter.sent_bytes["tp"]
+        step(own, batch())
+        return rank.comm.meter.sent_bytes["tp"] - before
+
+    tokens = BATCH * LENGTH
+    expected = [
+        sent_bytes(plan, rank, tokens, dtype.itemsize, splits_loss=splits_loss, recomputes=recomputes)
+        for rank in range(tp)
+    ]
+    assert run_ranks(tp, body) == expected
