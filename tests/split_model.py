@@ -62,12 +62,13 @@ class SplitModel(nn.Module):
         self.head = Held(weight=(VOCABULARY, WIDTH))
         self.head.weight = self.embed.weight
         self.norm.register_buffer("count", torch.zeros(2))
+        self.uses_head = False
 
     def forward(self, gradients: dict[str, Tensor]) -> Tensor:
         total = self.embed(gradients, "embed") + self.norm(gradients, "norm")
         for number, block in enumerate(self.blocks):
             total = total + block(gradients, f"blocks.{number}")
-        if isinstance(self.embed, Absent):  # the copy on the last stage gets what ties add up
+        if self.uses_head:  # the copy on the last stage gets what ties add up
             total = total + self.head(gradients, "head")
         return total
 
@@ -168,10 +169,15 @@ def _take_stage(model: SplitModel, mesh: Mesh) -> None:
             model.blocks[number] = Absent()
     if stage < mesh.pp - 1:
         model.norm, model.head = Absent(), Absent()  # type: ignore[assignment]
+    if stage == mesh.pp - 1:
+        model.uses_head = True
+        if mesh.pp == 2:  # the copy keeps its first name, as a stage that is cut out of a model does
+            del model.embed.scale
+            model.embed.forward = Absent().forward  # type: ignore[method-assign]
+            return
+        copy = nn.Parameter(model.embed.weight.data.clone())
+        if (split := split_of(model.embed.weight)) is not None:
+            set_split(copy, split)
+        model.head.weight = copy
     if stage > 0:
-        tied = model.embed.weight
         model.embed = Absent()  # type: ignore[assignment]
-        if stage == mesh.pp - 1:
-            model.head.weight = nn.Parameter(tied.data.clone())
-            if (split := split_of(tied)) is not None:
-                set_split(model.head.weight, split)

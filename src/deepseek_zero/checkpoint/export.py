@@ -7,7 +7,7 @@ only a torch file (`.pth`) needs it whole, on rank 0.  The files are the same by
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from ..comm.collectives import Comm, scatter
 from ..planner.split import split_of
 from ..sharding.access import gather_full, join_split
 from ..sharding.buffer import FlatBuffer
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from . import files
 from .hf_folder import EXPORT_PATTERNS, INDEX, MAX_SHARD_BYTES, plan_shards, shard_names, write_index
@@ -73,13 +73,15 @@ class WholeModel:
         own, stages = _held(runtime, settings), runtime.comm.along.get("pp")
         if stages is None:
             return cls(runtime, settings, (tuple(own),))
-        rows = json.dumps([[info.name, info.shape, dtype_name(info.dtype)] for info in own])
-        found = run_and_gather(runtime.comm.whole, "export: what all stages hold", lambda: rows)
-        by_stage = [json.loads(found[rank]) for rank in stages.ranks]
-        infos = [
-            [TensorInfo(name, tuple(shape), dtype_named(dtype)) for name, shape, dtype in rows] for rows in by_stage
-        ]
-        return cls(runtime, settings, tuple(map(tuple, infos)))
+        text = json.dumps([[info.name, info.shape, dtype_name(info.dtype)] for info in own])
+        found = run_and_gather(runtime.comm.whole, "export: what all stages hold", lambda: text)
+        by_stage, known = list[tuple[TensorInfo, ...]](), set[str]()
+        for rank in stages.ranks:
+            rows = json.loads(found[rank])
+            infos = [TensorInfo(name, tuple(shape), dtype_named(dtype)) for name, shape, dtype in rows]
+            by_stage.append(tuple(info for info in infos if info.name not in known))
+            known |= {info.name for info in infos}
+        return cls(runtime, settings, tuple(by_stage))
 
     @property
     def tensors(self) -> list[TensorInfo]:
@@ -101,10 +103,11 @@ class WholeModel:
         stages = self.runtime.comm.along.get("pp")
         with torch.no_grad():
             for stage, infos in enumerate(self.stages):
+                names = {info.name for info in infos}
                 if stages is None:
-                    yield from _own_values(self.runtime, self.settings)
+                    yield from _own_values(self.runtime, self.settings, names)
                 elif stage == stages.rank:
-                    for name, values in _own_values(self.runtime, self.settings):
+                    for name, values in _own_values(self.runtime, self.settings, names):
                         scatter(stages, [values] * stages.size, values, f"export of {name}", stage)
                         yield name, values
                         del values
@@ -120,41 +123,38 @@ class WholeModel:
 def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
     """List what `_own_values` yields: whole shapes, and the dtypes they come in."""
     piece, found = Piece.of(runtime), list[TensorInfo]()
-    for group, members in _exported(runtime, settings, piece):
-        dtype = _source_dtype(group, settings)
-        found += [TensorInfo(piece.name(member), piece.shape(member), dtype) for member in members]
+    for group in runtime.groups:
+        if group.trainable or not settings.exclude_frozen:
+            dtype = _source_dtype(group, settings)
+            found += [TensorInfo(piece.name(member), piece.shape(member), dtype) for member in group.members]
     buffers = persistent_buffers(runtime.model)
     return found + [TensorInfo(name, tuple(each.shape), each.dtype) for name, each in buffers.items()]
-
-
-def _exported(runtime: Runtime, settings: ExportSettings, piece: Piece) -> Iterator[tuple[ParamGroup, list[ParamInfo]]]:
-    """Yield the groups to gather, and their parameters that are this stage's to write."""
-    for group in runtime.groups:
-        members = [member for member in group.members if piece.name(member) == member.name]
-        if members and (group.trainable or not settings.exclude_frozen):
-            yield group, members
 
 
 # -- whole values, one group at a time
 
 
-def _own_values(runtime: Runtime, settings: ExportSettings) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, flat values) of each tensor that the ranks of this stage hold, joined over "tp".  Collective among
-    them.
+def _own_values(runtime: Runtime, settings: ExportSettings, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, flat values) of these tensors, which the ranks of this stage hold, joined over "tp".  Collective
+    among them.
     """
     piece, tp = Piece.of(runtime), runtime.comm.along.get("tp")
-    for group, members in _exported(runtime, settings, piece):
+    for group in runtime.groups:
+        members = [member for member in group.members if piece.name(member) in names]
+        if not members:
+            continue
         flat = gather_full(_source(group, settings), group, f"export of {group.members[0].name}")
         _evict(group)
         for member in members:
             values, split = flat[member.slot.start : member.slot.stop], split_of(member.param)
             if split is not None and tp is not None:
                 values = join_split(values, split, tp, f"export of {member.name}")
-            yield member.name, values
+            yield piece.name(member), values
             del values
         del flat
     for name, buffer in persistent_buffers(runtime.model).items():
-        yield name, _broadcast_first(runtime.comm, buffer, name)
+        if name in names:
+            yield name, _broadcast_first(runtime.comm, buffer, name)
 
 
 def _source_dtype(group: ParamGroup, settings: ExportSettings) -> torch.dtype:

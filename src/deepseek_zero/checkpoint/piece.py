@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -17,7 +17,7 @@ from ..base.errors import UsageError
 from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
 from ..planner.split import split_of
-from ..sharding.param_group import ParamGroup, ParamInfo
+from ..sharding.param_group import ParamInfo
 from ..sharding.runtime import Runtime
 from .boxes import Part
 from .format import Manifest
@@ -54,12 +54,6 @@ class Piece:
         """Return the shape of the whole parameter."""
         split = split_of(member.param)
         return member.slot.shape if split is None else split.shape
-
-    def is_written(self, group: ParamGroup, member: ParamInfo) -> bool:
-        """Return whether the ranks of this piece write a parameter: other coordinates along "tp" may hold the same, and
-        another stage the first of two that are tied.
-        """
-        return group.planned.is_counted and self.name(member) == member.name
 
 
 def remember_names(model: nn.Module) -> None:
@@ -99,14 +93,24 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def names_of(runtime: Runtime) -> list[str]:
+    """Return the first names of the parameters that this rank's stage has."""
+    piece = Piece.of(runtime)
+    return [piece.name(member) for group in runtime.groups for member in group.members]
+
+
 def names_of_all(runtime: Runtime) -> frozenset[str]:
     """Return the first names of the parameters of all pieces.  Collective in the world."""
-    piece = Piece.of(runtime)
-    own = [piece.name(member) for group in runtime.groups for member in group.members]
+    own = names_of(runtime)
     if "pp" not in runtime.comm.along:
         return frozenset(own)
     found = run_and_gather(runtime.comm.whole, "the names of all stages", lambda: json.dumps(own))
     return frozenset(name for each in found for name in json.loads(each))
+
+
+def earlier_stages(mesh: Mesh) -> list[int]:
+    """Return the first rank of each stage before this rank's."""
+    return [replace(mesh, rank=0).rank_at(pp=stage) for stage in range(mesh.coordinates["pp"])]
 
 
 def predecessor(manifest: Manifest, mesh: Mesh) -> int | None:

@@ -29,7 +29,7 @@ from .contents import Contents, SaveSettings
 from .format import BUFFER, LATEST, MANIFEST, RNG, VALUE, Manifest, SavedChunk, encode, tag_to_save
 from .layouts import is_checkpoint
 from .lockstep import run_and_gather
-from .piece import Piece, persistent_buffers, whole_names
+from .piece import Piece, earlier_stages, names_of, persistent_buffers, whole_names
 from .rng import capture_rng
 from .safetensors_file import dtype_name
 from .staging import StagedOutput
@@ -59,8 +59,13 @@ class PendingSave:
         self.final, self.hidden = self._staged.final, self._staged.path
         self.run = run_and_gather(self._comm, "saving: the directory", self._open_staging)[0]
         try:
-            digests = run_and_gather(self._comm, "saving: the buffers", lambda: json.dumps(_digests(contents)))
-            first = _first_digests([json.loads(each) for each in digests])
+            held = [
+                json.loads(each)
+                for each in run_and_gather(self._comm, "saving: what ranks hold", lambda: json.dumps(_held(contents)))
+            ]
+            first = _first_digests([each["buffers"] for each in held])
+            earlier = earlier_stages(contents.runtime.plan.mesh)
+            self._elsewhere = frozenset(name for rank in earlier for name in held[rank]["parameters"])
             self._scalars: dict[str, dict[str, Any]] = {}
             with no_collection():
                 ways = run_and_gather(self._comm, "saving: this rank's states", lambda: self._plan_write(first))
@@ -139,7 +144,7 @@ class PendingSave:
     def _state_items(self) -> Iterator[WriteGroup]:
         if self.contents.optimizer is not None:
             self.contents.optimizer.finish()
-        return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen)
+        return write_groups(self.contents, skip_frozen=self.settings.exclude_frozen, elsewhere=self._elsewhere)
 
     def _index(self) -> str:
         """Wait for this rank's file, and return its chunks, counters, the checksum of its header, and what its stage
@@ -243,12 +248,14 @@ def _agreed_tag(tags: list[str], validation: str) -> str:
     return tag_to_save(tags[0])
 
 
-def _digests(contents: Contents) -> dict[str, str]:
-    """Compute digests of the persistent buffers: a buffer that equals rank 0's is written once.
+def _held(contents: Contents) -> dict[str, Any]:
+    """Return the names of this rank's parameters where there are several stages, and digests of its persistent buffers.
 
-    Running statistics differ between ranks, masks do not.
+    A buffer that equals the first rank's is written once: running statistics differ between ranks, masks do not.
     """
-    return {name: _digest(buffer) for name, buffer in persistent_buffers(contents.runtime.model).items()}
+    runtime = contents.runtime
+    buffers = {name: _digest(buffer) for name, buffer in persistent_buffers(runtime.model).items()}
+    return {"buffers": buffers, "parameters": names_of(runtime) if "pp" in runtime.comm.along else []}
 
 
 def _first_digests(by_rank: list[dict[str, str]]) -> dict[str, tuple[int, str]]:

@@ -5,7 +5,7 @@ Walks units, masters, buffers and optimizer shards.  Writes no file, and copies 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -65,16 +65,16 @@ class WriteGroup:
     extents: list[ExtentRange] = field(default_factory=list)
 
 
-def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGroup]:
+def write_groups(contents: Contents, *, skip_frozen: bool, elsewhere: Collection[str] = ()) -> Iterator[WriteGroup]:
     """Yield this rank's items of weights and optimizer states, group by group in the order of their update.
 
     Over all ranks, each element of the model is in one item: of ranks that hold the same slice, or the same part of a
-    parameter along "tp", the first one has it.
+    parameter along "tp", the first one has it.  elsewhere: names of parameters that an earlier stage writes.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
         return  # the first replica has written the same
-    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank)
+    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
@@ -93,11 +93,12 @@ def write_groups(contents: Contents, *, skip_frozen: bool) -> Iterator[WriteGrou
 class Chunks:
     """Names what this rank writes: elements in their order here, with names, and parts, of the whole model.
 
-    rank: of the world, whose file it is.
+    rank: of the world, whose file it is.  elsewhere: names of parameters that an earlier stage writes.
     """
 
     piece: Piece
     rank: int
+    elsewhere: frozenset[str]
 
     def of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> SavedChunk:
         """Return the chunk of elements [start, stop) of what this rank holds of a parameter."""
@@ -105,8 +106,10 @@ class Chunks:
         return SavedChunk(kind, piece.name(member), key, start, stop, self.rank, part=piece.part(member))
 
     def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
-        """Return whether a parameter's states are this piece's to write."""
-        return self.piece.is_written(group, member)
+        """Return whether a parameter's states are this piece's to write: other ranks along "tp" may hold the same, and
+        an earlier stage a parameter that is tied to one here.
+        """
+        return group.planned.is_counted and self.piece.name(member) not in self.elsewhere
 
 
 def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:

@@ -20,6 +20,7 @@ from deepseek_zero.checkpoint.load import load
 from deepseek_zero.checkpoint.piece import Piece, predecessor
 from deepseek_zero.checkpoint.read import open_checkpoint
 from deepseek_zero.checkpoint.save import save
+from deepseek_zero.checkpoint.state import Chunks
 from deepseek_zero.checkpoint.verify import verify
 from deepseek_zero.checkpoint.weights import load_weights_into
 from deepseek_zero.optim.sharded import ShardedOptimizer
@@ -225,8 +226,9 @@ def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
     def body(rank: Rank) -> Any:
         engine = Engine(rank, MESHES["tp4"], 3, "fp32")
         piece = Piece.of(engine.runtime)
+        chunks = Chunks(piece, rank.index, frozenset({"embed.scale"}))
         return {
-            member.name: (piece.part(member), piece.is_written(group, member), piece.shape(member))
+            member.name: (piece.part(member), chunks.are_written(group, member), piece.shape(member))
             for group in engine.runtime.groups
             for member in group.members
         }
@@ -234,6 +236,7 @@ def test_a_rank_knows_which_part_it_has_and_who_writes_it() -> None:
     found = on_all(MESHES["tp4"], body)
     assert [each["blocks.0.kv"][1] for each in found] == [True, False, True, False]
     assert [each["norm.bias"][:2] for each in found] == [(None, True), (None, False), (None, False), (None, False)]
+    assert [each["embed.scale"][1] for each in found] == [False] * 4  # another stage's to write
     assert {each["embed.weight"][2] for each in found} == {(11, 8)}
     assert found[0]["blocks.0.kv"][0] == found[1]["blocks.0.kv"][0] != found[2]["blocks.0.kv"][0]
 
