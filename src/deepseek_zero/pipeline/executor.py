@@ -37,6 +37,10 @@ class States(Protocol):
         """Let the gathered weights of a stage go."""
         ...
 
+    def forward(self, stage: int) -> AbstractContextManager[None]:
+        """Open a block with one forward of a stage."""
+        ...
+
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
         """Open a block with one backward of a stage.  ends_step: the last one of this rank.  is_carried: its gradients
         come from a later stage, and have what the loss was multiplied by.
@@ -61,6 +65,9 @@ class NoStates:
 
     def gather(self, stage: int) -> None: ...
     def release(self, stage: int) -> None: ...
+    def forward(self, stage: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> AbstractContextManager[None]:
         return nullcontext()
 
@@ -234,7 +241,8 @@ class _Step:
     def _forward(self, stage: int, micro: int) -> None:
         received = self._arrived.pop((stage, micro, Kind.RECV_F), ())
         own = self.executor.stages[stage]
-        output = own.forward(self.micro_batches[micro], received)
+        with self.executor.states.forward(stage):
+            output = own.forward(self.micro_batches[micro], received)
         held = self._held[stage, micro] = _Held(received)
         if stage == self.last:
             if self.trains:

@@ -111,8 +111,12 @@ class Pipeline:
         self.name, self.group, self.is_dynamic = schedule, group, is_dynamic
         self._schedules: dict[tuple[str, int], PipelineSchedule] = {}
         table = self.schedule(1)
+        own = [stage for stage in staged.stages if isinstance(stage, ModelStage)]
+        blocks = {stage.index: stage.cut.blocks_of(stage.index) for stage in own}
         self.ties = Ties(world, mesh, table, staged.ties)
-        self.executor = PipelineExecutor(Links(world, mesh, table), staged.stages, ShardedStates(runtime, self.ties))
+        self.executor = PipelineExecutor(
+            Links(world, mesh, table), staged.stages, ShardedStates(runtime, self.ties, blocks)
+        )
         self._pipe = runtime.comm.along.get("pp")
 
     @property

@@ -1,13 +1,14 @@
 """ZeRO under a pipeline: what a wrapped stage does when the schedule gathers, computes, reduces.
 
-Units that a forward or backward has gathered are held until the schedule releases the stage, so that a unit is
-gathered once however many micro-batches there are.  Gradients are added up where they are made
-(`PlanSettings.reduces_once`), and reduced in the last backward of the step, or behind the sum of tied ones.
+Units that a forward or backward has gathered are held until the schedule releases their stage, so that a unit is
+gathered once for each run of micro-batches; passes go to the units of their stage alone.  Gradients are added up where
+they are made (`PlanSettings.reduces_once`), and reduced in the last backward of the step, or behind the sum of tied
+ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 
 from ..sharding.runtime import Runtime
@@ -17,9 +18,15 @@ from .ties import Ties
 class ShardedStates:
     """The states of one rank's stages, in a runtime that wraps the model they are cut from (executor.py's `States`)."""
 
-    def __init__(self, runtime: Runtime, ties: Ties | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, ties: Ties | None = None, blocks: Mapping[int, Collection[str]] | None = None
+    ) -> None:
+        """ties: of the weights that stages share.  blocks: by stage of this rank, the full names of its modules; None:
+        there is one stage, which has all.
+        """
         self.runtime, self.ties = runtime, ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()
+        self._units = _units_of(runtime, blocks) if blocks is not None and len(blocks) > 1 else {}
         self._waits = False  # gradients are tied, and not reduced yet
         self._members = {
             member.name: (group, number)
@@ -31,19 +38,30 @@ class ShardedStates:
     def gather(self, stage: int) -> None:
         """Hold what the computations of a stage gather."""
         self._gathered.add(stage)
-        self.runtime.executor.hold()
+        self.runtime.executor.hold(self._units.get(stage))
 
     def release(self, stage: int) -> None:
         """Release everything, when the last stage of this rank is released."""
         self._gathered.discard(stage)
+        if stage in self._units:
+            self.runtime.executor.let_go(self._units[stage] - {0})
         if not self._gathered and self.ties is None:
             self.runtime.executor.let_go()
+
+    @contextmanager
+    def forward(self, stage: int) -> Iterator[None]:
+        """Open a block with one forward, which goes to the units of its stage."""
+        self.runtime.executor.keep_to(self._units.get(stage))
+        try:
+            yield
+        finally:
+            self.runtime.executor.keep_to(None)
 
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
         """Open a block with one backward.  The last one of a step reduces, unless tied gradients are added up first."""
         self.runtime.is_boundary = ends_step and self.ties is None
-        with self.runtime.loss_factor.carried() if is_carried else nullcontext():
+        with self.forward(stage), self.runtime.loss_factor.carried() if is_carried else nullcontext():
             yield
 
     def reduce(self, stage: int) -> None:
@@ -51,7 +69,9 @@ class ShardedStates:
         if self._waits:
             self._waits = False
             self.runtime.is_boundary = True
+            self.runtime.executor.keep_to(frozenset({0}))  # nothing is gathered for it
             self.runtime.reduce_step()
+            self.runtime.executor.keep_to(None)
             self.runtime.executor.let_go()
 
     def tie(self, stage: int) -> None:
@@ -62,3 +82,17 @@ class ShardedStates:
 
     def update(self) -> None:
         """Nothing: the step is the engine's."""
+
+
+def _units_of(runtime: Runtime, blocks: Mapping[int, Collection[str]]) -> dict[int, frozenset[int]]:
+    """By stage, the numbers of the units in its modules, and those that are in no stage's, the root above all."""
+    found: dict[int, set[int]] = {stage: set() for stage in blocks}
+    for unit in runtime.units:
+        inside = [
+            stage
+            for stage, names in blocks.items()
+            if any(unit.name == name or unit.name.startswith(f"{name}.") for name in names)
+        ]
+        for stage in inside or blocks:
+            found[stage].add(unit.number)
+    return {stage: frozenset(units) for stage, units in found.items()}

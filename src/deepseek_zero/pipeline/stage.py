@@ -72,6 +72,10 @@ class Cut:
         """The stages that share a parameter with another."""
         return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
 
+    def blocks_of(self, stage: int) -> list[str]:
+        """The full names of a stage's blocks."""
+        return [self.chain.block_name(number) for number in range(self.bounds[stage], self.bounds[stage + 1])]
+
     def params_of(self, stages: Sequence[int]) -> list[str]:
         """The parameters that one of these stages uses."""
         return [name for name, owners in self.owners.items() if not set(owners).isdisjoint(stages)]

@@ -18,7 +18,7 @@ reduction, which all ranks agree on before the step.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
 from typing import Protocol
 
@@ -212,6 +212,8 @@ class Executor:
         self._recorded: list[int] = []
         self._externals: dict[int, list[Unit]] = {}
         self._walk: Pass | None = None  # the pass under way
+        self._part: frozenset[int] | None = None  # the units that passes go to; None: all
+        self._walks_of_parts: dict[tuple[int, frozenset[int]], tuple[Pass, Pass]] = {}
         self._reached = 0  # places of the walk whose gathers have been asked for
         self._to_gather: deque[int] = deque()  # asked for, and held back by an update that comes first
         self._resident_before: frozenset[int] = frozenset()
@@ -270,9 +272,25 @@ class Executor:
         if self._gathers_in_place:
             is_backward = walk is self.schedule.backward or walk is self.schedule.accumulate
             self.comm.shard.barrier_begin("backward" if is_backward else "forward")
-        self._walk, self._reached = walk, 0
+        self._walk, self._reached = self._walk_of_part(walk), 0
         self._to_gather.clear()
         self._resident_before = frozenset(unit.number for unit in self.units if unit.state is not UnitState.SHARDED)
+
+    def keep_to(self, part: frozenset[int] | None) -> None:
+        """Let passes go to these units alone, by number and the root among them, as a model's forward does of which a
+        part is left out; None: to all.  Between two passes, on every rank.
+        """
+        self._part = part
+
+    def _walk_of_part(self, walk: Pass) -> Pass:
+        if self._part is None:
+            return walk
+        key = id(walk), self._part
+        known = self._walks_of_parts.get(key)
+        if known is None or known[0] is not walk:  # ids come again
+            short = Pass(tuple(action for action in walk.actions if action.unit in self._part))
+            known = self._walks_of_parts[key] = walk, short
+        return known[1]
 
     def forwards(self, unit: Unit) -> tuple[Action, ...]:
         """Return the forwards of a unit that the program has for a batch that is trained on, in their order: one of the
@@ -356,18 +374,23 @@ class Executor:
         for unit in self.units:
             unit.reshard()
 
-    def hold(self) -> None:
+    def hold(self, part: Collection[int] | None = None) -> None:
         """Let units stay gathered once they are, until `let_go`: many forwards and backwards use them in turn.  Local,
-        and on every rank.
+        and on every rank.  part: the units, by number; None: all.
         """
         for unit in self.units:
-            unit.is_held = True
+            unit.is_held = unit.is_held or part is None or unit.number in part
 
-    def let_go(self) -> None:
-        """End `hold`, and release every unit.  Before a step: what is gathered is of the weights before it."""
+    def let_go(self, part: Collection[int] | None = None) -> None:
+        """End `hold`, and release the units.  Before a step: what is gathered is of the weights before it."""
         for unit in self.units:
-            unit.is_held = False
-        self.reshard_all()
+            unit.is_held = unit.is_held and part is not None and unit.number not in part
+        if part is None:
+            self.reshard_all()
+            return
+        for unit in self.units:
+            if unit.number in part:
+                unit.reshard()
 
     def reshard_frozen_before(self, unit: Unit) -> None:
         """Release frozen units that stand before a unit: they have no gradient whose reduction would be the sign."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -18,6 +20,7 @@ from deepseek_zero.pipeline.sharded_states import ShardedStates
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from deepseek_zero.pipeline.ties import Ties
 from deepseek_zero.precision.policy import Policy
+from deepseek_zero.sharding.executor import UnitState
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
@@ -39,6 +42,21 @@ def cut_of(stages: int) -> Cut:
 Found = tuple[list[list[Tensor]], list[float], dict[str, Tensor], list[str]]
 
 
+def watch_gathered(states: ShardedStates) -> list[int]:
+    """How many blocks are gathered behind each forward and backward."""
+    found, units = [0], states.runtime.units[1:]
+    inner = states.forward
+
+    @contextmanager
+    def forward(stage: int) -> Iterator[None]:
+        with inner(stage):
+            yield
+        found.append(sum(unit.state is not UnitState.SHARDED for unit in units if unit.sharded))
+
+    states.forward = forward  # type: ignore[method-assign]
+    return found
+
+
 def train(rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, virtual: int) -> Found:
     mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
     model = gpt()
@@ -47,7 +65,10 @@ def train(rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, vir
     settings: dict[str, Any] = {"policy": POLICIES[dtype], "accumulation": MANY, "reduces_once": True}
     runtime = sharded(rank, model, Mesh(pp=ranks), stage=stage, **settings)
     optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
-    executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime))
+    blocks = {each.index: cut.blocks_of(each.index) for each in stages}
+    states = ShardedStates(runtime, None, blocks)
+    most = watch_gathered(states)
+    executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, states)
     losses, norms = [], []
     for step in range(STEPS):
         batches = [batch_of(step, micro, mesh.data_index) for micro in range(MANY)]
@@ -58,7 +79,7 @@ def train(rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, vir
         norms.append(optimizer.last.norm)
     weights = {key: value.clone() for key, value in model.state_dict().items()}
     issued = [each for _, each in rank.world.issued[rank.index]]
-    return losses, norms, weights, issued
+    return losses, norms, weights, [*issued, f"at most {max(most)}"]
 
 
 @pytest.mark.parametrize("stage", range(4))
@@ -157,3 +178,16 @@ def test_a_unit_is_gathered_and_reduced_once_whatever_the_micro_batches(stage: i
         reduces = [each for each in issued if each.startswith(f"reduce {block}")]
         assert len(reduces) == STEPS, reduces
         assert len(gathers) == STEPS + (stage == 3), gathers  # state_dict gathers stage 3 once more
+
+
+def test_breadth_first_gathers_twice_and_lets_the_other_stages_go() -> None:
+    found = run_ranks(4, lambda rank: train(rank, 2, 3, torch.float32, "breadth_first", 2))
+    for rank, (_, _, _, issued) in enumerate(found):
+        for block, times in (
+            (rank // 2, 2),
+            (2 + rank // 2, 1),
+        ):  # the last stage goes from forward to backward at once
+            gathers = [each for each in issued if each.startswith(f"gather blocks.{block}")]
+            assert len(gathers) == STEPS * times + 1, gathers
+            assert len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
+        assert issued[-1] == "at most 1"  # of two blocks, one to a stage
