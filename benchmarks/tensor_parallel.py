@@ -1,0 +1,189 @@
+"""Tensor parallelism on two ranks: a step over half of one process's, beside DTensor's, and a sum over one addition.
+
+    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py                                  # five minutes
+    deepseek-zero run --nproc 2 benchmarks/tensor_parallel.py --cells 10m-fp32 --rounds 3 --out /tmp/tp.md
+
+One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of the whole model's
+step, `mute` the step of ranks that compute their parts and never talk: what is whole on every rank (norms, residuals)
+is in it twice. Needs transformers. Leaves a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import sys
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
+
+from benchmarks.systems.common import take_a_core
+from deepseek_zero.base.memory import keep_freed_memory
+from deepseek_zero.base.mesh import init_distributed
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.parallel.apply import parallelize
+from deepseek_zero.parallel.group import TensorGroup
+
+RESULTS = Path(__file__).parent / "results" / "tensor_parallel.md"
+CPU = torch.device("cpu")
+SIZES = {"10m": (256, 8, 4, 688, 1024, 256), "125m": (768, 12, 12, 2048, 32000, 1024)}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class _Mute:
+    """A sum of which this rank's part is all."""
+
+    def __init__(self, part: Tensor) -> None:
+        self.part = part
+
+    def wait(self) -> Tensor:
+        return self.part
+
+
+class MuteGroup(TensorGroup):
+    """Ranks that never talk: the time of their own computation."""
+
+    def take(self, shape: object, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)  # type: ignore[call-overload, no-any-return]
+
+    def sum(self, part: Tensor, what: str) -> _Mute:  # type: ignore[override]
+        return _Mute(part)
+
+    def all_gather(self, part: Tensor, widths: object, what: str) -> list[Tensor]:
+        return [part] * self.size
+
+
+def build(size: str, dtype: torch.dtype) -> tuple[nn.Module, Tensor]:
+    """A Llama of that size, and the tokens of a step."""
+    width, layers, heads, hidden, words, tokens = SIZES[size]
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        max_position_embeddings=2048,
+        use_cache=False,
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype), torch.randint(words, (1, tokens))
+
+
+def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor, Comm]:
+    """The whole model, ours, ours without talk, and DTensor's, by name."""
+    whole, ids = build(size, dtype)
+    comm = Comm(CPU)
+    found = {
+        "whole": whole,
+        "ours": copy.deepcopy(whole),
+        "mute": copy.deepcopy(whole),
+        "dtensor": copy.deepcopy(whole),
+    }
+    parallelize(found["ours"], comm)
+    parallelize(found["mute"], comm)
+    found["mute"].lm_head.axis.group = MuteGroup(comm)  # type: ignore[union-attr, assignment]
+    mesh = init_device_mesh("cpu", (2,))
+    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")
+    plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in columns}
+    plan |= {name: RowwiseParallel() for name in ("self_attn.o_proj", "mlp.down_proj")}
+    for block in found["dtensor"].model.layers:  # type: ignore[union-attr]
+        parallelize_module(block, mesh, plan)
+    return found, ids, comm
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def measure_steps(cell: str, rounds: int) -> str:
+    """One row: milliseconds of a forward and backward of each system, the best of the rounds."""
+    size, dtype = cell.split("-")
+    models, ids, comm = systems(size, DTYPES[dtype])
+    best: dict[str, float] = {}
+    sent = 0
+    for number in range(rounds + 1):  # the first is not counted
+        for name, model in models.items():
+            for each in model.parameters():
+                each.grad = None
+            before = comm.meter.sent_bytes["tp"]
+            took = seconds_of(lambda model=model: model(input_ids=ids, labels=ids).loss.backward())  # type: ignore[misc]
+            sent = comm.meter.sent_bytes["tp"] - before if name == "ours" else sent
+            if number:
+                best[name] = min(best.get(name, took), took)
+    times = torch.tensor([best[name] for name in ("whole", "mute", "ours", "dtensor")])
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    whole, mute, ours, dtensor = (1e3 * each for each in times.tolist())
+    ratios = f"{2 * ours / whole:.2f} | {ours / mute:.2f} | {dtensor / ours:.2f}"
+    return f"| {cell} | {whole:.0f} | {mute:.0f} | {ours:.0f} | {dtensor:.0f} | {ratios} | {sent / 1e6:.1f} |"
+
+
+def measure_sums(repeats: int = 300) -> list[str]:
+    """Rows: microseconds of a sum and of one addition of two such tensors in this process."""
+    group, rows = TensorGroup(Comm(CPU)), []
+    for nbytes in (1 << 16, 3 << 20):
+        for name, dtype in DTYPES.items():
+            numel = nbytes // dtype.itemsize
+            source, out = torch.randn(numel).to(dtype), torch.empty(numel, dtype=dtype)
+            sums, adds = [], []
+            for _ in range(repeats):
+                part = group.take((numel,), dtype).copy_(source)
+                sums.append(seconds_of(lambda part=part: group.sum(part, "a sum").wait()))  # type: ignore[misc]
+                began = time.perf_counter()
+                torch.add(source, source, out=out)
+                adds.append(time.perf_counter() - began)
+            median, add = (1e6 * sorted(each)[repeats // 2] for each in (sums, adds))
+            least = 1e6 * min(sums)
+            rows.append(
+                f"| {nbytes >> 10} KiB {name} | {least:.0f} | {median:.0f} | {add:.0f} | {least / (add + 20):.2f} |"
+            )
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cells", default="10m-fp32,10m-bf16,125m-fp32,125m-bf16")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    init_distributed("gloo")
+    take_a_core(dist.get_rank(), dist.get_world_size())
+    keep_freed_memory()
+    lines = [
+        "# Tensor parallelism on two CPU ranks",
+        "",
+        f"Written by `benchmarks/tensor_parallel.py` on {date.today()}, load {os.getloadavg()[0]:.1f} at its start,",
+        "a core for each rank. Milliseconds of a forward and backward, minima; the slower rank counts.",
+        "",
+        "| cell | whole | mute | ours | DTensor | ours / half | ours / mute | DTensor / ours | MB sent |",
+        "|---|---|---|---|---|---|---|---|---|",
+        *(measure_steps(cell, given.rounds) for cell in given.cells.split(",")),
+        "",
+        "A sum over both ranks, in microseconds, beside one addition of two such tensors within a rank.",
+        "",
+        "| sum | least | median | addition | least / (addition + 20) |",
+        "|---|---|---|---|---|",
+        *measure_sums(),
+    ]
+    if dist.get_rank() == 0:
+        given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print("\n".join(lines))
+    dist.barrier()
+
+
+if __name__ == "__main__":
+    main()
