@@ -19,6 +19,7 @@ from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.sharded_states import ShardedStates
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from deepseek_zero.pipeline.ties import Ties
+from deepseek_zero.precision.loss_scale import LossScaler
 from deepseek_zero.precision.policy import Policy
 from deepseek_zero.sharding.executor import UnitState
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
@@ -191,3 +192,25 @@ def test_breadth_first_gathers_twice_and_lets_the_other_stages_go() -> None:
             assert len(gathers) == STEPS * times + 1, gathers
             assert len([each for each in issued if each.startswith(f"reduce blocks.{block}")]) == STEPS
         assert issued[-1] == "at most 1"  # of two blocks, one to a stage
+
+
+def test_the_loss_scale_and_the_accumulation_are_applied_once_over_all_stages() -> None:
+    def body(rank: Rank, scale: float) -> list[Tensor]:
+        mesh = Mesh(pp=3).on_world(rank.size, rank.index)
+        model, schedule = seeded(Gpt, blocks=3), make_schedule("1f1b", 3, 1, MANY)
+        batch = batch_of(0, 0, 0)
+        cut = cut_chain(model, find_chain(model, (batch.tokens, batch.targets)), 3)
+        stages = take_stages(model, cut, [rank.index])
+        runtime = sharded(rank, model, Mesh(pp=3), stage=1, accumulation=MANY, reduces_once=True)
+        runtime.loss_factor.scaler = LossScaler.static(scale) if scale != 1.0 else None
+        executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime))
+        given = [batch_of(0, micro, 0) for micro in range(MANY)]
+        executor.run(schedule, [MicroBatch((each.tokens, each.targets)) for each in given], scale=1.0)
+        found = [group.gradient.reduced() for group in runtime.trained_groups]
+        runtime.loss_factor.scaler = None
+        return [each.clone() for each in found if each is not None]
+
+    plain, scaled = run_ranks(3, lambda rank: body(rank, 1.0)), run_ranks(3, lambda rank: body(rank, 8.0))
+    for one, other in zip(plain, scaled, strict=True):
+        assert len(one) == len(other) > 0
+        assert all(torch.equal(grad * 8, more) for grad, more in zip(one, other, strict=True))
