@@ -2,7 +2,7 @@
 
 pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under adapters in fp32.  bf16:
 computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
-alone.  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -40,19 +40,22 @@ class Rows(Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": self.rows[index], "labels": self.rows[index]}
 
 
-def deepspeed_config(stage: int) -> dict[str, Any]:
+def deepspeed_config(stage: int, tp: int = 1) -> dict[str, Any]:
     zero = {"stage": stage, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto"}
     zero |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     auto = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size", "gradient_clipping")
-    told = {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
+    tensor = {"tensor_parallel": {"autotp_size": tp}} if tp > 1 else {}
+    told = tensor | {"zero_optimization": zero, "zero_allow_untested_optimizer": True, "bf16": {"enabled": "auto"}}
     return dict.fromkeys(auto, "auto") | told
 
 
 def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    tp = ranks if "tp" in words else 1
     again = {"use_reentrant": "reentrant" in words} if {"reentrant", "direct"} & set(words) else None
     return TrainingArguments(
         str(folder / "run"),
-        per_device_train_batch_size=4 // int(os.environ.get("WORLD_SIZE", "1")),
+        per_device_train_batch_size=4 // (ranks // tp),
         gradient_accumulation_steps=2,
         max_steps=STEPS,
         learning_rate=1e-2,
@@ -69,7 +72,7 @@ def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
         bf16="bf16" in words,
         gradient_checkpointing=again is not None,
         gradient_checkpointing_kwargs=again,
-        deepspeed=deepspeed_config(stage) if stage >= 0 else None,
+        deepspeed=deepspeed_config(stage, tp) if stage >= 0 else None,
     )
 
 

@@ -111,6 +111,23 @@ def test_trainer_at_every_stage_saves_and_goes_on(
 
 
 @BY_HAND
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("words", [[], ["bf16"]], ids=str)
+def test_trainer_over_tensor_parallel_ranks_saves_and_goes_on(
+    stage: int, words: list[str], plainly: Plainly, tmp_path: Path
+) -> None:
+    """The Trainer's own count of the batch, tp ranks as data-parallel ones, is corrected.  from_pretrained at stage 3
+    beside autotp_size is refused by transformers itself.
+    """
+    need_client("transformers", "accelerate")
+    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp"))
+    assert_same_training(ours, plainly(*words), ROUNDING_OF_BF16 if "bf16" in words else ROUNDING)
+    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
+    resumed = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, *words, "tp", "resume"))
+    assert resumed["loss"] == ours["loss"] and resumed["eval_loss"] == ours["eval_loss"]
+
+
+@BY_HAND
 def test_trainer_evaluates_what_was_not_trained_at_stage_3(plainly: Plainly, tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
     words = ("pretrained", "untrained")

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import BatchMismatchError
+from deepseek_zero.base.errors import BatchMismatchError, NotBuiltError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.compat.deepspeed import groups
 from deepseek_zero.compat.deepspeed.tensor_parallel import tp_model_init
@@ -136,6 +136,14 @@ def test_ranks_of_one_layer_that_were_given_different_batches_say_so() -> None:
         loss_of(engine, 1.0 + dist.get_rank())
     assert isinstance(error.value, BatchMismatchError) and "float32[4, 6]" in str(error.value)
     trained(engine)  # the first batch alone is compared
+
+
+@pytest.mark.ranks(2)
+def test_a_model_in_slices_is_not_split_again() -> None:
+    with deepseek_zero.zero.Init():
+        model = Mlp()
+    with pytest.raises(NotBuiltError, match=r"built under zero\.Init is not split over mesh axis tp"):
+        deepseek_zero.initialize(model=model, config=CONFIG, mesh={"tp": 2})
 
 
 SCRIPT = """

@@ -23,7 +23,7 @@ from ..planner.plan import Plan
 from ..planner.spec import S
 from ..planner.split import set_split
 from ..precision.policy import Policy
-from ..sharding.wrap import check_room, open_tiers, refuse_wrapped, wrap_model
+from ..sharding.wrap import check_room, open_tiers, refuse_sliced, refuse_wrapped, wrap_model
 from .data import compare_first_batch
 from .determinism import Determinism
 from .engine import Parts
@@ -69,6 +69,7 @@ def assemble(
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
     if "tp" in comm.along:
+        refuse_sliced(model, "tp")
         for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
         compare_first_batch(model, comm.along["tp"])

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..base.errors import UsageError
+from ..base.errors import NotBuiltError, UsageError
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
@@ -42,6 +42,16 @@ def refuse_wrapped(model: nn.Module) -> None:
                 "A parameter lives in one engine at a time.",
                 "call destroy() on the first engine, or build the second from its own copy of the model.",
             )
+
+
+def refuse_sliced(model: nn.Module, axis: str) -> None:
+    """Raise NotBuiltError for a model that was built in slices and is to be split over an axis, too; local."""
+    if any(owner_of(param) is not None for param in model.parameters()):
+        raise NotBuiltError(
+            f"a model built under zero.Init is not split over mesh axis {axis}.",
+            "Its parameters are slices of whole ones, and the split would need other slices.",
+            "build it without zero.Init; initialize() leaves each rank its own part, in slices.",
+        )
 
 
 def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:

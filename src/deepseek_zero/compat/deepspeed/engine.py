@@ -334,6 +334,8 @@ class DeepSpeedEngine(Engine):
         """Return the whole state dict on rank 0, None elsewhere.  Collective: every rank must call it."""
         return consolidated(self.runtime, ExportSettings(exclude_frozen=exclude_frozen_parameters))
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # DeepSpeed's name for ranks along tp
+
     def export(
         self,
         path: str | Path,
