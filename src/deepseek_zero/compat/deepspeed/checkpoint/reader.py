@@ -3,6 +3,7 @@
     mp_rank_00_model_states.pt                          stages 0 to 2: the whole weights; at stage 0 the optimizer too
     zero_pp_rank_R_mp_rank_00_model_states.pt           stage 3: buffers, and rank R's parts of frozen weights
     [bf16_]zero_pp_rank_R_mp_rank_00_optim_states.pt    stages 1 to 3: rank R's part of masters and moments
+    layer_LL[-model_00]-model_states.pt                 a pipeline: the weights of layer LL; mp_rank_PP then is a stage
 
 The files are pickles.  They are read with weights_only=True, which builds tensors and plain values, and with stand-ins
 for the four classes of DeepSpeed's own that they hold; anything else in them is an error.  Tensors are mapped: a rank
@@ -12,7 +13,7 @@ reads from the disk only what it copies.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import prod
@@ -29,6 +30,7 @@ from ....checkpoint.torch_file import MappedCheckpoint, load_mapped, parameter_f
 
 MODEL, MODEL_OF_RANK = "mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_model_states.pt"
 MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+LAYER_FILE = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 IDENTITY_KEY = "deepseek_zero"  # what this library says in ds_config of a file: {"run": which save, "rank": whose}
 # What DeepSpeed itself puts beside the caller's client_state.
@@ -66,7 +68,9 @@ STAND_INS: dict[Any, str] = {
 def deepspeed_files(folder: Path) -> list[Path]:
     """Return the files in DeepSpeed's layout that lie in a folder."""
     paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return [path for path in paths if MODEL_FILE.fullmatch(path.name) or OPTIMIZER_FILE.fullmatch(path.name)]
+    return [
+        path for path in paths if any(kind.fullmatch(path.name) for kind in (MODEL_FILE, OPTIMIZER_FILE, LAYER_FILE))
+    ]
 
 
 @dataclass
@@ -95,7 +99,7 @@ def read_deepspeed(folder: Path, trained: frozenset[str] = frozenset()) -> DeepS
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, OSError) as error:
         raise CheckpointError(
             f"{folder} is not laid out as expected: {brief(error)}.",
-            "Data-parallel checkpoints of DeepSpeed's stages 0 to 3 are read, others (pipelines, experts) are not.",
+            "Checkpoints of DeepSpeed's stages 0 to 3 and of its pipelines are read, others (experts) are not.",
             "convert it with DeepSpeed's own tools first.",
         ) from error
 
@@ -104,12 +108,10 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     is_third = not (folder / MODEL).exists()
     first = open_file(folder / (MODEL_OF_RANK.format(0) if is_third else MODEL))
     ranks = int(first["dp_world_size"])
+    if first.get("module") is None:
+        return _read_pipeline(folder, first, ranks, trained)
     if int(first.get("mp_world_size") or 1) > 1:
-        raise CheckpointError(
-            f"{folder} was saved with model parallelism of {first['mp_world_size']}.",
-            "Only data-parallel checkpoints are read.",
-            "convert it with DeepSpeed's own tools first.",
-        )
+        raise _tensor_parallel(folder, first["mp_world_size"])
     models = [first]
     if is_third:
         models += [open_file(folder / MODEL_OF_RANK.format(rank)) for rank in range(1, ranks)]
@@ -130,6 +132,13 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
             _add_flat(found, first["param_shapes"], optimizers)
         elif first.get("optimizer"):
             _add_replicated(found, first["optimizer"], trained)
+    return _completed(found, first, optimizers)
+
+
+def _completed(
+    found: DeepSpeedCheckpoint, first: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]]
+) -> DeepSpeedCheckpoint:
+    """Add the plain values, and return the checkpoint.  CheckpointError where elements of it are missing."""
     groups = _groups(optimizers[0] if optimizers else first.get("optimizer") or {})
     trainer: dict[str, Any] = {
         name: int(first.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")
@@ -139,6 +148,14 @@ def _read(folder: Path, trained: frozenset[str]) -> DeepSpeedCheckpoint:
     _refuse_gaps(found)
     found.plain = {"groups": groups, "trainer": trainer, "client": client}
     return found
+
+
+def _tensor_parallel(folder: Path, ranks: int) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} was saved with tensor parallelism of {ranks}.",
+        "Its files do not say which part of a parameter each of them holds.",
+        "convert it with DeepSpeed's own tools first.",
+    )
 
 
 def _refuse_gaps(found: DeepSpeedCheckpoint) -> None:
@@ -172,10 +189,13 @@ def _refuse_others(folder: Path, files: Sequence[tuple[int, Mapping[str, Any]]])
             )
 
 
-def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Open the optimizer files of all ranks; [] where there are none.  CheckpointError where some are missing."""
+def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any], stage: int = 0) -> list[dict[str, Any]]:
+    """Open the optimizer files of all ranks of a pipeline's stage; [] where there are none.
+
+    CheckpointError where some are missing.
+    """
     named = {path: OPTIMIZER_FILE.fullmatch(path.name) for path in folder.iterdir()}
-    numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == 0}
+    numbered = {int(found[1]): path for path, found in named.items() if found and int(found[2]) == stage}
     if not numbered and first.get("param_shapes") is None:
         return []
     missing = sorted(set(range(ranks)) - set(numbered))
@@ -191,9 +211,9 @@ def _optimizer_files(folder: Path, ranks: int, first: Mapping[str, Any]) -> list
 def _manifest(first: Mapping[str, Any], ranks: int, is_third: bool) -> Manifest:
     """Say what the model file of the first rank holds in the words of our manifest, but for parameters and buffers."""
     stage = 3 if is_third else int(((first.get("ds_config") or {}).get("zero_optimization") or {}).get("stage") or 0)
-    tied = first.get("shared_params") or {}
-    names = {name: tied.get(name, name) for name in first["module"]}
-    dtypes = [dtype_name(value.dtype) for name, value in first["module"].items() if name not in first["buffer_names"]]
+    tied, module = first.get("shared_params") or {}, first["module"] or {}
+    names = {name: tied.get(name, name) for name in module}
+    dtypes = [dtype_name(value.dtype) for name, value in module.items() if name not in first["buffer_names"]]
     plan = {"module": {"weight": next(iter(dtypes), "float32")}}
     identity = (first.get("ds_config") or {}).get(IDENTITY_KEY) or {}
     run, extra = str(identity.get("run", "")), {"names": names, "groups": []}
@@ -228,16 +248,23 @@ def _master(found: DeepSpeedCheckpoint, name: str, shape: Sequence[int], dtype: 
 
 
 def _add_flat(
-    found: DeepSpeedCheckpoint, shapes: Sequence[Mapping[str, Any]], optimizers: Sequence[Mapping[str, Any]]
+    found: DeepSpeedCheckpoint,
+    shapes: Sequence[Mapping[str, Any]],
+    optimizers: Sequence[Mapping[str, Any]],
+    elsewhere: Collection[str] = (),
 ) -> None:
-    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat tensor."""
+    """Add masters and states of stages 1 and 2: rank r has the r-th part of each group's flat tensor.
+
+    elsewhere: names that another stage of a pipeline has said already.
+    """
     for number, of_group in enumerate(shapes):
         gaps = optimizers[0].get("param_alignment_paddings")
         ends, reached = {}, 0
         for index, (name, shape) in enumerate(of_group.items()):
             ends[name] = (reached, reached + prod(shape))
             reached = ends[name][1] + (gaps[number][index] if gaps is not None else 0)
-            _master(found, name, shape, optimizers[0]["single_partition_of_fp32_groups"][number].dtype)
+            if name not in elsewhere:
+                _master(found, name, shape, optimizers[0]["single_partition_of_fp32_groups"][number].dtype)
         found.manifest.extra["groups"].append(list(ends))
         for rank, optimizer in enumerate(optimizers):
             part = optimizer["single_partition_of_fp32_groups"][number]
@@ -247,7 +274,7 @@ def _add_flat(
             states = _states(optimizer, number)
             for name, (start, stop) in ends.items():
                 cut = slice(max(start, low) - low, min(stop, low + part.numel()) - low)
-                if cut.start < cut.stop:
+                if cut.start < cut.stop and name not in elsewhere:
                     found.add(WEIGHT, name, "", cut.start + low - start, part[cut])
                     _add_states(found, name, states, cut.start + low - start, cut)
 
@@ -277,6 +304,76 @@ def _add_states(found: DeepSpeedCheckpoint, name: str, states: Mapping[str, Any]
             found.manifest.scalars.setdefault(name, {})[key] = number
         elif value is None or isinstance(value, (bool, int, float)):
             found.manifest.scalars.setdefault(name, {})[key] = {"value": value, "dtype": None}
+
+
+# -- pipelines: a file for each layer, and for each stage what a data-parallel run has
+
+
+def _read_pipeline(folder: Path, first: Mapping[str, Any], ranks: int, trained: frozenset[str]) -> DeepSpeedCheckpoint:
+    """Read what a PipelineModule saved.  Its parameters are called "LAYER.weight" and "tied_modules.KEY.weight".
+
+    Stages with ZeRO say the names of what they train; of others `trained` tells tied layers by their names.  What two
+    stages have under one name is the first one's.
+    """
+    layers: dict[int, list[Path]] = {}
+    for path in sorted(folder.iterdir()):
+        if match := LAYER_FILE.fullmatch(path.name):
+            layers.setdefault(int(match[1]), []).append(path)
+    if most := max((len(paths) for paths in layers.values() if len(paths) > 1), default=0):
+        raise _tensor_parallel(folder, most)
+    stages = range(int(first.get("mp_world_size") or 1))
+    models = [first, *(open_file(folder / f"mp_rank_{stage:02d}_model_states.pt") for stage in stages[1:])]
+    shapes = {name: shape for each in models for group in each["param_shapes"] or () for name, shape in group.items()}
+    found = DeepSpeedCheckpoint(folder, _manifest(first, ranks, is_third=False))
+    found.buffers = [{}]
+    for layer, (path,) in sorted(layers.items()):
+        _add_layer(found, layer, open_file(path), shapes or dict.fromkeys(trained))
+    by_stage: list[list[dict[str, Any]]] = []
+    groups: list[list[str]] = []
+    for stage in stages:
+        of_stage = [each["optimizer_state_dict"] for each in _optimizer_files(folder, ranks, models[stage], stage)]
+        by_stage.append(of_stage)
+        if of_stage:
+            found.manifest.extra["groups"] = []
+            _add_flat(found, models[stage]["param_shapes"], of_stage, {name for names in groups for name in names})
+            of_groups = found.manifest.extra["groups"]
+            groups += [[] for _ in of_groups[len(groups) :]]
+            for names, more in zip(groups, of_groups, strict=True):
+                names += [name for name in more if name not in names]
+        elif models[stage].get("optimizer"):
+            found.moments_problem = "the optimizer's parameters are numbered within a stage, and have no names"
+    found.manifest.extra |= {"groups": groups, "names": {name: name for name in found.manifest.parameters}}
+    dtypes = [facts["dtype"] for facts in found.manifest.parameters.values()]
+    found.manifest.plan = {"module": {"weight": next(iter(dtypes), "float32")}}
+    return _completed(found, first, by_stage[0])
+
+
+def _add_layer(found: DeepSpeedCheckpoint, layer: int, state: Mapping[str, Tensor], known: Mapping[str, Any]) -> None:
+    """Add the weights of a layer's file under the names that they have in the module.  known: names, with shapes where
+    the files say them.
+    """
+    prefix = f"{layer}."
+    if known and not any(prefix + leaf in known for leaf in state):
+        keys = dict.fromkeys(name.split(".")[1] for name in known if name.startswith("tied_modules."))
+        fitting = [key for key in keys if all(_is_tied(known, key, leaf, value) for leaf, value in state.items())]
+        if len(fitting) > 1:
+            raise CheckpointError(
+                f"layer {layer} of {found.folder} may be each of the tied modules {', '.join(fitting)}.",
+                "A layer's file does not say its name, and their weights have the same shapes.",
+                "convert it with DeepSpeed's own tools first.",
+            )
+        prefix = f"tied_modules.{fitting[0]}." if fitting and state else prefix
+    for leaf, value in state.items():
+        if prefix + leaf not in found.manifest.parameters:
+            trained = not known or prefix + leaf in known
+            found.manifest.parameters[prefix + leaf] = parameter_facts(value.shape, value.dtype, trained=trained)
+            found.add(WEIGHT, prefix + leaf, "", 0, value)
+
+
+def _is_tied(known: Mapping[str, Any], key: str, leaf: str, value: Tensor) -> bool:
+    """Return whether a tied module may have this weight."""
+    name = f"tied_modules.{key}.{leaf}"
+    return name in known and known[name] in (None, value.shape)
 
 
 # -- stage 3: each parameter is cut into as many parts as ranks
