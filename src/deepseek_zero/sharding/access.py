@@ -1,7 +1,8 @@
 """Reading and changing sharded parameters from outside forward and backward.
 
 Owns `GatheredParameters` and the full values of weights' masters and gradients.  Everything here is collective: all
-ranks of the engine call it, with the same parameters.
+ranks of the engine call it, with the same parameters.  Full is what this rank's model computes with: of a parameter
+that is split along "tp" its own part, which `join_split` joins with the others'.
 """
 
 from __future__ import annotations
