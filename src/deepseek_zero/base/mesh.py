@@ -34,7 +34,7 @@ REDUCE_AXES = ("dp_replicate", *SHARD_AXES)  # over whose ranks gradients are su
 MODEL_AXES = ("pp", "tp")  # over whose ranks the model is cut into pieces
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
-NOT_BUILT = {"pp": "pipeline", "sp": "sequence"}
+NOT_BUILT = {"sp": "sequence"}
 
 
 @dataclass(frozen=True)

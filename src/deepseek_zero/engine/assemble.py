@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.apply import parallelize
+from ..pipeline.pipeline import Pipeline
 from ..planner.plan import Plan
 from ..planner.spec import S
 from ..planner.split import set_split
@@ -28,6 +30,7 @@ from .data import compare_first_batch
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client
+from .pipelining import chain_of, forget_others, no_example, take_stages_of
 from .planning import look_at, plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -35,6 +38,7 @@ from .settings import (
     data_settings_of,
     memory_settings_of,
     observer_settings_of,
+    pipeline_settings_of,
     placement_settings_of,
     plan_settings_of,
     recompute_settings_of,
@@ -57,23 +61,31 @@ def assemble(
     client: Client,
     params: Sequence[Any] | None,
     leaf_modules: tuple[str, ...] = (),
+    example: Callable[[], Any] | None = None,
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
     client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
     one). params: parameters or parameter groups to train; None = all that require gradients.
     leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
+    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.
     """
     refuse_wrapped(model)
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
+    chain = chain_of(model, example or no_example) if "pp" in comm.along else None
     if "tp" in comm.along:
         refuse_sliced(model, "tp")
         for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
         compare_first_batch(model, comm.along["tp"])
     settings = plan_settings_of(config, leaf_modules)
+    staged = None
+    if "pp" in comm.along:
+        staged = take_stages_of(model, chain, pipeline_settings_of(config), mesh, comm.along["pp"])
+        params = forget_others(model, client, params)
+        settings = replace(settings, reduces_once=True)
     shape, chosen = run_on_all_ranks(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)
     )
@@ -118,6 +130,9 @@ def assemble(
         "Ranks take their batches and their learning rates in step, and save in step.",
         "pass the same configuration on every rank.",
     )
+    if staged is not None:
+        said = pipeline_settings_of(config)
+        parts.pipeline = Pipeline(staged, comm.whole, mesh, runtime, said.schedule, group=said.group)
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)

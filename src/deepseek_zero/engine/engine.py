@@ -6,8 +6,9 @@ reports the training: timers, records, monitor events, one line per N steps.
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..pipeline.pipeline import Pipeline
+from ..pipeline.stage import loss_of
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
@@ -44,6 +47,7 @@ from ..report.timers import Timers
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory import memory_report, plan_of
+from .pipelining import micro_batch_of, read_batches
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
@@ -91,6 +95,7 @@ class Parts:
     preemption: Preemption | None = None
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
+    pipeline: Pipeline | None = None
     told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
 
     def describe(self) -> list[str]:
@@ -290,6 +295,7 @@ class Engine(StandsForModule):
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
+        self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
         self._stepped = self._told_of_graphless = False
         self._batch = config.batch  # changed by `_resize`
         self.observer.planned(self.plan())
@@ -308,6 +314,73 @@ class Engine(StandsForModule):
         with self.observer.timed("forward"), self.observer.profiled(self):
             # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
             return next(self.children())(*args, **kwargs)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Take a whole step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
+
+        Return the mean loss of all ranks' micro-batches, the same on every rank.  Collective in the world.  data_iter:
+        yields micro-batches, the same on every stage; None: of the engine's own loader, over and over.
+        """
+        batches = [next(data_iter or self._own_batches()) for _ in range(self._batch.accumulation)]
+        pipeline = self.parts.pipeline
+        if pipeline is None:
+            return self._train_in_turn(batches)
+        with self.observer.timed("forward"):
+            loss = pipeline.train(read_batches(pipeline, batches))
+        self.observer.loss(loss)
+        self._end_pipelined()
+        return loss
+
+    def _end_pipelined(self) -> None:
+        """Step behind a pipeline's program: all micro-batches of the step have been taken."""
+        self.global_samples += (self._batch.accumulation - 1) * self._batch.micro * self.mesh.data_size
+        self.micro_steps += self._batch.accumulation - 1
+        self.step()
+
+    def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
+        """Return the mean loss of so many micro-batches of all ranks, without a backward.  Collective in the world.
+
+        num_micro_batches: None: as many as a step has.
+        """
+        many = num_micro_batches or self._batch.accumulation
+        batches, pipeline, was_training = [next(data_iter) for _ in range(many)], self.parts.pipeline, self.training
+        self.eval()
+        try:
+            if pipeline is not None:
+                found, _ = pipeline.evaluate(read_batches(pipeline, batches))
+                assert found is not None
+                return found
+            with torch.no_grad():
+                losses = [loss_of(self(*args, **kwargs)) for args, kwargs in map(micro_batch_of, batches)]
+            return self._mean_of_ranks(losses)
+        finally:
+            self.train(was_training)
+
+    def _train_in_turn(self, batches: Sequence[Any]) -> Tensor:
+        losses = []
+        for args, kwargs in map(micro_batch_of, batches):
+            loss = loss_of(self(*args, **kwargs))
+            self.backward(loss)
+            self.step()
+            losses.append(loss.detach())
+        return self._mean_of_ranks(losses)
+
+    def _mean_of_ranks(self, losses: Sequence[Tensor]) -> Tensor:
+        mean = torch.tensor([sum(float(loss) for loss in losses) / len(losses)], dtype=torch.float64)
+        table = self.runtime.comm.whole.all_gather_rows(mean, "the losses of all ranks")
+        return table.mean().float().to(self.mesh.device)
+
+    def _own_batches(self) -> Iterator[Any]:
+        """Yield the own loader's batches, epoch after epoch."""
+        if self.training_dataloader is None:
+            raise UsageError(
+                "train_batch was given no data_iter, and the engine has no loader of its own.",
+                "",
+                "pass an iterator of micro-batches, or training_data to initialize.",
+            )
+        if self._batches is None:
+            self._batches = (batch for _ in itertools.count() for batch in self.training_dataloader)
+        return self._batches
 
     def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
         """The loss times the loss scale, divided by the accumulation steps: `engine.scale(loss).backward()` is

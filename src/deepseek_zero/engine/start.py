@@ -9,12 +9,13 @@ import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import UsageError, shown
@@ -31,6 +32,7 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
+from .pipelining import no_example
 from .planning import look_at, stated_budgets, update_of
 from .settings import placement_settings_of, plan_settings_of, tensor_settings_of
 
@@ -137,7 +139,15 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
     """Build the engine.  Collective: every rank passes the same model and configuration."""
     mesh = choose_mesh(statements_of(raw, request.mesh, request.mesh_statements), current_mesh(default_device()))
     config = resolve(raw, facts_of(request, mesh))
-    parts = assemble(config, request.model, mesh, request.optimizer, request.parameters, request.leaf_modules)
+    parts = assemble(
+        config,
+        request.model,
+        mesh,
+        request.optimizer,
+        request.parameters,
+        request.leaf_modules,
+        partial(example_of, request),
+    )
     engine = engine_class(config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)
     preemption = engine.parts.preemption
@@ -153,6 +163,15 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
             engine.parts.data_settings.drop_last,
         )
     return engine
+
+
+def example_of(request: Request) -> Any:
+    """A micro-batch as the model's forward takes it: of the training data, or the model's own `dummy_inputs`."""
+    if request.training_data is not None and hasattr(request.training_data, "__getitem__"):
+        return (request.collate_fn or default_collate)([request.training_data[0]])
+    if (found := getattr(request.model, "dummy_inputs", None)) is not None:
+        return found
+    return no_example()
 
 
 def _schedule(engine: Engine, request: Request) -> Any:

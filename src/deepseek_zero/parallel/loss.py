@@ -208,7 +208,7 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
     def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         was_split, axis.splits_loss = axis.splits_loss, False
         logits, loss.read = loss.read, None
-        if not was_split or output is None:
+        if not was_split or output is None or isinstance(output, Tensor):  # a stage of a pipeline, left before its head
             return output
         if logits is None:
             raise UsageError(

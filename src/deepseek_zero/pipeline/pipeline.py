@@ -20,7 +20,7 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
-from .chain import find_chain
+from .chain import Chain, find_chain
 from .executor import PipelineExecutor
 from .layers import LayersStage, LayerStages
 from .messages import Links
@@ -58,11 +58,12 @@ def cut_model(
     group: int | None = None,
     micro_batches: int = 1,
     sample: MicroBatch | None = None,
+    chain: Chain | None = None,
 ) -> StagedModel:
     """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
 
     schedule, virtual, group, micro_batches: of the run, for what is in flight.  sample: one micro-batch, of which
-    shapes and dtypes are used; None: the model's `dummy_inputs`.  A list of layers (`LayerStages`) is cut already.
+    shapes and dtypes are used; None: the model's `dummy_inputs`.  chain: found before layers were split.  A list of layers (`LayerStages`) is cut already.
     UsageError (ChainError) names why a model cannot be cut.
     """
     if isinstance(model, LayerStages):
@@ -73,7 +74,7 @@ def cut_model(
                 "state the same number of stages, and virtual 1.",
             )
         return StagedModel([LayersStage(model)], 1, model.ties, False)
-    if sample is None:
+    if sample is None and chain is None:
         inputs = getattr(model, "dummy_inputs", None)
         if not isinstance(inputs, Mapping):
             raise UsageError(
@@ -84,7 +85,10 @@ def cut_model(
         sample = MicroBatch((), inputs)
     table = make_schedule(schedule, mesh.pp, virtual, micro_batches, group=group)
     in_flight = [table.in_flight[rank] // virtual or 1 for rank in table.placement]
-    cut = cut_chain(model, find_chain(model, sample.args, sample.kwargs), table.stages, partition, in_flight)
+    if chain is None:
+        assert sample is not None
+        chain = find_chain(model, sample.args, sample.kwargs)
+    cut = cut_chain(model, chain, table.stages, partition, in_flight)
     stages: list[ModelStage] = take_stages(model, cut, table.stages_of(mesh.coordinates["pp"]))
     return StagedModel(stages, virtual, cut.ties, True)
 

@@ -5,7 +5,8 @@ Collective: ranks first compare what they are about to shard, then take rank 0's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
 from ..planner.spec import predivide_of
-from ..planner.units import GroupPlan
+from ..planner.units import GroupKey
 from ..tiers.budget import DeviceBudget
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
@@ -66,14 +67,17 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
-    contexts = {0: comm_ctx}
-    for size in sorted({_sharers(group) for unit in plan.units for group in unit.groups} - {0}):
-        sharers = comm.whole.split(plan.mesh.replica_groups(size), f"tp{size}")
-        contexts[size] = comm_ctx.with_replicas(sharers, divisor)
+    contexts = {1: comm_ctx}
+    wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
+    for neighbours in _of_all_ranks(wanted, comm.whole):
+        sharers = comm.whole.split(plan.mesh.replica_groups(neighbours), f"tp{neighbours}")
+        contexts[neighbours] = comm_ctx.with_replicas(sharers, divisor)
     params, modules = dict(model.named_parameters()), dict(model.named_modules(remove_duplicate=False))
     built: dict[int, list[ParamGroup]] = {}
     for number in _as_they_get_values(model, plan, params, comm):
-        built[number] = [build_group(group, params, contexts[_sharers(group)]) for group in plan.units[number].groups]
+        built[number] = [
+            build_group(group, params, contexts[_sharers(group.key)]) for group in plan.units[number].groups
+        ]
     units = [
         Unit(unit.name, modules[unit.name] if number else model, built[number], number, is_tile=unit.is_tile)
         for number, unit in enumerate(plan.units)
@@ -83,9 +87,17 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     return Runtime(model, units, comm_ctx, plan)
 
 
-def _sharers(group: GroupPlan) -> int:
-    """How many neighbours along "tp" have summands of this group's gradients; 0 where its own are whole."""
-    return len(group.key.sharers) if group.key is not None else 0
+def _sharers(key: GroupKey | None) -> int:
+    """How many neighbours along "tp" have summands of a group's gradients, this rank among them."""
+    return max(1, len(key.sharers)) if key is not None else 1
+
+
+def _of_all_ranks(wanted: Collection[int], world: Comm) -> list[int]:
+    """Return what any rank wants beyond its own, in one order: pieces of a model differ in it.  Collective."""
+    if world.size == 1:
+        return []
+    everyone = world.all_gather_text(json.dumps(sorted(wanted)), "who shares parameters")
+    return sorted({neighbours for text in everyone for neighbours in json.loads(text)} - {1})
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,125 @@
+"""Pipelines under the engine: stages with ZeRO 0 to 3, tied weights, shards and tensor parallelism, to the bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deepseek_zero
+from deepseek_zero.parallel.apply import virtual
+from deepseek_zero.planner.split import split_of
+from tests.reference import OPTIMIZERS
+
+MANY = 4
+
+
+def llama(tied: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    config = LlamaConfig(num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=tied, **sizes)
+    return LlamaForCausalLM(config)
+
+
+def config_of(stage: int, dtype: str, **top: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MANY,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **top,
+    }
+    return found | ({dtype: {"enabled": True}} if dtype != "fp32" else {})
+
+
+def batches_of(step: int, data: int) -> Iterator[dict[str, torch.Tensor]]:
+    for micro in range(MANY):
+        seed = torch.Generator().manual_seed(100 * step + 10 * micro + data)
+        tokens = torch.randint(0, 96, (2, 8), generator=seed)
+        yield {"input_ids": tokens, "labels": tokens}
+
+
+def engine_of(model: nn.Module, mesh: dict[str, int] | None, config: dict[str, Any]) -> Any:
+    optimizer = OPTIMIZERS["adamw"](list(model.parameters()))
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)[0]
+
+
+def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
+    """This rank's parameters are its parts of the whole ones, to the bit."""
+    own = dict(engine.module.named_parameters())
+    assert own
+    found = engine.module.state_dict()
+    for name, param in own.items():
+        assert torch.equal(found[name], whole[name]), name
+        assert split_of(param) is None or engine.mesh.tp > 1
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+def test_two_stages_train_to_the_bits_of_one_process(
+    stage: int, dtype: str, schedule: str, virtual_stages: int
+) -> None:
+    top = {"pipeline": {"schedule": schedule, "virtual": virtual_stages}}
+    engine = engine_of(llama(), {"pp": 2}, config_of(stage, dtype, **top))
+    # Both ranks of the reference see the same batches: the mean of two equal gradients is exact.
+    reference = engine_of(llama(), {"dp_replicate": 2}, config_of(0, dtype))
+    for step in range(3):
+        loss, expected = engine.train_batch(batches_of(step, 0)), reference.train_batch(batches_of(step, 0))
+        assert torch.equal(loss, expected), step
+        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+    assert_parts_of(reference.module.state_dict(), engine)
+    assert torch.equal(engine.eval_batch(batches_of(9, 0)), reference.eval_batch(batches_of(9, 0)))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}], ids=str)
+def test_stages_shards_and_parts_together(stage: int, axes: dict[str, int]) -> None:
+    engine = engine_of(llama(), axes, config_of(stage, "fp32"))
+    tensor = axes.get("tp", 1)
+    model = virtual(llama(), tensor) if tensor > 1 else llama()
+    optimizer, data_size = OPTIMIZERS["adamw"](list(model.parameters())), engine.mesh.data_size
+    for step in range(2):
+        loss = engine.train_batch(batches_of(step, engine.mesh.data_index))
+        losses, grads = [], []
+        for data in range(data_size):
+            optimizer.zero_grad(set_to_none=True)
+            for batch in batches_of(step, data):
+                expected = model(**batch).loss
+                (expected / MANY).backward()
+                losses.append(expected.item())
+            grads.append([param.grad for param in model.parameters()])
+        for param, *parts in zip(model.parameters(), *grads, strict=True):
+            param.grad = sum(parts[1:], parts[0]) / data_size
+        optimizer.step()
+        assert loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    whole = model.state_dict()
+    for name, value in engine.module.state_dict().items():
+        param = dict(engine.module.named_parameters())[name]
+        split = split_of(param)
+        ranges = split.ranges[engine.mesh.coordinates["tp"]] if split is not None and split.ranges else ()
+        parts = [whole[name].narrow(split.dim, low, high - low) for low, high in ranges] if split is not None else []
+        wanted = torch.cat(parts, split.dim) if split is not None and parts else whole[name]
+        assert torch.equal(value, wanted if value.shape == wanted.shape else whole[name]), name
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
+    engine = engine_of(llama(tied=True), {"pp": 2}, config_of(stage, "fp32"))
+    reference = engine_of(llama(tied=True), {"dp_replicate": 2}, config_of(0, "fp32"))
+    for step in range(3):
+        loss, expected = engine.train_batch(batches_of(step, 0)), reference.train_batch(batches_of(step, 0))
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-5)
+    whole = engine.runtime.comm.whole
+    name = "model.embed_tokens.weight"
+    mine = dict(engine.module.state_dict())
+    table = whole.all_gather_rows((mine.get(name, mine.get("lm_head.weight"))).reshape(-1), "the tied weight")
+    assert torch.equal(table[0], table[1])
