@@ -30,7 +30,7 @@ from .data import compare_first_batch
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client
-from .pipelining import chain_of, forget_others, no_example, take_stages_of
+from .pipelining import chain_of, forget_others, no_example, share_ties, take_stages_of
 from .planning import look_at, plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -84,6 +84,7 @@ def assemble(
     staged = None
     if "pp" in comm.along:
         staged = take_stages_of(model, chain, pipeline_settings_of(config), mesh, comm.along["pp"])
+        share_ties(model, staged, comm.whole, mesh)
         params = forget_others(model, client, params)
         settings = replace(settings, reduces_once=True)
     shape, chosen = run_on_all_ranks(

@@ -32,6 +32,7 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..pipeline.layers import LayersStage, LayerStages
 from ..pipeline.pipeline import Pipeline
 from ..pipeline.stage import loss_of
 from ..planner.spec import PlanSettings
@@ -47,7 +48,7 @@ from ..report.timers import Timers
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory import memory_report, plan_of
-from .pipelining import micro_batch_of, read_batches
+from .pipelining import labelled_of, micro_batch_of, read_batches
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
@@ -335,33 +336,53 @@ class Engine(StandsForModule):
         """Step behind a pipeline's program: all micro-batches of the step have been taken."""
         self.global_samples += (self._batch.accumulation - 1) * self._batch.micro * self.mesh.data_size
         self.micro_steps += self._batch.accumulation - 1
-        self.step()
+        Engine.step(self)  # a door may refuse its own
 
     def eval_batch(self, data_iter: Iterator[Any], num_micro_batches: int | None = None) -> Tensor:
         """Return the mean loss of so many micro-batches of all ranks, without a backward.  Collective in the world.
 
         num_micro_batches: None: as many as a step has.
         """
-        many = num_micro_batches or self._batch.accumulation
-        batches, pipeline, was_training = [next(data_iter) for _ in range(many)], self.parts.pipeline, self.training
+        found, _ = self._evaluated(data_iter, num_micro_batches)
+        assert found is not None
+        return found
+
+    def _evaluated(
+        self, data_iter: Iterator[Any], many: int | None, *, keeps_outputs: bool = False, has_loss: bool = True
+    ) -> tuple[Tensor | None, list[Any] | None]:
+        """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they are."""
+        batches = [next(data_iter) for _ in range(many or self._batch.accumulation)]
+        pipeline, was_training = self.parts.pipeline, self.training
         self.eval()
         try:
             if pipeline is not None:
-                found, _ = pipeline.evaluate(read_batches(pipeline, batches))
-                assert found is not None
-                return found
+                batches = read_batches(pipeline, batches)
+                return pipeline.evaluate(batches, keeps_outputs=keeps_outputs, has_loss=has_loss)
             with torch.no_grad():
-                losses = [loss_of(self(*args, **kwargs)) for args, kwargs in map(micro_batch_of, batches)]
-            return self._mean_of_ranks(losses)
+                outputs = [self._forward_of(batch) for batch in batches]
+                losses = [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)] if has_loss else []
+            return self._mean_of_ranks(losses) if has_loss else None, outputs if keeps_outputs else None
         finally:
             self.train(was_training)
 
+    def _forward_of(self, batch: Any) -> Any:
+        """Run the model on what a loader yields: a list of layers takes the first of a pair."""
+        if isinstance(self.module, LayerStages):
+            return Engine.forward(self, labelled_of(batch).inputs)
+        args, kwargs = micro_batch_of(batch)
+        return Engine.forward(self, *args, **kwargs)
+
+    def _loss_of(self, output: Any, batch: Any) -> Tensor:
+        if isinstance(self.module, LayerStages):
+            return LayersStage(self.module).loss(output, labelled_of(batch))
+        return loss_of(output)
+
     def _train_in_turn(self, batches: Sequence[Any]) -> Tensor:
         losses = []
-        for args, kwargs in map(micro_batch_of, batches):
-            loss = loss_of(self(*args, **kwargs))
-            self.backward(loss)
-            self.step()
+        for batch in batches:
+            loss = self._loss_of(self._forward_of(batch), batch)
+            Engine.backward(self, loss)
+            Engine.step(self)
             losses.append(loss.detach())
         return self._mean_of_ranks(losses)
 

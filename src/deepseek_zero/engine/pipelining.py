@@ -10,11 +10,14 @@ from torch.optim import Optimizer
 
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
+from ..checkpoint.piece import remember_names
 from ..comm.collectives import Comm, scatter
 from ..pipeline.chain import Chain, find_chain
 from ..pipeline.layers import Labelled, LayerStages
 from ..pipeline.pipeline import Pipeline, StagedModel, cut_model
+from ..pipeline.schedule import make_schedule
 from ..pipeline.stage import MicroBatch
+from ..pipeline.ties import Ties
 from .settings import PipelineSettings
 
 
@@ -35,6 +38,7 @@ def take_stages_of(
     """Leave this rank's stages of a model, with the first stage's rank's values.  Collective along "pp"."""
     if chain is not None:
         _take_values(model, comm)
+    remember_names(model)
     return cut_model(
         model,
         mesh,
@@ -45,6 +49,16 @@ def take_stages_of(
         micro_batches=settings.micro_batches,
         chain=chain,
     )
+
+
+def share_ties(model: nn.Module, staged: StagedModel, comm: Comm, mesh: Mesh) -> None:
+    """Give each weight that several stages of a list of layers share its first stage's values.  Collective.
+
+    comm: the world's.
+    """
+    if staged.ties and not staged.has_all_inputs:
+        ties = Ties(comm, mesh, make_schedule("1f1b", mesh.pp, 1, 1, tied=staged.tied), staged.ties)
+        ties.spread({name: param.data for name, param in model.named_parameters() if name in staged.ties})
 
 
 def _take_values(model: nn.Module, comm: Comm) -> None:

@@ -63,7 +63,8 @@ def cut_model(
     """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
 
     schedule, virtual, group, micro_batches: of the run, for what is in flight.  sample: one micro-batch, of which
-    shapes and dtypes are used; None: the model's `dummy_inputs`.  chain: found before layers were split.  A list of layers (`LayerStages`) is cut already.
+    shapes and dtypes are used; None: the model's `dummy_inputs`.  chain: found before layers were split.  A list of
+    layers (`LayerStages`) is cut already.
     UsageError (ChainError) names why a model cannot be cut.
     """
     if isinstance(model, LayerStages):

@@ -180,7 +180,8 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
 }
 
 METHODS = (
-    "forward backward step zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
+    "forward backward step train_batch eval_batch "
+    "zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
     "memory_report destroy"
 ).split()

@@ -21,12 +21,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from ...base.errors import NotBuiltError, UsageError
+from ...base.errors import UsageError
 from ...base.given import refuse, whole_number
+from ...base.mesh import axes_of
 from ...config import choose_source
 from ...config.keywords import ConfigKeywords
 from ...config.load import load
 from ...engine.engine import Engine
+from ...engine.mesh_statements import MeshStatement
 from ...engine.start import Request, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
@@ -38,6 +40,7 @@ from .leaf_modules import leaf_module_names
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .parameters import ParameterOffload, show_ds_names
 from .pipe import PipelineModule
+from .pipe_engine import PipelineEngine
 from .tensor_parallel import requested, tensor_parallel_statement
 
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
@@ -73,12 +76,6 @@ def initialize(
     """
     if model is None:
         raise UsageError("deepspeed.initialize requires a model", "", "pass model=your_module.")
-    if isinstance(model, PipelineModule) and model.num_stages > 1:
-        raise NotBuiltError(
-            "initialize(model=PipelineModule) over several stages is not built yet.",
-            "An engine trains one stage here, which would be a part of the model.",
-            "pass num_stages=1 until it is.",
-        )
     if dist_init_required not in (None, True, False):
         raise refuse("initialize", "dist_init_required", dist_init_required, "True, False or None", "leave it out.")
     whole_number("initialize", "distributed_port", distributed_port, 0, 65_535)
@@ -98,6 +95,8 @@ def initialize(
     asked = requested(model)
     if asked is not None:
         statements.append(tensor_parallel_statement(asked, raw, mpu is not None))
+    if isinstance(model, PipelineModule) and model.num_stages > 1:
+        statements.append(MeshStatement("the PipelineModule", axes_of(model.mesh)))
     if mpu is not None:
         statements.append(mpu_statement(mpu))
     if mesh_param is not None:
@@ -117,7 +116,7 @@ def initialize(
     if unchanged:
         end_engine_of(model)
     request.leaf_modules = leaf_module_names(model)
-    engine = start(raw, request, DeepSpeedEngine)
+    engine = start(raw, request, PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.runtime.settings.stage == 3:
         show_ds_names(engine.runtime)

@@ -191,7 +191,7 @@ MISSING: dict[str, Rows] = {
     ),
     ENGINE: (
         (N, TIERS, "offload_states reload_states"),
-        (L, PIPELINE, "train_batch eval_batch set_dataiterator set_dataloader is_first_stage is_last_stage"),
+        (L, PIPELINE, "set_dataiterator set_dataloader is_first_stage is_last_stage"),
         (L, PIPELINE, "is_pipe_partitioned"),
         (N, DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule curriculum_params_legacy"),
         (N, DATA, "curriculum_learning_config data_efficiency_config random_ltd_config pld_params pld_theta"),

@@ -10,5 +10,5 @@ __getattr__, __dir__ = stand_in(
         "deepseek_zero.compat.deepspeed.pipe": "LayerSpec PipelineModule TiedLayerSpec",
         "deepseek_zero.compat.deepspeed.pipe_topology": "ProcessTopology",
     },
-    rooms="module schedule topology",
+    rooms="engine module schedule topology",
 )

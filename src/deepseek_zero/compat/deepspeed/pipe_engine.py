@@ -1,0 +1,131 @@
+"""DeepSpeed's engine over a `PipelineModule`: whole batches only, and who stands where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from ...base.errors import UsageError
+from ...engine.engine import Engine
+from .engine import DeepSpeedEngine
+from .pipe import PipelineError, PipelineModule
+from .pipe_topology import PipelineParallelGrid
+
+__all__ = ["PipelineEngine"]
+
+
+def _refused() -> PipelineError:
+    return PipelineError(
+        "Only train_batch() is accessible in pipeline mode.",
+        "A step's micro-batches go through the stages one behind the other.",
+        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
+    )
+
+
+class PipelineEngine(DeepSpeedEngine):
+    """The engine of a model that is written as a list of layers."""
+
+    _batch_fn: Callable[[Any], Any] | None = None
+    _data: Iterator[Any] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refused()
+
+    def backward(self, *args: Any, **kwargs: Any) -> Any:
+        raise _refused()
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        raise _refused()
+
+    # -- batches
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Take a whole step; return the mean loss over micro-batches and data-parallel ranks.  Collective.
+
+        data_iter: yields (inputs, labels); None: what `set_dataiterator` or `set_dataloader` gave, or the loader.
+        """
+        return Engine.train_batch(self, self._read(data_iter))
+
+    def eval_batch(  # type: ignore[override]
+        self,
+        data_iter: Iterator[Any],
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Return the mean loss of a batch without a backward, or with `return_logits` that and the last stage's
+        outputs.  Collective.  reduce_output, bcast_loss: every rank gets the mean, whatever they say.
+        """
+        found = self._read(data_iter)
+        assert found is not None
+        outputs = self._evaluated(found, num_micro_batches, keeps_outputs=return_logits, has_loss=compute_loss)
+        return outputs if return_logits else outputs[0]
+
+    def _read(self, given: Iterator[Any] | None) -> Iterator[Any] | None:
+        data = given if given is not None else self._data
+        if data is None and self._batch_fn is not None:
+            data = self._own_batches()
+        return map(self._batch_fn, data) if data is not None and self._batch_fn is not None else data
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Take training batches from an iterator."""
+        self._data = iterator
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """Take training batches from a loader, epoch after epoch."""
+
+        def again() -> Iterator[Any]:
+            while True:
+                yield from loader
+
+        self._data = again()
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Call a function on each batch; it returns (inputs, labels)."""
+        self._batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of what travels between stages: the next batch has others.  On every rank."""
+        if self.parts.pipeline is not None:
+            self.parts.pipeline.reset_shapes()
+
+    # -- who stands where
+
+    @property
+    def _layers(self) -> PipelineModule:
+        found = self.module
+        if not isinstance(found, PipelineModule):
+            raise UsageError("the engine's module is no PipelineModule.", "", "build the engine over one.")
+        return found
+
+    @property
+    def grid(self) -> PipelineParallelGrid:
+        return self._layers.mpu()
+
+    @property
+    def stage_id(self) -> int:
+        return int(self._layers.stage_id)
+
+    @property
+    def num_stages(self) -> int:
+        return int(self._layers.num_stages)
+
+    @property
+    def micro_batches(self) -> int:
+        return int(self._batch.accumulation)
+
+    def is_first_stage(self) -> bool:
+        """Return whether this rank has the first stage."""
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        """Return whether this rank has the last stage."""
+        return self.stage_id == self.num_stages - 1
+
+    def is_pipe_parallel(self) -> bool:
+        """Return True."""
+        return True

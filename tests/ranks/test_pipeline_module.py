@@ -1,0 +1,83 @@
+"""A model written as a list of layers, under DeepSpeed's names: trained to the bits of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.compat.deepspeed.pipe import LayerSpec, PipelineError, PipelineModule, TiedLayerSpec
+
+MANY = 4
+
+
+def layers() -> list[Any]:
+    def head(module: nn.Module, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, module.weight)  # type: ignore[arg-type]
+
+    return [
+        TiedLayerSpec("embed", nn.Embedding, 40, 16),
+        *[LayerSpec(nn.Linear, 16, 16) for _ in range(3)],
+        torch.tanh,
+        LayerSpec(nn.LayerNorm, 16),
+        TiedLayerSpec("embed", nn.Embedding, 40, 16, forward_fn=head),
+    ]
+
+
+def loss(output: Tensor, labels: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.view(-1, 40), labels.view(-1))
+
+
+def module_of(stages: int) -> PipelineModule:
+    return PipelineModule(layers(), num_stages=stages, loss_fn=loss, seed_layers=True, partition_method="uniform")
+
+
+def batches_of(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for micro in range(MANY):
+        tokens = torch.randint(0, 40, (2, 6), generator=torch.Generator().manual_seed(10 * step + micro))
+        yield tokens, tokens.roll(1)
+
+
+def engine_of(model: PipelineModule, stage: int, mesh: Any = None) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": MANY,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "gradient_clipping": 1.0,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    return deepseek_zero.initialize(model=model, config=config, mesh=mesh)[0]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
+    engine = engine_of(module_of(2), stage)
+    # Both ranks of the reference take the same batches.
+    reference = engine_of(module_of(1), 0, {"dp_replicate": 2})
+    assert engine.is_pipe_parallel() and engine.stage_id == engine.grid.get_stage_id()
+    assert engine.is_first_stage() is not engine.is_last_stage()
+    for step in range(3):
+        found, expected = engine.train_batch(batches_of(step)), reference.train_batch(batches_of(step))
+        assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-5)
+    engine.set_dataiterator(batches_of(7))
+    assert engine.train_batch().item() == pytest.approx(reference.train_batch(batches_of(7)).item(), rel=1e-6)
+    mean, logits = engine.eval_batch(batches_of(9), return_logits=True)
+    assert mean.item() == pytest.approx(reference.eval_batch(batches_of(9)).item(), rel=1e-6)
+    assert (logits is not None) is engine.is_last_stage()
+    for call in (engine.forward, engine.backward, engine.step):
+        with pytest.raises(PipelineError, match="Only train_batch"):
+            call(None)
+
+
+@pytest.mark.ranks(2)
+def test_a_mesh_that_the_list_does_not_have_is_refused() -> None:
+    with pytest.raises(UsageError, match="PipelineModule"):
+        engine_of(module_of(2), 1, {"pp": 1, "dp_shard": 2})
