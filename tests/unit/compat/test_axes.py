@@ -14,7 +14,18 @@ import deepseek_zero
 from deepseek_zero.base.errors import ConfigError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed import groups
-from deepseek_zero.compat.deepspeed.mpu import accelerate_statements, mesh_param_statement, mpu_statement
+from deepseek_zero.compat.deepspeed.mpu import (
+    accelerate_statements,
+    mesh_param_statement,
+    mpu_statement,
+    pipeline_statement,
+)
+from deepseek_zero.compat.deepspeed.pipe_topology import (
+    PipeDataParallelTopology,
+    PipelineParallelGrid,
+    PipeModelDataParallelTopology,
+    ProcessTopology,
+)
 from deepseek_zero.compat.deepspeed.tensor_parallel import requested, tensor_parallel_statement, tp_model_init
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import mesh_statements
@@ -86,6 +97,21 @@ def test_a_world_of_one_takes_an_mpu() -> None:
     assert engine.data_parallel_group is None and engine.autotp_size() == 0
     with pytest.raises(UsageError, match="mpu= says 2 data-parallel ranks, and the mesh"):
         deepseek_zero.initialize(model=nn.Linear(2, 2), config={}, mpu=mpu_of(data_parallel_world_size=2))
+
+
+def test_a_topology_and_its_grid_state_stages_and_who_is_where(every_axis: None) -> None:
+    def saying(topology: ProcessTopology) -> MeshStatement:
+        return pipeline_statement(SimpleNamespace(topology=lambda: topology))  # type: ignore[arg-type]
+
+    world, mesh = Mesh().on_world(8), Mesh(pp=2, tp=2).on_world(8)
+    ours = saying(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2))
+    assert choose_mesh([ours], world) == mesh
+    stages = saying(PipeDataParallelTopology(num_pp=2, num_dp=4))
+    assert choose_mesh([stages, MeshStatement("mesh=", {"tp": 2})], world) == mesh
+    with pytest.raises(UsageError, match=r"PipelineModule says that rank 1 is at tp=0, and the mesh"):
+        choose_mesh([saying(ProcessTopology(["pipe", "model", "data"], [2, 2, 2]))], world)
+    alone = mpu_statement(PipelineParallelGrid(PipeModelDataParallelTopology(1, 1, 1)))
+    assert (dict(alone.axes), alone.data_size) == ({"tp": 1, "pp": 1}, 1)
 
 
 def test_mesh_param_is_a_pair() -> None:

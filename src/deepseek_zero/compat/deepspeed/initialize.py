@@ -37,7 +37,7 @@ from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .leaf_modules import leaf_module_names
-from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
+from .mpu import accelerate_statements, mesh_param_statement, mpu_statement, pipeline_statement
 from .parameters import ParameterOffload, show_ds_names
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
@@ -99,6 +99,8 @@ def initialize(
         statements.append(MeshStatement("the PipelineModule", axes_of(model.mesh)))
     if mpu is not None:
         statements.append(mpu_statement(mpu))
+    if isinstance(model, PipelineModule):
+        statements.append(pipeline_statement(model))
     if mesh_param is not None:
         statements.append(mesh_param_statement(mesh_param))
     request = Request(
