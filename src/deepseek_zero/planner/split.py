@@ -67,6 +67,15 @@ class Split:
         found = self.sharers(coordinate) if self.kind == "split" else tuple(range(ranks))
         return found if len(found) > 1 else ()
 
+    def shares_evenly(self, ranks: int) -> bool:
+        """Whether neighbours share summands in blocks of one size, as communicators of them are made."""
+        blocks = [self.summands(coordinate, ranks) or (coordinate,) for coordinate in range(ranks)]
+        size = len(blocks[0])
+        return all(
+            block == tuple(range(place // size * size, place // size * size + size))
+            for place, block in enumerate(blocks)
+        )
+
     def is_counted_at(self, coordinate: int) -> bool:
         """Whether this rank's elements count in norms, tables and checkpoints: others that hold them do not."""
         return self.sharers(coordinate)[0] == coordinate if self.kind == "split" else coordinate == 0

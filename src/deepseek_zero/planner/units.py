@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..base.errors import NotBuiltError
 from ..base.mesh import Mesh
 from .auto_wrap_policy import ModelShape, UnitShape
 from .layout import LAYOUTS, FlatLayout, Shape
@@ -142,6 +143,12 @@ def group_params(unit: UnitShape, persistent: frozenset[str], mesh: Mesh) -> dic
     for name, param in unit.params.items():
         key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision)
         if (split := param.split) is not None:
+            if not split.shares_evenly(mesh.tp):
+                raise NotBuiltError(
+                    f"parameter '{name}': its parts are shared unevenly by {mesh.tp} tensor-parallel ranks.",
+                    "Ranks that hold the same key and value heads add up their gradients, in groups of one size.",
+                    "choose a number of ranks that divides the heads, or that they divide.",
+                )
             place = mesh.coordinates["tp"]
             counted, summands = split.is_counted_at(place), split.summands(place, mesh.tp)
             key = replace(key, split=split.kind, is_counted=counted, sharers=summands)

@@ -24,3 +24,13 @@ def test_what_every_rank_holds_counts_at_the_first() -> None:
         whole = Split.whole(kind, (7,), 4)  # type: ignore[arg-type]
         assert whole.local_shape(3) == (7,)
         assert [whole.is_counted_at(rank) for rank in range(2)] == [True, False]
+
+
+def test_uneven_sharing_is_seen() -> None:
+    """Two heads over three ranks: the first two share one."""
+    uneven = Split("split", (8, 3), 0, (((0, 4),), ((0, 4),), ((4, 8),)))
+    assert not uneven.shares_evenly(3)
+    assert Split("split", (8, 3), 0, (((0, 4),), ((0, 4),), ((4, 8),), ((4, 8),))).shares_evenly(4)
+    assert Split.even((12, 5), 0, ranks=3).shares_evenly(3)
+    assert Split.whole("equal", (7,), 3).shares_evenly(3)
+    assert Split.whole("partial", (7,), 3).shares_evenly(3)
