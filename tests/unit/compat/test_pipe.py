@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed.pipe import (
     LayerSpec,
@@ -133,11 +133,10 @@ def test_errors_are_deepspeeds() -> None:
     assert issubclass(PipelineError, Exception)
 
 
-def test_an_engine_over_several_stages_is_refused() -> None:
+def test_a_modules_stages_and_the_runs_are_the_same() -> None:
     module = PipelineModule([nn.Linear(2, 2)], num_stages=1)
-    module.num_stages = 2
-    with pytest.raises(NotBuiltError, match="over several stages"):
-        deepseek_zero.initialize(model=module, config={"train_micro_batch_size_per_gpu": 1})
+    with pytest.raises(UsageError, match="mesh= says pp=2, and PipelineModule says pp=1"):
+        deepseek_zero.initialize(model=module, config={"train_micro_batch_size_per_gpu": 1}, mesh={"pp": 2})
 
 
 def test_partitions_by_deepspeeds_functions() -> None:

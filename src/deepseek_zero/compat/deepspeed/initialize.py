@@ -23,12 +23,10 @@ from torch import nn
 
 from ...base.errors import UsageError
 from ...base.given import refuse, whole_number
-from ...base.mesh import axes_of
 from ...config import choose_source
 from ...config.keywords import ConfigKeywords
 from ...config.load import load
 from ...engine.engine import Engine
-from ...engine.mesh_statements import MeshStatement
 from ...engine.start import Request, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
@@ -95,8 +93,6 @@ def initialize(
     asked = requested(model)
     if asked is not None:
         statements.append(tensor_parallel_statement(asked, raw, mpu is not None))
-    if isinstance(model, PipelineModule) and model.num_stages > 1:
-        statements.append(MeshStatement("the PipelineModule", axes_of(model.mesh)))
     if mpu is not None:
         statements.append(mpu_statement(mpu))
     if isinstance(model, PipelineModule):
