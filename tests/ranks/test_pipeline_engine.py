@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepseek_zero
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.parallel.apply import virtual
 from deepseek_zero.planner.split import split_of
 from tests.reference import OPTIMIZERS
@@ -59,9 +60,18 @@ def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize(("schedule", "virtual_stages"), [("1f1b", 1), ("interleaved", 2), ("breadth_first", 2)])
+@pytest.mark.parametrize(
+    ("stage", "dtype", "schedule", "virtual_stages"),
+    [
+        (0, "fp32", "1f1b", 1),
+        (1, "bf16", "interleaved", 2),
+        (2, "fp32", "breadth_first", 2),
+        (2, "bf16", "1f1b", 1),
+        (3, "fp32", "interleaved", 2),
+        (3, "bf16", "1f1b", 1),
+        (3, "bf16", "breadth_first", 2),
+    ],
+)
 def test_two_stages_train_to_the_bits_of_one_process(
     stage: int, dtype: str, schedule: str, virtual_stages: int
 ) -> None:
@@ -78,8 +88,10 @@ def test_two_stages_train_to_the_bits_of_one_process(
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("stage", [0, 1, 3])
-@pytest.mark.parametrize("axes", [{"pp": 2}, {"pp": 4}, {"pp": 2, "tp": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("stage", "axes"),
+    [(1, {"pp": 2}), (3, {"pp": 2}), (3, {"pp": 4}), (0, {"pp": 2, "tp": 2}), (3, {"pp": 2, "tp": 2})],
+)
 def test_stages_shards_and_parts_together(stage: int, axes: dict[str, int]) -> None:
     engine = engine_of(llama(), axes, config_of(stage, "fp32"))
     tensor = axes.get("tp", 1)
@@ -123,3 +135,18 @@ def test_a_tied_weight_is_one_though_two_stages_have_it(stage: int) -> None:
     mine = dict(engine.module.state_dict())
     table = whole.all_gather_rows((mine.get(name, mine.get("lm_head.weight"))).reshape(-1), "the tied weight")
     assert torch.equal(table[0], table[1])
+
+
+@pytest.mark.ranks(2)
+def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
+    engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
+    with pytest.raises(UsageError, match="cut into stages"):
+        engine(**next(batches_of(0, 0)))
+    with pytest.raises(UsageError, match="cut into stages"):
+        engine.backward(torch.ones((), requires_grad=True))
+    with pytest.raises(UsageError, match="vertical_micro_batches"):
+        engine_of(
+            llama(), {"pp": 2}, config_of(3, "fp32") | {"zero_optimization": {"stage": 3, "vertical_micro_batches": 2}}
+        )
+    with pytest.raises(NotBuiltError, match="pp=2"):
+        deepseek_zero.plan(llama(), config_of(1, "fp32"), ranks=2, mesh={"pp": 2})

@@ -14,6 +14,7 @@ from ..activations.recompute import Recompute, RecomputeSettings, configure, rel
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
+from ..base.errors import UsageError
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import agree, run_on_all_ranks
@@ -74,6 +75,12 @@ def assemble(
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
+    if "pp" in comm.along and config.zero_optimization.vertical_micro_batches > 1:
+        raise UsageError(
+            "vertical_micro_batches on a mesh with stages.",
+            "Both take a step's micro-batches in an order of their own.",
+            'leave it out; "pipeline": {"schedule": "breadth_first"} is that order over stages.',
+        )
     chain = chain_of(model, example or no_example) if "pp" in comm.along else None
     if "tp" in comm.along:
         refuse_sliced(model, "tp")

@@ -270,6 +270,14 @@ class Observer:
             self.writer = None
 
 
+def _whole_steps(call: str) -> UsageError:
+    return UsageError(
+        f"{call} on a model that is cut into stages.",
+        "A step's micro-batches go through the stages one behind the other, forward and backward in turn.",
+        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
+    )
+
+
 class Engine(StandsForModule):
     """One model, its optimizer and its schedule.
 
@@ -309,7 +317,9 @@ class Engine(StandsForModule):
     # -- the step by step flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on this rank's micro-batch."""
+        """Run the model's forward on this rank's micro-batch.  UsageError where this rank has a stage of it only."""
+        if self.parts.pipeline is not None:
+            raise _whole_steps("engine(batch)")
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
         with self.observer.timed("forward"), self.observer.profiled(self):
@@ -417,6 +427,8 @@ class Engine(StandsForModule):
         counts as zeros there.  Where no rank's loss requires a gradient, this or the step raises UsageError on all.
         """
         runtime = self.runtime
+        if self.parts.pipeline is not None:
+            raise _whole_steps("engine.backward")
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:

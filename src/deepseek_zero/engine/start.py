@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from ..base.device import CPU, default_device, has_fast_bf16
-from ..base.errors import UsageError, shown
+from ..base.errors import NotBuiltError, UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
@@ -236,6 +236,12 @@ def plan(
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
+    if axes.pp > 1:
+        raise NotBuiltError(
+            f"the plan of one rank of a mesh with pp={axes.pp} is not built yet.",
+            "A stage's part is known when the model's forward has been looked at.",
+            "plan the mesh without pp; pipeline.schedule.make_schedule plans the schedule.",
+        )
     if axes.tp > 1:
         splits = choose(model, axes.tp, tensor_settings_of(chosen, model)).splits
         shape = shape.split(splits, axes.coordinates["tp"])
