@@ -63,7 +63,11 @@ Rows = tuple[tuple[When, str, str], ...]
 # module: (whether it comes, why, names)
 MISSING: dict[str, Rows] = {
     "deepspeed": (
-        (L, PIPELINE, "PipelineEngine DualPipeVEngine DualPipeVModule"),
+        (
+            N,
+            "DualPipe is not planned; interleaved has small bubbles",
+            "DualPipeVEngine DualPipeVModule",
+        ),
         (N, "initialize splits a model over mesh axis tp; there is no other mode", "set_autotp_mode"),
         (L, SEQUENCE, "sequence"),
         (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
@@ -138,7 +142,7 @@ MISSING: dict[str, Rows] = {
         (L, COMPRESSED, "onebit"),
         (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
     ),
-    "deepspeed.runtime.pipe": ((L, PIPELINE, "engine p2p"),),
+    "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": (
         (
             L,
@@ -234,9 +238,10 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 
 # What the drop-in gives at its top and this package does not.
 IN_THE_DROPIN = frozenset(
-    "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops pipe PipelineModule profiling "
-    "runtime ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER HAS_TRITON "
-    "add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer TORCH_DISTRIBUTED_DEFAULT_PORT".split()
+    "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops pipe PipelineEngine PipelineModule "
+    "profiling runtime ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
+    "HAS_TRITON add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer "
+    "TORCH_DISTRIBUTED_DEFAULT_PORT".split()
 )
 CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"
 

@@ -25,6 +25,7 @@ __getattr__, __dir__ = stand_in(
         ),
         "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments",
         "deepseek_zero.compat.deepspeed.pipe": "PipelineModule",
+        "deepseek_zero.compat.deepspeed.pipe_engine": "PipelineEngine",
         "deepseek_zero.compat.deepspeed.tensor_parallel": "tp_model_init",
     },
     rooms=(
