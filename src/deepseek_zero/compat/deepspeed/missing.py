@@ -39,7 +39,7 @@ PAGE = "docs/reference/deepspeed-names.md"
 
 PIPELINE = "engines over pipelines are a later part"
 TENSOR = "tensor parallelism is a later part"
-SEQUENCE = "sequence parallelism is a later part"
+SEQUENCE = "of sequence parallelism this is a later part"
 SPARSE = "sparse attention is a later part"
 MOE = "DeepSpeed's own expert layers are not planned; a model's own experts train sharded"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
@@ -69,7 +69,6 @@ MISSING: dict[str, Rows] = {
             "DualPipeVEngine DualPipeVModule",
         ),
         (N, "initialize splits a model over mesh axis tp; there is no other mode", "set_autotp_mode"),
-        (L, SEQUENCE, "sequence"),
         (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
         (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
         (N, "it always is: engine.compile()", "is_compile_supported"),
@@ -150,6 +149,13 @@ MISSING: dict[str, Rows] = {
             "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute sequence_tiled_compute TiledMLP "
             "TiledFusedLogitsLoss",
         ),
+    ),
+    "deepspeed.sequence": (
+        (L, SEQUENCE, "cross_entropy"),
+        (N, "offloaded activations and checkpointing serve", "fpdt_layer"),
+    ),
+    "deepspeed.sequence.layer": (
+        (N, "DistributedAttention exchanges; deepseek_zero.parallel.sequence has its parts", "single_all_to_all"),
     ),
     "deepspeed.runtime.utils": (
         (N, "gradient_clipping, or torch's clip_grad_norm_, which reads sharded gradients", "clip_grad_norm_"),
@@ -239,8 +245,8 @@ def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNam
 # What the drop-in gives at its top and this package does not.
 IN_THE_DROPIN = frozenset(
     "accelerator constants elasticity get_accelerator launcher monitor OnDevice ops pipe PipelineEngine PipelineModule "
-    "profiling runtime ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
-    "HAS_TRITON add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer "
+    "profiling runtime sequence ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER "
+    "MUON_OPTIMIZER HAS_TRITON add_tuning_arguments tp_model_init DeepSpeedOptimizer ZeROOptimizer "
     "TORCH_DISTRIBUTED_DEFAULT_PORT".split()
 )
 CLIENTS = "it is there in the package `deepspeed` that install_as_deepspeed() puts on the path (docs/how-to/clients.md)"

@@ -30,6 +30,6 @@ __getattr__, __dir__ = stand_in(
     },
     rooms=(
         "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops pipe profiling "
-        "runtime utils zero"
+        "runtime sequence utils zero"
     ),
 )
