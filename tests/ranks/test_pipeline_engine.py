@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -150,3 +152,27 @@ def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
         )
     with pytest.raises(NotBuiltError, match="pp=2"):
         deepseek_zero.plan(llama(), config_of(1, "fp32"), ranks=2, mesh={"pp": 2})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_checkpoint_of_stages_goes_on_without_them_and_back(tied: bool, tmp_path: Path) -> None:
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    config = config_of(3, "fp32", gradient_clipping=1.0)
+    staged = engine_of(llama(tied), {"pp": 2}, config)
+    for step in range(2):
+        staged.train_batch(batches_of(step, 0))
+    staged.save_checkpoint(folder[0], "staged")
+    expected = staged.train_batch(batches_of(2, 0))
+    whole = engine_of(llama(tied), {"dp_replicate": 2}, config)
+    whole.load_checkpoint(folder[0], "staged")
+    assert whole.train_batch(batches_of(2, 0)).item() == pytest.approx(expected.item(), rel=1e-6)
+    whole.save_checkpoint(folder[0], "whole")
+    again = engine_of(llama(tied), {"pp": 2}, config)
+    again.load_checkpoint(folder[0], "whole")
+    assert again.train_batch(batches_of(3, 0)).item() == pytest.approx(
+        staged.train_batch(batches_of(3, 0)).item(), rel=1e-5
+    )
+    again.explain()
+    again.memory_report()
