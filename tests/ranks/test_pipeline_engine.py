@@ -176,3 +176,24 @@ def test_a_checkpoint_of_stages_goes_on_without_them_and_back(tied: bool, tmp_pa
     )
     again.explain()
     again.memory_report()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("axis", ["pp", "tp"])
+def test_an_overflow_on_one_piece_of_the_model_skips_the_step_on_all(axis: str) -> None:
+    config = config_of(2, "fp16") | {"fp16": {"enabled": True, "initial_scale_power": 4}}
+    engine = engine_of(llama(), {axis: 2}, config)
+    engine.train_batch(batches_of(0, 0))
+    assert engine.skipped_steps == 0
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    handle = None
+    if dist.get_rank() == 1:
+        param = next(each for name, each in engine.module.named_parameters() if "up_proj" in name)
+        handle = param.register_hook(lambda grad: grad * float("inf"))
+    engine.train_batch(batches_of(1, 0))
+    assert engine.skipped_steps == 1
+    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    if handle is not None:
+        handle.remove()
+    engine.train_batch(batches_of(2, 0))
+    assert engine.skipped_steps == 1
