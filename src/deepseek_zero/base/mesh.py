@@ -34,7 +34,6 @@ REDUCE_AXES = ("dp_replicate", *SHARD_AXES)  # over whose ranks gradients are su
 MODEL_AXES = ("pp", "tp")  # over whose ranks the model is cut into pieces
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
-NOT_BUILT = {"sp": "sequence"}
 
 
 @dataclass(frozen=True)
@@ -232,13 +231,13 @@ def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
 
 
 def refuse_unbuilt(mesh: Mesh) -> None:
-    """Raise NotBuiltError where an axis has several ranks and nothing computes along it yet."""
-    for axis, what in NOT_BUILT.items():
-        if (size := getattr(mesh, axis)) > 1:
+    """Raise NotBuiltError where axes have several ranks and nothing computes along both of them yet."""
+    for axis in MODEL_AXES:
+        if mesh.sp > 1 and (size := getattr(mesh, axis)) > 1:
             raise NotBuiltError(
-                f"mesh axis {axis}={size}: {what} parallelism is not built yet.",
-                "Ranks along this axis would compute the same.",
-                "use dp_replicate and dp_shard.",
+                f"mesh axes {axis}={size} and sp={mesh.sp}: their layers together are not built yet.",
+                "Sequences are shared by ranks that have whole models.",
+                "use sp with dp_replicate and dp_shard.",
             )
 
 

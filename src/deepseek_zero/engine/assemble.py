@@ -21,6 +21,7 @@ from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
 from ..parallel.apply import parallelize
+from ..parallel.sequence_model import SequenceSettings, share_sequences
 from ..pipeline.pipeline import Pipeline
 from ..planner.plan import Plan
 from ..planner.spec import S
@@ -63,13 +64,15 @@ def assemble(
     params: Sequence[Any] | None,
     leaf_modules: tuple[str, ...] = (),
     example: Callable[[], Any] | None = None,
+    sequence: SequenceSettings | None = None,
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
     client: an optimizer, a callable that makes one from parameters, or None (then the configuration's, if it names
     one). params: parameters or parameter groups to train; None = all that require gradients.
     leaf_modules: full names of modules that travel as one piece, beside those that the configuration names.
-    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.
+    example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence: what is said of
+    ranks along "sp".
     """
     refuse_wrapped(model)
     world = Comm(mesh.device, transport=config.transport)
@@ -87,6 +90,8 @@ def assemble(
         for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
         compare_first_batch(model, comm.along["tp"])
+    if "sp" in comm.along:
+        run_on_all_ranks(comm, "sharing sequences", lambda: share_sequences(model, comm.along["sp"], sequence))
     settings = plan_settings_of(config, leaf_modules)
     staged = None
     if "pp" in comm.along:

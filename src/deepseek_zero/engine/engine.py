@@ -227,7 +227,7 @@ class Observer:
             loss=float("nan"),
             lr=float(optimizer.param_groups[0]["lr"]) if optimizer.param_groups else 0.0,
             grad_norm=optimizer.last.norm,
-            tokens_per_second=tokens * engine.mesh.data_size / seconds,
+            tokens_per_second=tokens * engine.mesh.reduce_size / seconds,
             memory_bytes=allocated_bytes(self.device),
             comm_bytes=sent,
             step_seconds=seconds,

@@ -26,6 +26,7 @@ from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
 from ..parallel.plans import choose
+from ..parallel.sequence_model import SequenceSettings
 from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
@@ -53,6 +54,7 @@ class Request:
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
     door: str = "initialize"  # which one was called
+    sequence: SequenceSettings | None = None  # what is said of ranks along "sp"
 
     def __post_init__(self) -> None:
         """Raise where something was given that no engine can be made of."""
@@ -147,6 +149,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
         request.parameters,
         request.leaf_modules,
         partial(example_of, request),
+        request.sequence,
     )
     engine = engine_class(config, mesh, parts)
     engine.lr_scheduler = _schedule(engine, request)

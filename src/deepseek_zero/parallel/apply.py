@@ -36,7 +36,7 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
     settings = settings or ParallelSettings()
     plan = choose(model, comm.size, settings)
     _take_values(model, plan, comm)
-    streams = Streams(comm.rank, comm.device) if _has_dropout(model) else None
+    streams = Streams(comm.rank, comm.device) if has_dropout(model) else None
     axis = TensorAxis(TensorGroup(comm), streams)
     _become(model, plan, axis)
     for (name, attribute), local in plan.attributes.items():
@@ -57,7 +57,7 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     tp = tp.tp if isinstance(tp, Mesh) else tp
     settings = settings or ParallelSettings()
     plan = choose(model, tp, settings)
-    axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=_has_dropout(model))
+    axis = VirtualAxis(tp, next(model.parameters()).device, has_dropout=has_dropout(model))
     for holder, name in plan.attentions.items():
         module = model.get_submodule(name)
         counts = {(module, attribute): local for (of, attribute), local in plan.attributes.items() if of == name}
@@ -95,7 +95,7 @@ def _take_values(model: nn.Module, plan: ParallelPlan, comm: Comm) -> None:
         parameter.data = own
 
 
-def _has_dropout(model: nn.Module) -> bool:
+def has_dropout(model: nn.Module) -> bool:
     """Return whether a layer may drop something in training."""
     for module in model.modules():
         names = ("p", "dropout", "attention_dropout", "attn_dropout")

@@ -1,0 +1,305 @@
+"""Sequences of a transformers model over ranks: attention by exchange, own tokens, a loss weighted by tokens.
+
+Each rank runs the model's own forward on its part of every sequence. Only attention sees other tokens: it is registered
+with transformers under a name of its own (`ulysses_sdpa`) and exchanges tokens for heads. Positions tell a rank where
+its tokens are, so they are required; `own_tokens` cuts a batch and makes them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..base.errors import NotBuiltError, UsageError
+from ..comm.collectives import Comm
+from .apply import has_dropout
+from .sequence import SequenceAttention, SequenceGroup, exchange, spread
+
+IGNORED = -100  # the label of a token that no loss counts
+_NAMED = "ulysses_"  # and transformers' name of the attention that computes the heads
+
+
+@dataclass(frozen=True)
+class SequenceSettings:
+    """What a caller says of it. weighs_loss: the model's loss becomes that of all tokens of the sequences, on every
+    rank; False: each rank's is the mean over its own tokens, and the caller weighs. spares_eval: in evaluation every
+    rank computes alone, on whole sequences.
+    """
+
+    weighs_loss: bool = True
+    spares_eval: bool = False
+
+
+def own_tokens(batch: Mapping[str, Any], coordinate: int, ranks: int) -> dict[str, Any]:
+    """Return one rank's part of a batch of whole sequences. Pure.
+
+    batch: tensors of (samples, tokens, ...), equal on the ranks that share sequences; other entries stay as they are.
+    `position_ids` are made where there are none; `labels` become `shift_labels`, the next token's label of each token,
+    before anything is cut. UsageError where the ranks do not divide the tokens.
+    """
+    found = dict(batch)
+    tokens = found["input_ids"] if "input_ids" in found else found["inputs_embeds"]
+    samples, length = tokens.shape[:2]
+    if length % ranks:
+        raise UsageError(
+            f"a sequence of {length} tokens cannot be cut over {ranks} sequence-parallel ranks.",
+            "Each rank takes as many tokens as every other.",
+            f"pad it to {math.ceil(length / ranks) * ranks} tokens, labels with {IGNORED}.",
+        )
+    if "position_ids" not in found:
+        found["position_ids"] = torch.arange(length, device=tokens.device).expand(samples, length)
+    if "labels" in found and "shift_labels" not in found:
+        found["shift_labels"] = nn.functional.pad(found["labels"], (0, 1), value=IGNORED)[:, 1:]
+    found.pop("labels", None)
+    share = length // ranks
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
+            found[name] = value.narrow(1, coordinate * share, share).contiguous()
+    return found
+
+
+def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | None = None) -> None:
+    """Make a model's forward one part of a forward over the ranks that share sequences. Local; forwards are collective.
+
+    comm: of the ranks along "sp". A model with modules of `SequenceAttention` exchanges by itself and stays as it is;
+    one of transformers gets its attention registered. Others, and what is not built, are refused by name.
+    """
+    if any(isinstance(module, SequenceAttention) for module in model.modules()):
+        return
+    _refuse(model, comm.size)
+    shared = _Shared(model, comm, settings or SequenceSettings())
+    config: Any = model.config
+    if not config._attn_implementation.startswith(_NAMED):
+        config._attn_implementation = _registered(config._attn_implementation)
+    for module in model.modules():
+        _SHARED[module] = shared
+    model.register_forward_pre_hook(shared.before_forward, with_kwargs=True)
+    model.register_forward_hook(shared.after_forward, with_kwargs=True)
+
+
+def _refuse(model: nn.Module, ranks: int) -> None:
+    """Raise where the ranks cannot share this model's sequences."""
+    config: Any = getattr(model, "config", None)
+    core = getattr(config, "_attn_implementation", None)
+    if core is None:
+        raise NotBuiltError(
+            f"mesh axis sp={ranks}: the attention of {type(model).__name__} exchanges nothing.",
+            "Attention needs every token. It is exchanged in models of transformers, and in DistributedAttention.",
+            "call it through deepspeed.sequence.layer.DistributedAttention, or leave sp out.",
+        )
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    held = getattr(text, "num_key_value_heads", None) or heads
+    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    reasons = {
+        f"{heads} attention heads cannot be cut over them": heads % ranks,
+        f"{held} key and value heads cannot be cut over them": held % ranks and ranks % held,
+        "its layers drop something in training, and ranks would draw alike": has_dropout(model),
+        "encoder and decoder have sequences of their own": getattr(config, "is_encoder_decoder", False),
+        f"attention of the kinds {sorted(kinds)} needs masks": kinds,
+        f"attention '{core}' needs masks; 'sdpa' does not": core == "eager",
+        "attention scores are capped": getattr(text, "attn_logit_softcapping", None) and core.endswith("sdpa"),
+        "its forward takes no position_ids": not _takes_positions(model),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise NotBuiltError(
+                f"mesh axis sp={ranks}: {type(model).__name__} is not built for sequence-parallel ranks: {reason}.",
+                "Each rank computes whole attention, causal or of all tokens, of its share of the heads.",
+                "change the model's configuration, the number of ranks, or leave sp out.",
+            )
+
+
+def _takes_positions(model: nn.Module) -> bool:
+    parameters = inspect.signature(model.forward).parameters
+    return "position_ids" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
+class _Shared:
+    """What one model's forwards and attention use."""
+
+    def __init__(self, model: nn.Module, comm: Comm, settings: SequenceSettings) -> None:
+        self.group, self.settings = SequenceGroup(comm), settings
+        parameters = inspect.signature(model.forward).parameters.values()
+        self._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+        self._is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM"
+
+    def rests(self, module: nn.Module) -> bool:
+        """Return whether ranks compute alone now."""
+        return self.settings.spares_eval and not module.training
+
+    # -- a forward
+
+    def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Look at what the forward is given: this rank's tokens, and nothing that says otherwise. Collective."""
+        if self.rests(module):
+            return None
+        if len(args) > len(self._names):
+            raise UsageError("the model was given inputs without names.", "", "pass them by name: model(**batch).")
+        given = dict(zip(self._names, args, strict=False)) | kwargs
+        tokens = given.get("input_ids") if given.get("input_ids") is not None else given.get("inputs_embeds")
+        if tokens is None:
+            raise UsageError("the model was given no input_ids.", "", "pass this rank's tokens.")
+        self._look_at_positions(given.get("position_ids"), tokens.shape[1])
+        if given.get("attention_mask") is not None:
+            self._look_at_mask(given["attention_mask"])
+            given["attention_mask"] = None
+        labels, shifted = given.get("labels"), given.get("shift_labels")
+        if self.settings.weighs_loss:
+            if labels is not None and shifted is None and self._is_causal_loss:
+                raise UsageError(
+                    "the model was given labels, and no shift_labels.",
+                    "The label of a rank's last token is the next rank's first.",
+                    "pass shift_labels: own_tokens(batch, coordinate, ranks) makes them.",
+                )
+            if given.get("num_items_in_batch") is not None:
+                raise NotBuiltError(
+                    "num_items_in_batch is not built for sequence-parallel ranks.",
+                    "The loss is the mean over the tokens of all ranks that share a sequence.",
+                    "leave it out.",
+                )
+        if labels is None and shifted is not None:
+            given["labels"] = shifted
+        return (), given
+
+    def _look_at_positions(self, positions: Tensor | None, tokens: int) -> None:
+        fix = "pass position_ids: own_tokens(batch, coordinate, ranks) cuts a batch and makes them."
+        if positions is None:
+            raise UsageError(
+                "the model was given no position_ids.", "They say where this rank's tokens are in the sequence.", fix
+            )
+        first = self.group.index * tokens
+        if not bool((positions == torch.arange(first, first + tokens, device=positions.device)).all()):
+            raise NotBuiltError(
+                f"position_ids are not {first} to {first + tokens - 1}, where this rank's tokens are.",
+                "Several documents in one sequence need masks, which are not built for sequence-parallel ranks.",
+                fix,
+            )
+
+    def _look_at_mask(self, mask: Any) -> None:
+        """Raise unless a mask says no more than where a sequence ends: later tokens see the padding, none before it."""
+        if not isinstance(mask, Tensor) or mask.dim() != 2:
+            raise NotBuiltError(
+                "an attention_mask that is not (samples, tokens) is not built for sequence-parallel ranks.",
+                "Each rank computes whole attention of its heads, without a mask.",
+                "leave it out.",
+            )
+        share, is_kept = mask.shape[1], mask != 0
+        counts = is_kept.sum(1).cpu()
+        is_ordered = bool((is_kept[:, 1:] <= is_kept[:, :-1]).all())
+        table = self.group.comm.all_gather_rows(
+            torch.cat((counts, torch.tensor([int(is_ordered)]))), f"the ends of {len(counts)} sequences"
+        )
+        follows = (table[1:, :-1] == 0) | (table[:-1, :-1] == share)
+        if not bool(table[:, -1].all()) or not bool(follows.all()):
+            raise NotBuiltError(
+                "an attention_mask that leaves out tokens before others is not built for sequence-parallel ranks.",
+                "Each rank computes whole attention of its heads, without a mask.",
+                "pad sequences on the right.",
+            )
+
+    def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
+        """Put the loss of all ranks' tokens in the place of this rank's. Collective where there are labels."""
+        labels = kwargs.get("shift_labels") if kwargs.get("shift_labels") is not None else kwargs.get("labels")
+        if self.rests(module) or not self.settings.weighs_loss or labels is None:
+            return None
+        if isinstance(output, tuple):
+            return self._weighed(output[0], labels), *output[1:]
+        if getattr(output, "loss", None) is None:
+            return None
+        output["loss"] = self._weighed(output.loss, labels)
+        return output
+
+    def _weighed(self, loss: Tensor, labels: Tensor) -> Tensor:
+        """Return the mean over all ranks' tokens, of which this rank's gradient is its own share.
+
+        Gradients are averaged over the ranks afterwards, so a share is its tokens' times the number of ranks. A rank
+        without valid tokens, whose own mean is not a number, adds nothing.
+        """
+        own = [float((labels != IGNORED).sum()), float(loss.detach())]
+        table = self.group.comm.all_gather_rows(torch.tensor(own, dtype=torch.float64), "losses and their tokens")
+        counts = table[:, 0]
+        tokens = max(float(counts.sum()), 1.0)
+        total = float(torch.where(counts > 0, table[:, 1] * counts, 0.0).sum()) / tokens
+        weight = self.group.size * own[0] / tokens
+        found: Tensor = _Weighed.apply(loss, total, weight)  # type: ignore[no-untyped-call]
+        return found
+
+    # -- attention
+
+    def attend(
+        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        """Return the attention of this rank's tokens, (samples, tokens, heads, width), and no weights. Collective.
+
+        query, key, value: (samples, heads, tokens, width).
+        """
+        window, length = kwargs.get("sliding_window"), query.shape[2] * self.group.size
+        if window is not None and window < length:
+            raise NotBuiltError(
+                f"a window of {window} tokens over sequences of {length} is not built for sequence-parallel ranks.",
+                "It needs a mask.",
+                "set sliding_window to None in the model's configuration, or take shorter sequences.",
+            )
+        kwargs.pop("position_ids", None)  # of this rank's tokens alone: nothing to tell documents by
+        key, value = spread(key, self.group.size, 1), spread(value, self.group.size, 1)
+        whole = exchange(self.group, 1, 2, "query, key and value", query, key, value)
+        before = getattr(module, "num_key_value_groups", None)
+        if before is not None:
+            module.num_key_value_groups = whole[0].shape[1] // whole[1].shape[1]
+        try:
+            found, weights = core(module, *whole, None, *args, **kwargs)
+        finally:
+            if before is not None:
+                module.num_key_value_groups = before
+        return exchange(self.group, 1, 2, "the output of attention", found)[0], weights
+
+
+class _Weighed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, total: float, weight: float) -> Tensor:
+        ctx.weight = weight
+        return torch.full_like(loss, total)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return grad * ctx.weight, None, None
+
+
+# Each module of a model that shares sequences, for the attention that transformers calls with one of them.
+_SHARED: weakref.WeakKeyDictionary[nn.Module, _Shared] = weakref.WeakKeyDictionary()
+
+
+def _registered(core: str) -> str:
+    """Register attention over exchanges with transformers, and its masks, which are those of the core; its name."""
+    name, masks = f"{_NAMED}{core}", import_module("transformers.masking_utils").ALL_MASK_ATTENTION_FUNCTIONS
+    _functions().register(name, partial(_attend, core))
+    if core in masks:
+        masks.register(name, masks[core])
+    return name
+
+
+def _functions() -> Any:
+    """Return transformers' attention functions by name; it is imported already where a model is one of its."""
+    return import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+
+
+def _attend(
+    core: str, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Any]:
+    function, shared = _functions()[core], _SHARED.get(module)
+    if shared is None or shared.rests(module):
+        found: tuple[Tensor, Any] = function(module, query, key, value, mask, *args, **kwargs)
+        return found
+    return shared.attend(function, module, query, key, value, *args, **kwargs)
