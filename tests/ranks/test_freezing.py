@@ -177,9 +177,16 @@ def test_checkpoints_behind_a_flip_save_and_load(stage: int, tmp_path: Path) -> 
         again.engine.load_checkpoint(str(tmp_path), tag=tag)
         go(again, 5, 8, {6: head_only})
         for name, value in values_of(again.model).items():
-            assert torch.equal(value, expected[name]), (tag, name)
+            # The run that went on has what was frozen first in groups of its own, the resumed one beside the others: a
+            # fused kernel's last elements are others, and may be rounded once more or less in a step (decision 0012).
+            assert int((value != expected[name]).sum()) <= KERNEL_TAIL, (tag, name)
+            torch.testing.assert_close(value, expected[name], rtol=3 * EPSILON, atol=3 * EPSILON, msg=f"{tag} {name}")
         again.end()
     run.end()
+
+
+KERNEL_TAIL = 16  # elements that a vector kernel on a CPU leaves to scalar code, at most
+EPSILON = torch.finfo(torch.float32).eps
 
 
 def nothing(model: nn.Module) -> None:
