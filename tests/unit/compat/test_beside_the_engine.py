@@ -216,8 +216,8 @@ def test_builders_say_what_serves_and_build_nothing() -> None:
 
 
 def test_what_can_be_imported_and_not_used_says_so_at_its_use() -> None:
-    with pytest.raises(UnknownNameError, match=r"UlyssesSPAttentionHF.register_with_transformers is DeepSpeed's"):
-        missing.UlyssesSPAttentionHF.register_with_transformers(sequence_parallel_size=2)
+    with pytest.raises(UnknownNameError, match=r"SequenceTiledCompute.apply is DeepSpeed's"):
+        missing.SequenceTiledCompute.apply(2)
     with pytest.raises(NotBuiltError, match=r"TiledMLP is DeepSpeed's and is not built"):
         missing.TiledMLP()
 

@@ -39,6 +39,7 @@ from .mpu import accelerate_statements, mesh_param_statement, mpu_statement, pip
 from .parameters import ParameterOffload, show_ds_names
 from .pipe import PipelineModule
 from .pipe_engine import PipelineEngine
+from .sequence_ulysses import SequenceMpu
 from .tensor_parallel import requested, tensor_parallel_statement
 
 # A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
@@ -110,6 +111,7 @@ def initialize(
         mesh_statements=tuple(statements),
         counts_model_ranks=_counted_by_accelerate() is not None,
         drops_idle_schedule=unchanged,
+        sequence=mpu.settings if isinstance(mpu, SequenceMpu) else None,
     )
     if unchanged:
         end_engine_of(model)

@@ -146,8 +146,7 @@ MISSING: dict[str, Rows] = {
         (
             L,
             SEQUENCE,
-            "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter SequenceTiledCompute sequence_tiled_compute TiledMLP "
-            "TiledFusedLogitsLoss",
+            "SequenceTiledCompute sequence_tiled_compute TiledMLP TiledFusedLogitsLoss",
         ),
     ),
     "deepspeed.sequence": (
@@ -297,7 +296,7 @@ _SEQUENCE_PARALLEL = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 UNSUPPORTED: dict[str, UnsupportedName] = {
     name: UnsupportedName(
         f"{_SEQUENCE_PARALLEL}.{name}",
-        "Sequence parallelism comes with a later part; a long sequence is cut by checkpointing and offload today.",
+        "Computing a sequence in tiles comes with a later part; checkpointing and offload cut its memory today.",
     )
     for name in missing_names(_SEQUENCE_PARALLEL)
 }

@@ -8,8 +8,8 @@ __getattr__, __dir__ = stand_in(
     __name__,
     {
         "deepseek_zero.compat.deepspeed.missing": (
-            "sequence_tiled_compute SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF "
-            "UlyssesSPDataLoaderAdapter"
+            "sequence_tiled_compute SequenceTiledCompute TiledFusedLogitsLoss TiledMLP"
         ),
+        "deepseek_zero.compat.deepspeed.sequence_ulysses": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
     },
 )
