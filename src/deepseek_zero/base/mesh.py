@@ -89,7 +89,7 @@ class Mesh:
         """The size of each axis, in the order of `AXES`."""
         return (self.pp, self.dp_replicate, self.dp_shard, self.sp, self.tp)
 
-    @property
+    @cached_property
     def world_size(self) -> int:
         """All ranks."""
         return math.prod(self.sizes)
@@ -99,12 +99,12 @@ class Mesh:
         """Ranks that see different batches; the batch of a step is micro-batch x accumulation x this."""
         return self.dp_replicate * self.dp_shard
 
-    @property
+    @cached_property
     def shard_size(self) -> int:
         """Ranks that hold the slices of one sharded state."""
         return self.dp_shard * self.sp
 
-    @property
+    @cached_property
     def reduce_size(self) -> int:
         """Ranks whose gradients are summed, which is what their mean divides by."""
         return self.dp_replicate * self.dp_shard * self.sp
