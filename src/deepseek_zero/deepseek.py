@@ -10,6 +10,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -31,7 +32,7 @@ from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
 from .engine.optimizer import adopting, granularities
-from .engine.start import Request, facts_of, parameters_of
+from .engine.start import Request, example_of, facts_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
 from .sharding.param_group import ParamGroup
@@ -104,7 +105,8 @@ class DeepSeekZeRO3(StandsForModule):
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)
         self.config = resolve(raw, facts_of(request, mesh))
-        parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model))
+        example = partial(example_of, request)
+        parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model), example, None)
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
         self.module, self.runtime = model, parts.runtime
         # The model keeps what drives it: a caller who drops this object still trains.

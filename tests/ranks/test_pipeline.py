@@ -60,7 +60,7 @@ def pipeline(
     model = seeded(Tied)
     cut = cut_chain(model, find_chain(model, given(1)[0].args), ranks * virtual, "uniform")
     schedule = make_schedule(name, ranks, virtual, many, tied=cut.tied)
-    ties = Ties(world, mesh, schedule, cut.ties)
+    ties = Ties(world, mesh, schedule.placement, cut.ties)
 
     class Summing(states):  # type: ignore[valid-type, misc]
         def tie(self, stage: int) -> None:

@@ -14,25 +14,20 @@ from ..activations.recompute import Recompute, RecomputeSettings, configure, rel
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
-from ..base.errors import UsageError
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.apply import parallelize
-from ..parallel.sequence_model import SequenceSettings, share_sequences
-from ..pipeline.pipeline import Pipeline
+from ..parallel.sequence_model import SequenceSettings
 from ..planner.plan import Plan
 from ..planner.spec import S
-from ..planner.split import set_split
 from ..precision.policy import Policy
-from ..sharding.wrap import check_room, open_tiers, refuse_sliced, refuse_wrapped, wrap_model
-from .data import compare_first_batch
+from ..sharding.wrap import check_room, open_tiers, refuse_wrapped, wrap_model
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client
-from .pipelining import chain_of, forget_others, no_example, share_ties, take_stages_of
+from .pieces import cut_along_axes, forget_others
 from .planning import look_at, plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -40,14 +35,12 @@ from .settings import (
     data_settings_of,
     memory_settings_of,
     observer_settings_of,
-    pipeline_settings_of,
     placement_settings_of,
     plan_settings_of,
     recompute_settings_of,
     saving_settings_of,
     scaler_of,
     step_settings_of,
-    tensor_settings_of,
 )
 
 if TYPE_CHECKING:  # as in engine.py
@@ -62,9 +55,9 @@ def assemble(
     mesh: Mesh,
     client: Client,
     params: Sequence[Any] | None,
-    leaf_modules: tuple[str, ...] = (),
-    example: Callable[[], Any] | None = None,
-    sequence: SequenceSettings | None = None,
+    leaf_modules: tuple[str, ...],
+    example: Callable[[], Any],
+    sequence: SequenceSettings | None,
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 
@@ -78,25 +71,9 @@ def assemble(
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
-    if "pp" in comm.along and config.zero_optimization.vertical_micro_batches > 1:
-        raise UsageError(
-            "vertical_micro_batches on a mesh with stages.",
-            "Both take a step's micro-batches in an order of their own.",
-            'leave it out; "pipeline": {"schedule": "breadth_first"} is that order over stages.',
-        )
-    chain = chain_of(model, example or no_example) if "pp" in comm.along else None
-    if "tp" in comm.along:
-        refuse_sliced(model, "tp")
-        for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
-            set_split(model.get_parameter(name), split)
-        compare_first_batch(model, comm.along["tp"])
-    if "sp" in comm.along:
-        run_on_all_ranks(comm, "sharing sequences", lambda: share_sequences(model, comm.along["sp"], sequence))
+    stages = cut_along_axes(config, model, mesh, comm, example, sequence)
     settings = plan_settings_of(config, leaf_modules)
-    staged = None
-    if "pp" in comm.along:
-        staged = take_stages_of(model, chain, pipeline_settings_of(config), mesh, comm.along["pp"])
-        share_ties(model, staged, comm.whole, mesh)
+    if stages is not None:
         params = forget_others(model, client, params)
         settings = replace(settings, reduces_once=True)
     shape, chosen = run_on_all_ranks(
@@ -143,9 +120,7 @@ def assemble(
         "Ranks take their batches and their learning rates in step, and save in step.",
         "pass the same configuration on every rank.",
     )
-    if staged is not None:
-        said = pipeline_settings_of(config)
-        parts.pipeline = Pipeline(staged, comm.whole, mesh, runtime, said.schedule, group=said.group)
+    parts.pipeline = stages.connect(comm, mesh, runtime) if stages is not None else None
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)

@@ -32,9 +32,9 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
-from ..pipeline.layers import LayersStage, LayerStages
+from ..pipeline.layers import Labelled, LayersStage, LayerStages
 from ..pipeline.pipeline import Pipeline
-from ..pipeline.stage import loss_of
+from ..pipeline.stage import MicroBatch, loss_of
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
@@ -48,7 +48,6 @@ from ..report.timers import Timers
 from ..sharding.runtime import Runtime
 from .determinism import Determinism
 from .memory import memory_report, plan_of
-from .pipelining import labelled_of, micro_batch_of, read_batches
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
@@ -337,7 +336,7 @@ class Engine(StandsForModule):
         if pipeline is None:
             return self._train_in_turn(batches)
         with self.observer.timed("forward"):
-            loss = pipeline.train(read_batches(pipeline, batches))
+            loss = pipeline.train(pipeline.read(batches))
         self.observer.loss(loss)
         self._end_pipelined()
         return loss
@@ -366,8 +365,7 @@ class Engine(StandsForModule):
         self.eval()
         try:
             if pipeline is not None:
-                batches = read_batches(pipeline, batches)
-                return pipeline.evaluate(batches, keeps_outputs=keeps_outputs, has_loss=has_loss)
+                return pipeline.evaluate(pipeline.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss)
             with torch.no_grad():
                 outputs = [self._forward_of(batch) for batch in batches]
                 losses = [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)] if has_loss else []
@@ -378,13 +376,13 @@ class Engine(StandsForModule):
     def _forward_of(self, batch: Any) -> Any:
         """Run the model on what a loader yields: a list of layers takes the first of a pair."""
         if isinstance(self.module, LayerStages):
-            return Engine.forward(self, labelled_of(batch).inputs)
-        args, kwargs = micro_batch_of(batch)
+            return Engine.forward(self, Labelled.of(batch).inputs)
+        args, kwargs = MicroBatch.of(batch)
         return Engine.forward(self, *args, **kwargs)
 
     def _loss_of(self, output: Any, batch: Any) -> Tensor:
         if isinstance(self.module, LayerStages):
-            return LayersStage(self.module).loss(output, labelled_of(batch))
+            return LayersStage(self.module).loss(output, Labelled.of(batch))
         return loss_of(output)
 
     def _train_in_turn(self, batches: Sequence[Any]) -> Tensor:

@@ -33,7 +33,6 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pipelining import no_example
 from .planning import look_at, stated_budgets, update_of
 from .settings import placement_settings_of, plan_settings_of, tensor_settings_of
 
@@ -174,7 +173,11 @@ def example_of(request: Request) -> Any:
         return (request.collate_fn or default_collate)([request.training_data[0]])
     if (found := getattr(request.model, "dummy_inputs", None)) is not None:
         return found
-    return no_example()
+    raise UsageError(
+        "a pipeline needs a batch to find the model's blocks by, and none is known.",
+        "It runs the model's forward once on shapes alone, to see which blocks hand each other their outputs.",
+        "pass training_data, or give the model an attribute dummy_inputs: the arguments of a forward by name.",
+    )
 
 
 def _schedule(engine: Engine, request: Request) -> Any:

@@ -71,6 +71,19 @@ class Labelled(NamedTuple):
     inputs: Any
     labels: Any = None
 
+    @classmethod
+    def of(cls, batch: Any) -> Labelled:
+        """Read what a data loader yields: a pair (inputs, labels)."""
+        if isinstance(batch, cls):
+            return batch
+        if isinstance(batch, (tuple, list)) and len(batch) == 2:
+            return cls(*batch)
+        raise UsageError(
+            "a micro-batch of a list of layers is a pair (inputs, labels).",
+            "The first layer takes the inputs, the loss the labels.",
+            "let the data iterator yield pairs.",
+        )
+
 
 class LayerStages(nn.Module):
     """One stage's layers of a list.

@@ -1,9 +1,10 @@
 """One pipeline, for an engine: cut the model before it is planned, connect its stages once it is wrapped, run steps.
 
-cut = cut_model(model, mesh, sample=sample)                # the model keeps this rank's stages
+staged = cut_model(model, find_chain(model, args, kwargs), mesh)    # the model keeps this rank's stages
+ties = Ties(world, mesh, staged.placement, staged.ties)             # what several stages use
 ... plan and wrap the model, with `PlanSettings.reduces_once` ...
-pipeline = Pipeline(cut, world, mesh, runtime, "1f1b")
-loss = pipeline.train(micro_batches)                       # then the optimizer's step, as ever
+pipeline = Pipeline(staged, ties, world, mesh, runtime, "1f1b")
+loss = pipeline.train(micro_batches)                                # then the optimizer's step, as ever
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
-from .chain import Chain, find_chain
+from .chain import Chain
 from .executor import PipelineExecutor
-from .layers import LayersStage, LayerStages
+from .layers import Labelled, LayersStage, LayerStages
 from .messages import Links
 from .schedule import PipelineSchedule, forward_only, make_schedule
 from .sharded_states import ShardedStates
@@ -35,9 +36,11 @@ from .verify import verify
 class StagedModel:
     """A model of which this rank has some stages.  virtual: stages of each rank.  ties: by name, the stages that share
     a weight.  has_all_inputs: every stage is given the inputs, so that all know what messages hold from those.
+    placement: by stage, its rank along "pp".
     """
 
     stages: Sequence[Stage]
+    placement: tuple[int, ...]
     virtual: int
     ties: Mapping[str, tuple[int, ...]]
     has_all_inputs: bool
@@ -50,6 +53,7 @@ class StagedModel:
 
 def cut_model(
     model: nn.Module,
+    chain: Chain | None,
     mesh: Mesh,
     *,
     partition: str = "best",
@@ -57,15 +61,11 @@ def cut_model(
     virtual: int = 1,
     group: int | None = None,
     micro_batches: int = 1,
-    sample: MicroBatch | None = None,
-    chain: Chain | None = None,
 ) -> StagedModel:
     """Leave of a model this rank's stages.  Local; every rank of a pipeline does the same.
 
-    schedule, virtual, group, micro_batches: of the run, for what is in flight.  sample: one micro-batch, of which
-    shapes and dtypes are used; None: the model's `dummy_inputs`.  chain: found before layers were split.  A list of
-    layers (`LayerStages`) is cut already.
-    UsageError (ChainError) names why a model cannot be cut.
+    chain: of its blocks (`find_chain`); None for a list of layers (`LayerStages`), which is cut already.  schedule,
+    virtual, group, micro_batches: of the run, for what is in flight.  UsageError names why a model cannot be cut.
     """
     if isinstance(model, LayerStages):
         if model.num_stages != mesh.pp or virtual != 1:
@@ -74,24 +74,13 @@ def cut_model(
                 "It was cut when it was made, one stage for each pipeline rank.",
                 "state the same number of stages, and virtual 1.",
             )
-        return StagedModel([LayersStage(model)], 1, model.ties, False)
-    if sample is None and chain is None:
-        inputs = getattr(model, "dummy_inputs", None)
-        if not isinstance(inputs, Mapping):
-            raise UsageError(
-                f"{type(model).__name__} is cut into stages, and nothing tells what its forward takes.",
-                "One run on fake tensors finds the chain of its blocks.",
-                "give a sample: one micro-batch as its forward takes it.",
-            )
-        sample = MicroBatch((), inputs)
+        return StagedModel([LayersStage(model)], tuple(range(mesh.pp)), 1, model.ties, False)
+    assert chain is not None
     table = make_schedule(schedule, mesh.pp, virtual, micro_batches, group=group)
     in_flight = [table.in_flight[rank] // virtual or 1 for rank in table.placement]
-    if chain is None:
-        assert sample is not None
-        chain = find_chain(model, sample.args, sample.kwargs)
     cut = cut_chain(model, chain, table.stages, partition, in_flight)
     stages: list[ModelStage] = take_stages(model, cut, table.stages_of(mesh.coordinates["pp"]))
-    return StagedModel(stages, virtual, cut.ties, True)
+    return StagedModel(stages, tuple(table.placement), virtual, cut.ties, True)
 
 
 class Pipeline:
@@ -100,6 +89,7 @@ class Pipeline:
     def __init__(
         self,
         staged: StagedModel,
+        ties: Ties,
         world: Comm,
         mesh: Mesh,
         runtime: Runtime,
@@ -110,15 +100,15 @@ class Pipeline:
     ) -> None:
         """Connect the stages.  Collective in the world, of which `world` is the communicator.
 
+        ties: of the staged model, for what its stages share.
         is_dynamic: messages describe themselves always, since shapes change from one to the next.
         """
-        self.staged, self.mesh, self.runtime = staged, mesh, runtime
+        self.staged, self.ties, self.mesh, self.runtime = staged, ties, mesh, runtime
         self.name, self.group, self.is_dynamic = schedule, group, is_dynamic
         self._schedules: dict[tuple[str, int], PipelineSchedule] = {}
         table = self.schedule(1)
         own = [stage for stage in staged.stages if isinstance(stage, ModelStage)]
         blocks = {stage.index: stage.cut.blocks_of(stage.index) for stage in own}
-        self.ties = Ties(world, mesh, table, staged.ties)
         self.executor = PipelineExecutor(
             Links(world, mesh, table), staged.stages, ShardedStates(runtime, self.ties, blocks)
         )
@@ -146,6 +136,10 @@ class Pipeline:
             verify(made)
             self._schedules[key] = made
         return self._schedules[key]
+
+    def read(self, batches: Sequence[Any]) -> list[Any]:
+        """Read what a data loader yields as the stages take it."""
+        return [MicroBatch.of(each) if self.staged.has_all_inputs else Labelled.of(each) for each in batches]
 
     def train(self, micro_batches: Sequence[Any]) -> Tensor:
         """Run the forwards and backwards of a step and return the mean of its losses, over micro-batches and over the

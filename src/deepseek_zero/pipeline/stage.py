@@ -47,6 +47,15 @@ class MicroBatch(NamedTuple):
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = {}
 
+    @classmethod
+    def of(cls, batch: Any) -> MicroBatch:
+        """Read what a data loader yields: a mapping is by name, a tuple or list in order, else it is one argument."""
+        if isinstance(batch, cls):
+            return batch
+        if isinstance(batch, Mapping):
+            return cls((), dict(batch))
+        return cls(tuple(batch) if isinstance(batch, (tuple, list)) else (batch,))
+
 
 @dataclass(frozen=True)
 class Cut:

@@ -6,7 +6,7 @@ sum, in the order of the stages, so the copies stay equal under equal updates; a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -14,20 +14,22 @@ from torch import Tensor
 
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, ordered_sum
-from .schedule import PipelineSchedule
 
 TILE_NUMEL = 1 << 16  # of the fp32 scratch that a sum is formed in
 
 
 class Ties:
-    """The tied weights of one pipeline.  stages: by name in the whole model, the stages that use it, ascending."""
+    """The tied weights of one pipeline.
+
+    placement: by stage, its rank along "pp".  stages: by name in the whole model, the stages that use it, ascending.
+    """
 
     def __init__(
-        self, world: Comm, mesh: Mesh, schedule: PipelineSchedule, stages: Mapping[str, tuple[int, ...]]
+        self, world: Comm, mesh: Mesh, placement: Sequence[int], stages: Mapping[str, tuple[int, ...]]
     ) -> None:
         """Make the communicator of the ranks that share something.  Collective in the world."""
         self.ranks = {
-            name: tuple(dict.fromkeys(schedule.placement[stage] for stage in found)) for name, found in stages.items()
+            name: tuple(dict.fromkeys(placement[stage] for stage in found)) for name, found in stages.items()
         }  # in the order of their first stages
         self.ranks = {name: ranks for name, ranks in sorted(self.ranks.items()) if len(ranks) > 1}
         self.rank = mesh.coordinates["pp"]

@@ -236,7 +236,7 @@ def test_tied_weights_are_summed_in_the_order_of_stages(
         model = seeded(Tied).to(dtype)
         mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
         stages = take_stages(model, cut, schedule.stages_of(rank.index))
-        ties = Ties(rank.comm, mesh, schedule, cut.ties)
+        ties = Ties(rank.comm, mesh, schedule.placement, cut.ties)
 
         class Summing(NoStates):
             def tie(self, stage: int) -> None:

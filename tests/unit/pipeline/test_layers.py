@@ -91,7 +91,7 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
         own.seed_layers = False
         schedule = make_schedule("1f1b", stages, 1, MANY, tied=(0, stages - 1))
         mesh = Mesh(pp=stages).on_world(rank.size, rank.index)
-        ties = Ties(rank.comm, mesh, schedule, own.ties)
+        ties = Ties(rank.comm, mesh, schedule.placement, own.ties)
         values = {name: param.data for name, param in own.named_parameters() if name in own.ties}
         ties.spread(values)
         assert all(torch.equal(value, tied) for value in values.values())

@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.pipeline.chain import Chain, find_chain
 from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayerStages
-from deepseek_zero.pipeline.pipeline import Pipeline, cut_model
+from deepseek_zero.pipeline.pipeline import Pipeline, StagedModel, cut_model
 from deepseek_zero.pipeline.stage import MicroBatch
+from deepseek_zero.pipeline.ties import Ties
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Block, Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS
@@ -23,6 +25,15 @@ WHOLE = Mesh(pp=2)
 
 def gpt() -> nn.Module:
     return seeded(Gpt, blocks=4)
+
+
+def chain_of(model: nn.Module) -> Chain:
+    sample = given(0, 0)[0]
+    return find_chain(model, sample.args, sample.kwargs)
+
+
+def ties_of(staged: StagedModel, rank: Rank, mesh: Mesh) -> Ties:
+    return Ties(rank.comm, mesh, staged.placement, staged.ties)
 
 
 def given(step: int, place: int, many: int = MANY) -> list[MicroBatch]:
@@ -36,11 +47,10 @@ def test_losses_fall_and_are_told_to_every_rank(name: str, virtual: int, stage: 
     def body(rank: Rank) -> tuple[list[float], list[Any] | None, float]:
         mesh = WHOLE.on_world(rank.size, rank.index)
         model = gpt()
-        sample = given(0, 0)[0]
-        staged = cut_model(model, mesh, schedule=name, virtual=virtual, micro_batches=MANY, sample=sample)
+        staged = cut_model(model, chain_of(model), mesh, schedule=name, virtual=virtual, micro_batches=MANY)
         runtime = sharded(rank, model, WHOLE, stage=stage, accumulation=MANY, reduces_once=True)
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
-        pipeline = Pipeline(staged, rank.comm, mesh, runtime, name)
+        pipeline = Pipeline(staged, ties_of(staged, rank, mesh), rank.comm, mesh, runtime, name)
         losses = []
         for _ in range(STEPS):
             losses.append(float(pipeline.train(given(0, mesh.data_index))))
@@ -72,10 +82,10 @@ def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
     def body(rank: Rank) -> list[float]:
         mesh = WHOLE.on_world(rank.size, rank.index)
         model = LayerStages(layers(), 2, mesh.coordinates["pp"], loss_fn=loss_fn, seed_layers=True)
-        staged = cut_model(model, mesh)
+        staged = cut_model(model, None, mesh)
         runtime = sharded(rank, model, WHOLE, stage=2, accumulation=MANY, reduces_once=True)
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
-        pipeline = Pipeline(staged, rank.comm, mesh, runtime)
+        pipeline = Pipeline(staged, ties_of(staged, rank, mesh), rank.comm, mesh, runtime)
         losses = []
         for size in (2, 2, 3):
             found = [batch_of(0, micro, mesh.data_index, size) for micro in range(MANY)]
@@ -100,10 +110,9 @@ def test_a_list_of_layers_trains_and_may_change_its_shapes() -> None:
 
 def test_what_cannot_be_cut_is_told_before_anything_is() -> None:
     mesh = WHOLE.on_world(2, 0)
-    with pytest.raises(UsageError, match="nothing tells what its forward takes"):
-        cut_model(gpt(), mesh)
     with pytest.raises(UsageError, match="a list of 1 stages on a mesh with pp=2"):
-        cut_model(LayerStages([nn.Linear(2, 2)], 1, 0), mesh)
+        cut_model(LayerStages([nn.Linear(2, 2)], 1, 0), None, mesh)
     with pytest.raises(UsageError, match="4 layers are cut into 6 stages"):
-        cut_model(gpt(), mesh, schedule="interleaved", virtual=3, sample=given(0, 0)[0])
+        model = gpt()
+        cut_model(model, chain_of(model), mesh, schedule="interleaved", virtual=3)
     assert torch.is_grad_enabled()

@@ -128,7 +128,7 @@ def test_tied_weights_under_every_stage(stage: int, name: str, virtual: int) -> 
         mesh = Mesh(pp=2).on_world(rank.size, rank.index)
         model = seeded(Tied)
         stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
-        ties = Ties(rank.comm, mesh, schedule, cut.ties)
+        ties = Ties(rank.comm, mesh, schedule.placement, cut.ties)
         runtime = sharded(rank, model, Mesh(pp=2), stage=stage, accumulation=MANY, reduces_once=True)
         optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"])
         executor = PipelineExecutor(Links(rank.comm, mesh, schedule), stages, ShardedStates(runtime, ties))

@@ -1,0 +1,132 @@
+"""A model on a mesh that cuts it: what this rank keeps along "tp", "sp" and "pp", before ZeRO shards that."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..base.errors import UsageError
+from ..base.mesh import Mesh
+from ..checkpoint.piece import remember_names
+from ..comm.agreement import run_on_all_ranks
+from ..comm.collectives import Comm, scatter
+from ..parallel.apply import parallelize
+from ..parallel.sequence_model import SequenceSettings, share_sequences
+from ..pipeline.chain import Chain, find_chain
+from ..pipeline.layers import LayerStages
+from ..pipeline.pipeline import Pipeline, StagedModel, cut_model
+from ..pipeline.stage import MicroBatch
+from ..pipeline.ties import Ties
+from ..planner.split import set_split
+from ..sharding.runtime import Runtime
+from ..sharding.wrap import refuse_sliced
+from .data import compare_first_batch
+from .settings import PipelineSettings, pipeline_settings_of, tensor_settings_of
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
+
+@dataclass
+class Stages:
+    """The stages of a model that this rank has, and what they share with others'."""
+
+    staged: StagedModel
+    ties: Ties
+    settings: PipelineSettings
+
+    def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> Pipeline:
+        """Make the pipeline, once the stages are wrapped.  Collective in the world."""
+        said = self.settings
+        return Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
+
+
+def cut_along_axes(
+    config: Config,
+    model: nn.Module,
+    mesh: Mesh,
+    comm: Comm,
+    example: Callable[[], Any],
+    sequence: SequenceSettings | None,
+) -> Stages | None:
+    """Leave of a model this rank's piece, in place, with the first rank's values; return its stages where it has some.
+
+    Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of others become
+    stand-ins.  The chain of blocks is looked for in the whole model.  example, sequence: as `assemble` takes them.
+    Collective; refusals name the axis and the reason, and come before anything is cut along it.
+    """
+    chain = _chain_of(model, example) if "pp" in comm.along else None
+    if "tp" in comm.along:
+        refuse_sliced(model, "tp")
+        for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
+            set_split(model.get_parameter(name), split)
+        compare_first_batch(model, comm.along["tp"])
+    if "sp" in comm.along:
+        run_on_all_ranks(comm, "sharing sequences", lambda: share_sequences(model, comm.along["sp"], sequence))
+    return _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
+
+
+def _chain_of(model: nn.Module, example: Callable[[], Any]) -> Chain | None:
+    """Return the chain of blocks of a whole model; None for a list of layers.  Local."""
+    if isinstance(model, LayerStages):
+        return None
+    batch = MicroBatch.of(example())
+    return find_chain(model, batch.args, batch.kwargs)
+
+
+def _take_stages(config: Config, model: nn.Module, chain: Chain | None, mesh: Mesh, comm: Comm) -> Stages:
+    if config.zero_optimization.vertical_micro_batches > 1:
+        raise UsageError(
+            "vertical_micro_batches on a mesh with stages.",
+            "Both take a step's micro-batches in an order of their own.",
+            'leave it out; "pipeline": {"schedule": "breadth_first"} is that order over stages.',
+        )
+    settings = pipeline_settings_of(config)
+    if chain is not None:
+        _take_values(model, comm.along["pp"])
+    remember_names(model)
+    staged = cut_model(
+        model,
+        chain,
+        mesh,
+        partition=settings.partition,
+        schedule=settings.schedule,
+        virtual=settings.virtual,
+        group=settings.group,
+        micro_batches=settings.micro_batches,
+    )
+    ties = Ties(comm.whole, mesh, staged.placement, staged.ties)
+    if chain is None:  # each rank built its own copy
+        ties.spread({name: param.data for name, param in model.named_parameters() if name in staged.ties})
+    return Stages(staged, ties, settings)
+
+
+def _take_values(model: nn.Module, comm: Comm) -> None:
+    """Let every rank of the pipeline have the values of its first, before each keeps its part."""
+    for name, param in model.named_parameters():
+        if param.is_meta or not param.numel():
+            continue
+        flat = param.detach().reshape(-1).contiguous()
+        own = flat.clone()
+        scatter(comm, [flat] * comm.size, own, f"values of {name}")
+        if comm.rank:
+            param.data.copy_(own.view(param.shape))
+
+
+def forget_others(model: nn.Module, optimizer: Any, params: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Leave out of an optimizer's groups, and return without, the parameters that other stages have."""
+    own = {id(param) for param in model.parameters()}
+
+    def kept(members: Sequence[Any]) -> list[Any]:
+        return [each for each in members if id(each[1] if isinstance(each, tuple) else each) in own]
+
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = kept(group["params"])
+    if params is None or not any(isinstance(each, Mapping) for each in params):
+        return None if params is None else kept(params)
+    return [{**each, "params": kept(each["params"])} if isinstance(each, Mapping) else each for each in params]
