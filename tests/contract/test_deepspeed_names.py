@@ -10,7 +10,6 @@ import pytest
 import deepseek_zero
 from deepseek_zero.base.errors import UnknownNameError
 from deepseek_zero.compat.deepspeed import missing
-from deepseek_zero.compat.deepspeed.missing import UNSUPPORTED
 from deepseek_zero.compat.deepspeed.names_page import render
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -26,8 +25,6 @@ def test_each_absent_name_raises_what_the_table_says(as_deepspeed: None) -> None
     for module in missing.MISSING.keys() - {missing.ENGINE}:
         stand_in = importlib.import_module(module)
         for name, row in missing.missing_names(module).items():
-            if name in UNSUPPORTED:
-                continue  # it can be imported; its use is the error
             assert not hasattr(stand_in, name), f"{module}.{name}"
             with pytest.raises(UnknownNameError) as caught:
                 getattr(stand_in, name)

@@ -13,7 +13,7 @@ from torch import nn
 
 from deepseek_zero import comm
 from deepseek_zero.base.errors import NotBuiltError, UnknownNameError, UsageError
-from deepseek_zero.compat.deepspeed import elasticity, estimators, groups, loss_scaler, missing, ops, profiling, utils
+from deepseek_zero.compat.deepspeed import elasticity, estimators, groups, loss_scaler, ops, profiling, utils
 from deepseek_zero.compat.deepspeed.accelerator import get_accelerator, set_accelerator
 from deepseek_zero.compat.deepspeed.elasticity import highly_composite
 from deepseek_zero.compat.deepspeed.utils import OnDevice, log_dist_once
@@ -213,13 +213,6 @@ def test_builders_say_what_serves_and_build_nothing() -> None:
     assert not ops.__compatible_ops__["sparse_attn"] and ops.ALL_OPS["cpu_adam"] is ops.CPUAdamBuilder
     with pytest.raises(NotBuiltError, match=r"CPUAdamBuilder.load\(\)"):
         ops.CPUAdamBuilder().load()
-
-
-def test_what_can_be_imported_and_not_used_says_so_at_its_use() -> None:
-    with pytest.raises(UnknownNameError, match=r"SequenceTiledCompute.apply is DeepSpeed's"):
-        missing.SequenceTiledCompute.apply(2)
-    with pytest.raises(NotBuiltError, match=r"TiledMLP is DeepSpeed's and is not built"):
-        missing.TiledMLP()
 
 
 def test_a_file_of_the_transports_is_imported_without_deepspeeds_words() -> None:

@@ -3,10 +3,6 @@
 The one table of it.  The package (`deepseek_zero.X`), the engine (`engine.x`) and the drop-in (`deepspeed.y.X`) raise
 from it, and docs/reference/deepspeed-names.md shows it.  Names that no room of ours needs to speak of (DeepSpeed's own
 constants and inner functions) are left out: they are AttributeErrors, too, with what the module has.
-
-A few of these names can be imported and not used (UNSUPPORTED): clients import them at the top of a file whether they
-need them or not, and Python turns an error at `from deepspeed.x import y` into an ImportError of its own, without our
-explanation.  Such a name raises at its first use.
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NoReturn
 
 from ...base.errors import UnknownNameError
 
@@ -142,13 +137,6 @@ MISSING: dict[str, Rows] = {
         (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
     ),
     "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),
-    "deepspeed.runtime.sequence_parallel.ulysses_sp": (
-        (
-            L,
-            SEQUENCE,
-            "SequenceTiledCompute sequence_tiled_compute TiledMLP TiledFusedLogitsLoss",
-        ),
-    ),
     "deepspeed.sequence": (
         (L, SEQUENCE, "cross_entropy"),
         (N, "offloaded activations and checkpointing serve", "fpdt_layer"),
@@ -270,39 +258,3 @@ def engine_name_missing(name: str, there: list[str]) -> UnknownNameError:
         f"engine.{name} is DeepSpeed's and is not built: {missing_names(ENGINE)[name].reason}.",
         fix=f"what is there: {', '.join(near or there[:20])} ({PAGE} lists every name).",
     )
-
-
-class UnsupportedName:
-    """A class or function of DeepSpeed's that can be imported and raises when it is called or looked into."""
-
-    def __init__(self, name: str, why: str) -> None:
-        self.__name__, self._why = name, why
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise self._error()
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise self._error(f".{name}")
-
-    def _error(self, attribute: str = "") -> UnknownNameError:
-        return UnknownNameError(
-            f"{self.__name__}{attribute} is DeepSpeed's and is not built.",
-            self._why,
-            "leave it out; docs/reference/deepspeed-names.md lists what there is.",
-        )
-
-
-_SEQUENCE_PARALLEL = "deepspeed.runtime.sequence_parallel.ulysses_sp"
-UNSUPPORTED: dict[str, UnsupportedName] = {
-    name: UnsupportedName(
-        f"{_SEQUENCE_PARALLEL}.{name}",
-        "Computing a sequence in tiles comes with a later part; checkpointing and offload cut its memory today.",
-    )
-    for name in missing_names(_SEQUENCE_PARALLEL)
-}
-
-
-def __getattr__(name: str) -> UnsupportedName:
-    if name in UNSUPPORTED:
-        return UNSUPPORTED[name]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

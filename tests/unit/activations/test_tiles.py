@@ -1,0 +1,179 @@
+"""Tiles of a sequence: the bits of the same blocks kept whole, one tile's memory, DeepSpeed's names for it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepseek_zero.activations.tiles import each_tile, in_tiles
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.compat.deepspeed.sequence_tiles import (
+    SequenceTiledCompute,
+    TiledFusedLogitsLoss,
+    TiledMLP,
+    sequence_tiled_compute,
+)
+from tests.plain import seeded
+from tests.ranks.test_init import Peak
+
+WIDTH, HIDDEN, VOCABULARY = 16, 48, 31
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+def tokens(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(module: nn.Module, compute: Callable[[nn.Module, Tensor], Tensor], x: Tensor) -> list[Tensor]:
+    """What a forward returns, and the gradients of the input and the weights."""
+    own, given = copy.deepcopy(module), x.clone().requires_grad_()
+    found = compute(own, given)
+    (found * tokens(*found.shape, seed=1)).sum().backward()
+    return [found.detach(), *(each.grad for each in (given, *own.parameters()) if each.grad is not None)]
+
+
+@pytest.mark.parametrize("length", [8, 7, 2])
+def test_tiles_have_the_bits_of_the_same_blocks_without_recomputation(length: int) -> None:
+    module, x = seeded(Mlp), tokens(2, length, WIDTH)
+    found = gradients(module, lambda own, given: in_tiles(own, 4, given), x)
+    blocks = gradients(module, lambda own, given: torch.cat([own(each) for each in given.chunk(4, 1)], 1), x)
+    whole = gradients(module, lambda own, given: own(given), x)
+    assert len(found) == len(blocks) == 6
+    for own, block, plain in zip(found, blocks, whole, strict=True):
+        assert torch.equal(own, block)
+        torch.testing.assert_close(own, plain, rtol=1e-6, atol=2e-6)
+
+
+def test_a_weights_gradient_arrives_once() -> None:
+    module, arrived = seeded(Mlp), list[Tensor]()
+    module.up.weight.register_post_accumulate_grad_hook(arrived.append)  # type: ignore[union-attr]
+    in_tiles(module, 4, tokens(2, 8, WIDTH)).sum().backward()
+    assert len(arrived) == 1
+
+
+def test_one_tile_is_in_memory_at_a_time() -> None:
+    module, peaks = Mlp(64, 1024), list[int]()
+    x = tokens(1, 256, 64)
+    for compute in (module, lambda given: in_tiles(module, 8, given)):
+        with Peak() as peak:
+            compute(x.clone().requires_grad_()).sum().backward()
+        module.zero_grad()
+        peaks.append(peak.peak)
+    hidden = 256 * 1024 * 4
+    assert peaks[0] - peaks[1] > 2 * hidden * 0.75, peaks  # what a linear and an activation keep of all tokens
+
+
+def test_tiles_of_unequal_tensors_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"2 tiles of tensors of \[4, 3\] tokens"):
+        each_tile(torch.add, 2, tokens(1, 4), tokens(1, 3))
+    with pytest.raises(UsageError, match="choose 1 tile or more"):
+        in_tiles(torch.sin, 0, tokens(1, 4))
+
+
+# -- DeepSpeed's names
+
+
+def plain(module: Any, x: Tensor) -> Tensor:
+    return Mlp.forward(module, x)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_deepspeeds_names_compute_the_same(batch: int) -> None:
+    module, x = seeded(Mlp), tokens(batch, 7, WIDTH)
+
+    def by_places(own: nn.Module, given: Tensor) -> Tensor:
+        return SequenceTiledCompute.apply(plain, 7, 4, ["x"], ["module"], "x", [], 1, None, given, own)
+
+    def by_words(own: nn.Module, given: Tensor) -> Tensor:
+        return sequence_tiled_compute(
+            plain, 7, 4, {"x": given}, {"module": own}, "x", list(own.parameters()), output_reduction=None
+        )
+
+    expected = gradients(module, lambda own, given: in_tiles(own, 4, given), x)
+    for compute in (by_places, by_words, lambda own, given: TiledMLP.apply(plain, own, given, 4, [])):
+        for found, wanted in zip(gradients(module, compute, x), expected, strict=True):
+            assert torch.equal(found, wanted)
+    flat = gradients(module, lambda own, given: TiledMLP.apply(plain, own, given[0], 4), x)
+    assert flat[0].shape == (7, WIDTH)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_the_tiled_loss_is_the_loss(reduction: str) -> None:
+    head, x = seeded(lambda: nn.Linear(WIDTH, VOCABULARY)), tokens(2, 8, WIDTH)
+    labels = torch.arange(16).view(2, 8)
+    kept = torch.ones(2, 8)
+
+    def loss(module: Any, given: Tensor, wanted: Tensor, mask: Tensor | None = None) -> Tensor:
+        losses = F.cross_entropy(module(given), wanted, reduction="none")
+        return (losses if mask is None else losses * mask).sum() / (4 if reduction == "mean" else 1)
+
+    def tiled(own: nn.Module, given: Tensor, *mask: Tensor) -> Tensor:
+        return TiledFusedLogitsLoss.apply(loss, own, given, labels, *(mask or (None,)), 4, [], reduction)
+
+    def whole(own: nn.Module, given: Tensor) -> Tensor:
+        return F.cross_entropy(own(given).flatten(0, 1), labels.flatten(), reduction=reduction)
+
+    def summed(own: nn.Module, given: Tensor) -> Tensor:
+        return sequence_tiled_compute(
+            lambda x, y: F.cross_entropy(own(x).flatten(0, 1), y.flatten(), reduction=reduction),
+            8, 4, {"x": given, "y": labels}, {}, "x", [], 0, reduction,
+        )  # fmt: skip
+
+    expected = gradients(head, whole, x)
+    for compute in (tiled, lambda own, given: tiled(own, given, kept), summed):
+        for found, wanted in zip(gradients(head, compute, x), expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_tiled_loss_needs_no_logits_of_all_tokens() -> None:
+    head, x, labels = nn.Linear(8, 4096), tokens(1, 64, 8), torch.zeros(1, 64, dtype=torch.long)
+
+    def loss(module: Any, given: Tensor, wanted: Tensor) -> Tensor:
+        return F.cross_entropy(module(given), wanted, reduction="sum")
+
+    with Peak() as peak:
+        TiledFusedLogitsLoss.apply(loss, head, x.requires_grad_(), labels, None, 16, [], "sum").backward()
+    logits = 64 * 4096 * 4
+    assert peak.peak < logits, (peak.peak, logits)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"output_reduction": "none"}, 'valid values are: "mean"/"sum"'),
+        ({"x": torch.ones(4)}, "x must be at least 2D"),
+        ({"y": torch.ones(4)}, "y must be at least 2D"),
+        ({"y": torch.ones(2, 3)}, "x and y batch/seq dims must match"),
+        ({"mask": torch.ones(2)}, "mask must be 2D"),
+        ({"mask": torch.ones(2, 3)}, "mask shape must match x and y"),
+    ],
+)
+def test_what_is_no_tiled_loss_is_said_in_deepspeeds_words(change: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "fn": plain,
+        "self": None,
+        "x": torch.ones(2, 4, 3),
+        "y": torch.ones(2, 4),
+        "mask": None,
+        "shards": 2,
+        "compute_params": [],
+        "output_reduction": "sum",
+    }
+    with pytest.raises(ValueError, match=words):
+        TiledFusedLogitsLoss.apply(**given | change)
+    with pytest.raises(ValueError, match="unknown value max"):
+        sequence_tiled_compute(plain, 4, 2, {}, {}, "x", [], 1, "max")
