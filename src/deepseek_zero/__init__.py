@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     from .base.log import logger
     from .compat.deepspeed.arguments import add_config_arguments
     from .compat.deepspeed.comm import init_distributed
+    from .compat.deepspeed.configuration import ConfigKeywords
     from .compat.deepspeed.dropin import install_as_deepspeed, is_dropin_active, uninstall_as_deepspeed
     from .compat.deepspeed.engine import DeepSpeedEngine
-    from .compat.deepspeed.initialize import ConfigKeywords, initialize
+    from .compat.deepspeed.initialize import initialize
     from .deepseek import DeepSeekZeRO3, ZeroOptimizer
     from .engine.start import plan
     from .utils import log_dist
@@ -55,7 +56,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ConfigKeywords": "compat.deepspeed.initialize",
+    "ConfigKeywords": "compat.deepspeed.configuration",
     "DeepSeekZeRO3": "deepseek",
     "ZeroOptimizer": "deepseek",
     "DeepSeekZeroError": "base.errors",

@@ -103,6 +103,7 @@ def test_a_type_checker_takes_right_programs_and_refuses_wrong_keys(tmp_path: Pa
             "deepseek.py",
             "compat/__init__.py",
             "compat/deepspeed/__init__.py",
+            "compat/deepspeed/configuration.py",
             "compat/deepspeed/initialize.py",
         )
     ]

@@ -7,8 +7,9 @@ module (`from deepseek_zero.config.load import load`): a package attribute of th
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .auto import Facts, resolve
@@ -34,20 +35,14 @@ __all__ = [
     "solve",
 ]
 
-_HOMES = {
-    **dict.fromkeys(("Facts", "resolve"), "auto"),
-    **dict.fromkeys(("Batch", "BatchRequest", "solve"), "batch"),
-    **dict.fromkeys(("choose_source",), "load"),
-    **dict.fromkeys(("AutoDecision", "RawConfig"), "raw_config"),
-    **dict.fromkeys(("Config", "off_default_config", "off_default_example"), "schema"),
-    "FieldRow": "fields",
-    "Status": "fields",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+__getattr__ = loads_on_first_use(
+    __name__,
+    {
+        "auto": "Facts resolve",
+        "batch": "Batch BatchRequest solve",
+        "fields": "FieldRow Status",
+        "load": "choose_source",
+        "raw_config": "AutoDecision RawConfig",
+        "schema": "Config off_default_config off_default_example",
+    },
+)

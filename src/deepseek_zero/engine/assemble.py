@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from .. import parallel
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..base import memory
@@ -19,7 +20,6 @@ from ..base.mesh import Mesh
 from ..comm.agreement import agree, run_on_all_ranks
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
-from ..parallel.sequence_model import SequenceSettings
 from ..planner.plan import Plan
 from ..planner.spec import S
 from ..precision.policy import Policy
@@ -57,7 +57,7 @@ def assemble(
     params: Sequence[Any] | None,
     leaf_modules: tuple[str, ...],
     example: Callable[[], Any],
-    sequence: SequenceSettings | None,
+    sequence: parallel.SequenceSettings | None,
 ) -> Parts:
     """Shard the model and build its optimizer.  Collective.
 

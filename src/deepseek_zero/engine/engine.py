@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from .. import pipeline
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
@@ -32,9 +33,6 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
-from ..pipeline.layers import Labelled, LayersStage, LayerStages
-from ..pipeline.pipeline import Pipeline
-from ..pipeline.stage import MicroBatch, loss_of
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
@@ -54,6 +52,7 @@ from .settings import DataSettings, ObserverSettings, SavingSettings
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
     from ..config import Config
+    from ..pipeline import Pipeline
 
 PLAN_NAME = "plan.txt"
 
@@ -332,11 +331,11 @@ class Engine(StandsForModule):
         yields micro-batches, the same on every stage; None: of the engine's own loader, over and over.
         """
         batches = [next(data_iter or self._own_batches()) for _ in range(self._batch.accumulation)]
-        pipeline = self.parts.pipeline
-        if pipeline is None:
+        stages = self.parts.pipeline
+        if stages is None:
             return self._train_in_turn(batches)
         with self.observer.timed("forward"):
-            loss = pipeline.train(pipeline.read(batches))
+            loss = stages.train(stages.read(batches))
         self.observer.loss(loss)
         self._end_pipelined()
         return loss
@@ -361,11 +360,11 @@ class Engine(StandsForModule):
     ) -> tuple[Tensor | None, list[Any] | None]:
         """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they are."""
         batches = [next(data_iter) for _ in range(many or self._batch.accumulation)]
-        pipeline, was_training = self.parts.pipeline, self.training
+        stages, was_training = self.parts.pipeline, self.training
         self.eval()
         try:
-            if pipeline is not None:
-                return pipeline.evaluate(pipeline.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss)
+            if stages is not None:
+                return stages.evaluate(stages.read(batches), keeps_outputs=keeps_outputs, has_loss=has_loss)
             with torch.no_grad():
                 outputs = [self._forward_of(batch) for batch in batches]
                 losses = [self._loss_of(*pair) for pair in zip(outputs, batches, strict=True)] if has_loss else []
@@ -375,15 +374,15 @@ class Engine(StandsForModule):
 
     def _forward_of(self, batch: Any) -> Any:
         """Run the model on what a loader yields: a list of layers takes the first of a pair."""
-        if isinstance(self.module, LayerStages):
-            return Engine.forward(self, Labelled.of(batch).inputs)
-        args, kwargs = MicroBatch.of(batch)
+        if isinstance(self.module, pipeline.LayerStages):
+            return Engine.forward(self, pipeline.Labelled.of(batch).inputs)
+        args, kwargs = pipeline.MicroBatch.of(batch)
         return Engine.forward(self, *args, **kwargs)
 
     def _loss_of(self, output: Any, batch: Any) -> Tensor:
-        if isinstance(self.module, LayerStages):
-            return LayersStage(self.module).loss(output, Labelled.of(batch))
-        return loss_of(output)
+        if isinstance(self.module, pipeline.LayerStages):
+            return pipeline.LayersStage(self.module).loss(output, pipeline.Labelled.of(batch))
+        return pipeline.loss_of(output)
 
     def _train_in_turn(self, batches: Sequence[Any]) -> Tensor:
         losses = []

@@ -9,18 +9,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
+from .. import parallel, pipeline
 from ..base.errors import UsageError
 from ..base.mesh import Mesh
 from ..checkpoint.piece import remember_names
 from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm, scatter
-from ..parallel.apply import parallelize
-from ..parallel.sequence_model import SequenceSettings, share_sequences
-from ..pipeline.chain import Chain, find_chain
-from ..pipeline.layers import LayerStages
-from ..pipeline.pipeline import Pipeline, StagedModel, cut_model
-from ..pipeline.stage import MicroBatch
-from ..pipeline.ties import Ties
 from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import refuse_sliced
@@ -35,14 +29,14 @@ if TYPE_CHECKING:  # as in engine.py
 class Stages:
     """The stages of a model that this rank has, and what they share with others'."""
 
-    staged: StagedModel
-    ties: Ties
+    staged: pipeline.StagedModel
+    ties: pipeline.Ties
     settings: PipelineSettings
 
-    def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> Pipeline:
+    def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.Pipeline:
         """Make the pipeline, once the stages are wrapped.  Collective in the world."""
         said = self.settings
-        return Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
+        return pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
 
 
 def cut_along_axes(
@@ -51,7 +45,7 @@ def cut_along_axes(
     mesh: Mesh,
     comm: Comm,
     example: Callable[[], Any],
-    sequence: SequenceSettings | None,
+    sequence: parallel.SequenceSettings | None,
 ) -> Stages | None:
     """Leave of a model this rank's piece, in place, with the first rank's values; return its stages where it has some.
 
@@ -62,23 +56,23 @@ def cut_along_axes(
     chain = _chain_of(model, example) if "pp" in comm.along else None
     if "tp" in comm.along:
         refuse_sliced(model, "tp")
-        for name, split in parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
+        for name, split in parallel.parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
             set_split(model.get_parameter(name), split)
         compare_first_batch(model, comm.along["tp"])
     if "sp" in comm.along:
-        run_on_all_ranks(comm, "sharing sequences", lambda: share_sequences(model, comm.along["sp"], sequence))
+        run_on_all_ranks(comm, "sharing sequences", lambda: parallel.share_sequences(model, comm.along["sp"], sequence))
     return _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
 
 
-def _chain_of(model: nn.Module, example: Callable[[], Any]) -> Chain | None:
+def _chain_of(model: nn.Module, example: Callable[[], Any]) -> pipeline.Chain | None:
     """Return the chain of blocks of a whole model; None for a list of layers.  Local."""
-    if isinstance(model, LayerStages):
+    if isinstance(model, pipeline.LayerStages):
         return None
-    batch = MicroBatch.of(example())
-    return find_chain(model, batch.args, batch.kwargs)
+    batch = pipeline.MicroBatch.of(example())
+    return pipeline.find_chain(model, batch.args, batch.kwargs)
 
 
-def _take_stages(config: Config, model: nn.Module, chain: Chain | None, mesh: Mesh, comm: Comm) -> Stages:
+def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm) -> Stages:
     if config.zero_optimization.vertical_micro_batches > 1:
         raise UsageError(
             "vertical_micro_batches on a mesh with stages.",
@@ -89,7 +83,7 @@ def _take_stages(config: Config, model: nn.Module, chain: Chain | None, mesh: Me
     if chain is not None:
         _take_values(model, comm.along["pp"])
     remember_names(model)
-    staged = cut_model(
+    staged = pipeline.cut_model(
         model,
         chain,
         mesh,
@@ -99,7 +93,7 @@ def _take_stages(config: Config, model: nn.Module, chain: Chain | None, mesh: Me
         group=settings.group,
         micro_batches=settings.micro_batches,
     )
-    ties = Ties(comm.whole, mesh, staged.placement, staged.ties)
+    ties = pipeline.Ties(comm.whole, mesh, staged.placement, staged.ties)
     if chain is None:  # each rank built its own copy
         ties.spread({name: param.data for name, param in model.named_parameters() if name in staged.ties})
     return Stages(staged, ties, settings)

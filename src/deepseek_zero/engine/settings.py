@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from .. import parallel
 from ..activations.recompute import RecomputeSettings
 from ..checkpoint.catalogue import Retention
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
-from ..parallel.plans import ParallelSettings
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler, LossScaleSettings
@@ -294,12 +294,12 @@ def memory_settings_of(config: Config) -> MemorySettings:
     )
 
 
-def tensor_settings_of(config: Config, model: nn.Module | None = None) -> ParallelSettings:
+def tensor_settings_of(config: Config, model: nn.Module | None = None) -> parallel.ParallelSettings:
     """What is said of the split over tensor-parallel ranks.  model: for rules that name its `config.model_type`."""
     section, model_type = config.tensor_parallel, getattr(getattr(model, "config", None), "model_type", None)
     summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1) for name in section.injection_policy_tuple or ())
     given = section.partition_config or {}
-    return ParallelSettings(
+    return parallel.ParallelSettings(
         loss=section.loss,
         layers=(*layer_rules(given, model_type), *summed),
         uses_other_rules=given.get("use_default_specs", True),

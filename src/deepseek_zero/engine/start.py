@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
+from .. import parallel
 from ..base.device import CPU, default_device, has_fast_bf16
 from ..base.errors import NotBuiltError, UsageError, shown
 from ..base.given import refuse, whole_number
@@ -25,8 +26,6 @@ from ..base.mesh import Mesh, current_mesh
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
-from ..parallel.plans import choose
-from ..parallel.sequence_model import SequenceSettings
 from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
@@ -53,7 +52,7 @@ class Request:
     leaf_modules: tuple[str, ...] = ()  # full names of modules that travel as one piece
     drops_idle_schedule: bool = False  # a schedule without an optimizer is left out with a warning, not an error
     door: str = "initialize"  # which one was called
-    sequence: SequenceSettings | None = None  # what is said of ranks along "sp"
+    sequence: parallel.SequenceSettings | None = None  # what is said of ranks along "sp"
 
     def __post_init__(self) -> None:
         """Raise where something was given that no engine can be made of."""
@@ -249,7 +248,7 @@ def plan(
             "plan the mesh without pp; pipeline.schedule.make_schedule plans the schedule.",
         )
     if axes.tp > 1:
-        splits = choose(model, axes.tp, tensor_settings_of(chosen, model)).splits
+        splits = parallel.choose(model, axes.tp, tensor_settings_of(chosen, model)).splits
         shape = shape.split(splits, axes.coordinates["tp"])
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
     budgets = stated_budgets(settings, placement, axes.device)

@@ -1,1 +1,26 @@
-"""Owns layers that several ranks compute together: products split over the tensor-parallel axis, and what they sum."""
+"""Owns layers that several ranks compute together: products split over the tensor-parallel axis, and what they sum.
+
+The names below load on first use: a run without these axes needs none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .apply import parallelize
+    from .plans import ParallelSettings, choose
+    from .sequence_model import SequenceSettings, share_sequences
+
+__all__ = ["ParallelSettings", "SequenceSettings", "choose", "parallelize", "share_sequences"]
+
+__getattr__ = loads_on_first_use(
+    __name__,
+    {
+        "apply": "parallelize",
+        "plans": "ParallelSettings choose",
+        "sequence_model": "SequenceSettings share_sequences",
+    },
+)

@@ -1,1 +1,42 @@
-"""Pipelines: the schedule as a table of actions, the cut of a model into stages, and what runs both."""
+"""Pipelines: the schedule as a table of actions, the cut of a model into stages, and what runs both.
+
+The names below load on first use: a run without stages needs none of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .chain import Chain, find_chain
+    from .layers import Labelled, LayersStage, LayerStages
+    from .pipeline import Pipeline, StagedModel, cut_model
+    from .stage import MicroBatch, loss_of
+    from .ties import Ties
+
+__all__ = [
+    "Chain",
+    "Labelled",
+    "LayerStages",
+    "LayersStage",
+    "MicroBatch",
+    "Pipeline",
+    "StagedModel",
+    "Ties",
+    "cut_model",
+    "find_chain",
+    "loss_of",
+]
+
+__getattr__ = loads_on_first_use(
+    __name__,
+    {
+        "chain": "Chain find_chain",
+        "layers": "Labelled LayersStage LayerStages",
+        "pipeline": "Pipeline StagedModel cut_model",
+        "stage": "MicroBatch loss_of",
+        "ties": "Ties",
+    },
+)

@@ -12,11 +12,10 @@ and refuses a world that accelerate counted wrongly.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
@@ -24,7 +23,6 @@ from torch import nn
 from ...base.errors import UsageError
 from ...base.given import refuse, whole_number
 from ...config import choose_source
-from ...config.keywords import ConfigKeywords
 from ...config.load import load
 from ...engine.engine import Engine
 from ...engine.start import Request, parameters_of, start
@@ -37,15 +35,12 @@ from .engine import DeepSpeedEngine
 from .leaf_modules import leaf_module_names
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement, pipeline_statement
 from .parameters import ParameterOffload, show_ds_names
-from .pipe import PipelineModule
-from .pipe_engine import PipelineEngine
-from .sequence_ulysses import SequenceMpu
 from .tensor_parallel import requested, tensor_parallel_statement
 
-# A dict that a program has put together is any Mapping; annotate it as ConfigKeywords to have its keys checked.
-Configuration = ConfigKeywords | Mapping[str, Any] | str | os.PathLike[str] | None
+if TYPE_CHECKING:
+    from .configuration import Configuration
 
-__all__ = ["ConfigKeywords", "initialize"]
+__all__ = ["initialize"]
 
 
 def initialize(
@@ -96,7 +91,8 @@ def initialize(
         statements.append(tensor_parallel_statement(asked, raw, mpu is not None))
     if mpu is not None:
         statements.append(mpu_statement(mpu))
-    if isinstance(model, PipelineModule):
+    engine_class = getattr(type(model), "engine_class", DeepSpeedEngine)  # a PipelineModule has its own
+    if engine_class is not DeepSpeedEngine:
         statements.append(pipeline_statement(model))
     if mesh_param is not None:
         statements.append(mesh_param_statement(mesh_param))
@@ -111,12 +107,12 @@ def initialize(
         mesh_statements=tuple(statements),
         counts_model_ranks=_counted_by_accelerate() is not None,
         drops_idle_schedule=unchanged,
-        sequence=mpu.settings if isinstance(mpu, SequenceMpu) else None,
+        sequence=getattr(mpu, "sequence_settings", None),
     )
     if unchanged:
         end_engine_of(model)
     request.leaf_modules = leaf_module_names(model)
-    engine = start(raw, request, PipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine)
+    engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.runtime.settings.stage == 3:
         show_ds_names(engine.runtime)

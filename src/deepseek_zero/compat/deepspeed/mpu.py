@@ -17,7 +17,6 @@ from ...base.errors import UsageError, shown
 from ...base.given import refuse
 from ...base.mesh import axes_of
 from ...engine.mesh_statements import MeshStatement
-from .pipe import PipelineModule
 
 # What an mpu tells: the middles of get_..._world_size and get_..._rank, the clearest word first.
 READ: dict[str, tuple[str, ...]] = {
@@ -99,8 +98,8 @@ def mesh_param_statement(mesh_param: Any) -> MeshStatement:
     return MeshStatement("mesh_param=", {"sp": mesh_param[1]}, data_size=mesh_param[0])
 
 
-def pipeline_statement(module: PipelineModule) -> MeshStatement:
-    """What a PipelineModule's topology says: stages, tensor-parallel ranks where it has that axis, and who is where."""
+def pipeline_statement(module: Any) -> MeshStatement:
+    """What a PipelineModule's topology says: stages, tensor-parallel ranks where it has that axis, who is where."""
     topology = module.topology()
     words = {"pp": "pipe", "tp": "model"}
     axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}

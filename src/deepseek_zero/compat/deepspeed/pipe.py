@@ -8,11 +8,12 @@ from typing import Any
 import torch.distributed as dist
 
 from ...base.device import default_device
-from ...base.errors import DeepSeekZeroError, UsageError
+from ...base.errors import UsageError
 from ...base.mesh import Mesh
 from ...pipeline.layers import LayerSpec, LayerStages, TiedLayerSpec
 from ...pipeline.partition import balanced, uniform
 from . import activation_checkpointing
+from .pipe_engine import PipelineEngine, PipelineError
 from .pipe_topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
 
 __all__ = [
@@ -39,10 +40,6 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     return list(balanced(weights, num_parts))
 
 
-class PipelineError(DeepSeekZeroError):
-    """A call that an engine over a `PipelineModule` does not take."""
-
-
 class PipelineModule(LayerStages):
     """A model as a list of layers, cut into stages over the ranks.
 
@@ -52,6 +49,8 @@ class PipelineModule(LayerStages):
     DeepSpeed's.  All ZeRO stages take it.  Only this rank's layers are built; names hold a layer's place in the whole
     list.
     """
+
+    engine_class = PipelineEngine  # that `initialize` makes of it
 
     def __init__(
         self,

@@ -24,12 +24,12 @@ from . import groups
 
 
 class SequenceMpu:
-    """An mpu of ranks that share sequences. settings: what `initialize` is told of them."""
+    """An mpu of ranks that share sequences. sequence_settings: what `initialize` is told of them."""
 
     def __init__(self, ranks: int, settings: SequenceSettings) -> None:
         is_alone = not (dist.is_available() and dist.is_initialized())
         world, rank = (1, 0) if is_alone else (dist.get_world_size(), dist.get_rank())
-        self.mesh, self.settings = Mesh(sp=ranks).on_world(world, rank), settings
+        self.mesh, self.sequence_settings = Mesh(sp=ranks).on_world(world, rank), settings
 
     def get_sequence_parallel_group(self) -> Any:
         """Return torch's group of the ranks that share this one's sequences. Collective in the world the first time."""

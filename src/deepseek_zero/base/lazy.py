@@ -1,0 +1,22 @@
+"""Names of a package that load on first use: a room that few runs enter costs the others no start-up time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+
+def loads_on_first_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__` (PEP 562).  homes: by module of the package, the names it has, with spaces."""
+    found = {name: home for home, names in homes.items() for name in names.split()}
+
+    def load(name: str) -> Any:
+        if name not in found:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{package}.{found[name]}"), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return load
