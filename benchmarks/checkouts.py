@@ -97,6 +97,7 @@ class Side:
             world |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1}
             environment = os.environ | {key: str(value) for key, value in world.items()}
             environment["PYTHONPATH"] = str(self.checkout / "src")
+            environment.pop("PYTHONDONTWRITEBYTECODE", None)  # a start is that of an installed package
             command = [sys.executable, "-m", "benchmarks.checkouts", "--worker", cell.name, way, folder]
             self.ranks.append(
                 subprocess.Popen(
