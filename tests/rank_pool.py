@@ -1,6 +1,7 @@
 """Worlds of gloo processes that run the bodies of tests marked `ranks`.
 
-A pool is one world: its processes start once (seconds each) and then run test after test.  The parent owns the TCP
+A pool is one world: its processes are forked off one that has imported what tests use (tests/preloaded.py) and computed
+nothing, and then run test after test.  The parent owns the TCP
 store, so no port is guessed.  A pool that saw a failure is closed by its caller, because its groups may be out of step.
 Knows nothing of pytest's items; tests/conftest.py turns a test into a Task and an Outcome into a verdict.
 """
@@ -86,11 +87,14 @@ class RankPool:
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
-        spawn = get_context("spawn")
-        pairs = [spawn.Pipe() for _ in range(size)]
+        context, environment = get_context("forkserver"), dict(os.environ)
+        context.set_forkserver_preload(["tests.preloaded"])
+        pairs = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
-            spawn.Process(target=_serve, args=(rank, size, self._store.port, theirs, str(self._stacks(rank))))
+            context.Process(
+                target=_serve, args=(rank, size, self._store.port, theirs, str(self._stacks(rank)), environment)
+            )
             for rank, (_, theirs) in enumerate(pairs)
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):
@@ -152,8 +156,15 @@ class RankPool:
         return path.read_text().strip()
 
 
-def _serve(rank: int, size: int, port: int, pipe: connection.Connection, stacks: str) -> None:
-    """The life of one rank: join the world, then run tasks until the parent closes the pipe."""
+def _serve(
+    rank: int, size: int, port: int, pipe: connection.Connection, stacks: str, environment: dict[str, str]
+) -> None:
+    """The life of one rank: join the world, then run tasks until the parent closes the pipe.
+
+    environment: the parent's of now; the process this one is forked off has that of its own start.
+    """
+    os.environ.clear()
+    os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the ranks
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
     os.environ |= {

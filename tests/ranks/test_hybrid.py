@@ -20,10 +20,12 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.engine.memory import predicted_bytes, predicted_volume
 from tests.models import Gpt, batch_of, seeded
+from tests.pairwise import cases
 from tests.reference import OPTIMIZERS, TwoLevels
 from tests.training import ALL, DTYPES, Run, train_step
 
 WORLD = 4
+STAGES = (0, 1, 2, 3)
 
 
 def start(run: Run, mesh: Any, model: Any = None) -> Any:
@@ -65,28 +67,31 @@ def assert_trains_as_the_reference(run: Run, mesh: dict[str, int], steps: int = 
     return engine
 
 
-@pytest.mark.ranks(WORLD)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("accumulation", [1, 4])
-def test_two_groups_of_two_give_the_bits_of_sums_in_two_levels(stage: int, dtype: str, accumulation: int) -> None:
-    run = Run(stage, dtype, accumulation, optimizer="adamw", clipping=0.5)
-    assert_trains_as_the_reference(run, {"dp_replicate": 2, "dp_shard": 2})
-
-
-@pytest.mark.ranks(WORLD)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("key", [{"transport": "gloo"}, {"bucket": 4096}, {"overlap": False}, {"master": "fp32"}])
-def test_no_way_to_travel_changes_a_bit(stage: int, key: dict[str, Any]) -> None:
-    assert_trains_as_the_reference(Run(stage, "bf16", 2, optimizer="adamw", **key), {"dp_replicate": 2}, steps=2)
+WAYS: tuple[tuple[str, Any], ...] = (("transport", "fastest"), ("transport", "gloo"), ("bucket", 4096))
+WAYS += (("overlap", False), ("master", "fp32"))
 
 
 @pytest.mark.ranks(WORLD)
 @pytest.mark.parametrize(
-    ("stage", "tier", "speculates"),
-    [(1, "cpu", False), (2, "cpu", False), (3, "cpu", False), (3, "nvme", False), (3, "cpu", True), (3, "nvme", True)],
+    *cases(
+        {"stage": STAGES, "dtype": ("fp32", "bf16"), "accumulation": (1, 4), "way": WAYS},
+        fits=lambda case: case[1] == "bf16" or case[3][0] != "master",
+    )
 )
-@pytest.mark.parametrize("accumulation", [1, 2])
+def test_two_groups_of_two_give_the_bits_of_sums_in_two_levels_however_they_travel(
+    stage: int, dtype: str, accumulation: int, way: tuple[str, Any]
+) -> None:
+    run = Run(stage, dtype, accumulation, optimizer="adamw", clipping=0.5, **dict([way]))
+    assert_trains_as_the_reference(run, {"dp_replicate": 2, "dp_shard": 2})
+
+
+@pytest.mark.ranks(WORLD)
+@pytest.mark.parametrize(
+    *cases(
+        {"stage": (1, 2, 3), "tier": ("cpu", "nvme"), "speculates": (False, True), "accumulation": (1, 2)},
+        fits=lambda case: case[0] == 3 or case[1:3] == ("cpu", False),
+    )
+)
 def test_no_place_to_rest_changes_a_bit(stage: int, tier: str, speculates: bool, accumulation: int) -> None:
     updates = (("super_offload", True),) if speculates else ()
     run = Run(stage, "bf16", accumulation, optimizer="adamw", clipping=0.5, tier=tier, updates=updates)
@@ -94,9 +99,7 @@ def test_no_place_to_rest_changes_a_bit(stage: int, tier: str, speculates: bool,
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(*cases({"ranks": (2, 3), "stage": STAGES, "dtype": ("fp32", "bf16")}))
 def test_replicas_alone_are_summed_as_ranks_without_sharding_are(ranks: int, stage: int, dtype: str) -> None:
     run = Run(stage, dtype, 2, optimizer="adamw", clipping=0.5)
     assert_trains_as_the_reference(run, {"dp_replicate": ranks, "dp_shard": 1})
@@ -112,9 +115,7 @@ def test_a_mesh_of_one_group_is_the_world_without_a_mesh(stage: int) -> None:
 
 
 @pytest.mark.ranks(WORLD)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(*cases({"stage": STAGES, "accumulation": (1, 4), "dtype": ("fp32", "bf16")}))
 def test_a_step_sends_what_sharding_sends_in_a_group_and_one_sum_over_the_groups(
     stage: int, accumulation: int, dtype: str
 ) -> None:

@@ -17,11 +17,13 @@ from deepseek_zero.engine.memory import plan_of
 from deepseek_zero.planner.plan import Plan
 from deepseek_zero.report.measure import live_storages
 from tests.models import Gpt, seeded
+from tests.pairwise import cases
 from tests.ranks.test_bytes import count_step
 from tests.ranks.test_memory import added_bytes
 from tests.training import Run, train_step
 
 STEPS = 3
+STAGES = (0, 1, 2, 3)
 
 
 def config_of(run: Run, optimizer: str = "AdamW", **params: Any) -> dict[str, Any]:
@@ -51,9 +53,7 @@ def assert_is_what_was_built(plan: Plan, engine: Any) -> None:
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(*cases({"ranks": (1, 2, 4), "stage": STAGES, "dtype": ("fp32", "bf16")}))
 def test_a_plans_bytes_are_what_real_ranks_hold(ranks: int, stage: int, dtype: str) -> None:
     config = config_of(Run(stage, dtype, clipping=0.3))
     plan, before = planned(config, ranks), live_storages()
@@ -65,9 +65,7 @@ def test_a_plans_bytes_are_what_real_ranks_hold(ranks: int, stage: int, dtype: s
 
 
 @pytest.mark.ranks("ranks")
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(*cases({"ranks": (2, 4), "stage": STAGES, "accumulation": (1, 2)}))
 def test_a_plans_volume_is_what_real_ranks_send(ranks: int, stage: int, accumulation: int) -> None:
     run = Run(stage, "bf16", accumulation, transport="gloo")
     config = config_of(run)
@@ -89,9 +87,15 @@ def test_a_plan_knows_the_optimizer_that_the_configuration_names(optimizer: str,
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("tier", ["cpu", "nvme"])
-@pytest.mark.parametrize("updates", [(), (("super_offload", True), ("undo_bytes", 60_000))])
-@pytest.mark.parametrize("moments", ["fp32", "8bit"])
+@pytest.mark.parametrize(
+    *cases(
+        {
+            "tier": ("cpu", "nvme"),
+            "updates": ((), (("super_offload", True), ("undo_bytes", 60_000))),
+            "moments": ("fp32", "8bit"),
+        }
+    )
+)
 def test_a_plan_knows_what_lies_in_other_memories(
     tier: str, updates: tuple[tuple[str, Any], ...], moments: str
 ) -> None:

@@ -124,6 +124,12 @@ class Mesh:
             rest, found[axis] = divmod(rest, size)
         return {axis: found[axis] for axis in AXES}
 
+    def place_of(self, rank: int) -> str:
+        """Return a rank's place on the axes that have several ranks: "pp=1, dp_shard=0, tp=1"; "" on dp_shard alone."""
+        several = [axis for axis, size in zip(AXES, self.sizes, strict=True) if size > 1]
+        here = replace(self, rank=rank).coordinates
+        return "" if several in ([], ["dp_shard"]) else ", ".join(f"{axis}={here[axis]}" for axis in several)
+
     @property
     def data_index(self) -> int:
         """Return the number of this rank's share of a batch, of `data_size` shares."""

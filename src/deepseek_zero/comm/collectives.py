@@ -29,7 +29,7 @@ from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
 from .context import Lane, Partition, WorldContext
-from .flight_recorder import Position, raised_in
+from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number
 from .transports.base import (
     ConnectionLost,
@@ -175,6 +175,8 @@ class Comm:
 
         Collective in the world.  Without the axes pp and tp there is one piece, and the group is this communicator.
         """
+        if self._world is not None:
+            self._world.recorder.meshes[self._engine.name] = mesh
         pieces = mesh.groups_along(*REDUCE_AXES)
         piece = self.split(pieces, "data")
         if piece is not self:
@@ -503,16 +505,20 @@ class Comm:
     def _position(self, world: WorldContext, issued: IssuedCollective) -> Position:
         return world.position(issued.lane.name, issued.sequence, self.ranks)
 
-    def _connection_lost(self, world: WorldContext, what: str, caught: Exception) -> PeerError:
-        """Return the error for a broken connection; the flight recorder may know more than the socket does."""
-        self._engine.gave_up = True
-        if error := world.recorder.find_failure(f"rank {world.rank} was in '{what}'", self._engine.name):
+    def _connection_lost(self, world: WorldContext, what: str, caught: ConnectionLost) -> PeerError:
+        """Return the error for a broken connection; the flight recorder may know more than the socket does.
+
+        Ranks that share no group with the one that is gone are told whom this one lost: they wait for this one.
+        """
+        engine, recorder = self._engine, world.recorder
+        engine.gave_up = True
+        if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", engine.name):
             return error
-        return PeerError(
-            f"rank {world.rank} lost its connection to another rank in '{what}': {first_line(caught)}",
-            "A rank was killed, ran out of memory or lost its network.",
-            "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer.",
-        )
+        me = recorder.name(world.rank, engine.name)
+        other = "another rank" if caught.rank is None else recorder.name(caught.rank, engine.name)
+        found = f"{me} lost its connection to {other} in '{what}': {first_line(caught)}"
+        recorder.post(LOST, found)
+        return PeerError(found, KILLED_WHY, KILLED_FIX)
 
 
 @contextmanager

@@ -20,9 +20,13 @@ from typing import Protocol
 import torch.distributed as dist
 
 from ..base.errors import PeerError
+from ..base.mesh import Mesh
 from ..base.world import meeting_address
 from .bootstrap import Hosts, all_gather_text
 
+LOST = "lost"  # the topic of a rank that found another one gone, for ranks that share no group with either
+KILLED_WHY = "A rank was killed, ran out of memory or lost its network."
+KILLED_FIX = "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer."
 CONFIRMED = 3  # looks that must see the same suspicion: lines are posted a moment before or after ranks move
 
 
@@ -75,6 +79,7 @@ class FlightRecorder:
 
     def __init__(self, rank: int, size: int, store: Store) -> None:
         self.rank, self.size, self._store = rank, size, store
+        self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands
         self._is_gone = False  # with rank 0: asked once more, torch would print another page of C++ frames
@@ -111,9 +116,15 @@ class FlightRecorder:
             self._is_gone = True
             return ""
 
+    def name(self, rank: int, engine: str) -> str:
+        """Return a rank as an error of an engine names it: with its place where the engine's mesh has several axes."""
+        mesh = self.meshes.get(engine)
+        place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
+        return f"rank {rank} ({place})" if place else f"rank {rank}"
+
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
-        """Return an error that names the first rank that raised in this engine or ended; or that rank 0 is gone, which
-        keeps the store.
+        """Return an error that names the first rank that raised in this engine or ended, or whose end another rank has
+        found; or that rank 0 is gone, which keeps the store.
 
         waits: what this rank did meanwhile.
         """
@@ -122,19 +133,21 @@ class FlightRecorder:
                 continue
             if text := self.read(raised_in(engine), rank) or self.read("raised", rank):
                 return PeerError(
-                    f"rank {rank} raised an error while {waits}: {text}",
+                    f"{self.name(rank, engine)} raised an error while {waits}: {text}",
                     "A collective needs every rank.",
                     f"fix the error of rank {rank}; its traceback is in that rank's output.",
                 )
             if text := self.read("ended", rank):
                 return PeerError(
-                    f"rank {rank} has ended ({text}) while {waits}.",
+                    f"{self.name(rank, engine)} has ended ({text}) while {waits}.",
                     "Ranks made different numbers of calls: unequal numbers of batches, or a collective on some only.",
                     "give every rank the same number of batches; call state_dict(), save and step on all ranks.",
                 )
+            if text := self.read(LOST, rank):
+                return PeerError(f"{text}, while {waits}.", KILLED_WHY, KILLED_FIX)
         if self._is_gone:
             return PeerError(
-                f"rank 0, which keeps the notice board, is gone while {waits}.",
+                f"{self.name(0, engine)}, which keeps the notice board, is gone while {waits}.",
                 "It was killed, ran out of memory, lost its network, or its program ended first.",
                 "look at the end of rank 0's output and at the system's log (dmesg) for the out-of-memory killer.",
             )
@@ -158,7 +171,7 @@ class FlightRecorder:
             return None
         engines = {place.engine for place in suspects.values()}
         names = ", ".join(
-            f"rank {rank} is in '{place.name()}'" + (f" of {place.engine}" if len(engines) > 1 else "")
+            f"{self.name(rank, engine)} is in '{place.name()}'" + (f" of {place.engine}" if len(engines) > 1 else "")
             for rank, place in suspects.items()
         )
         return PeerError(

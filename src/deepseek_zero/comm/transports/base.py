@@ -20,7 +20,14 @@ POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether t
 
 
 class ConnectionLost(Exception):
-    """A transport cannot go on because another rank is gone. Every other error keeps its own type."""
+    """A transport cannot go on because another rank is gone. Every other error keeps its own type.
+
+    rank: which one, as the world counts them, where the transport knows it.
+    """
+
+    def __init__(self, text: str, rank: int | None = None) -> None:
+        super().__init__(text)
+        self.rank = rank
 
 
 Wait = Callable[[], None]

@@ -245,7 +245,7 @@ class HostPages:
         began = time.perf_counter()
         while not (is_done := done()) or self.sockets.has_unsent:
             if not is_done and (ended := needed() & self.sockets.gone):
-                raise ConnectionLost(f"the process of rank {min(ended)} has ended")
+                raise ConnectionLost(f"the process of rank {min(ended)} has ended", min(ended))
             waited = time.perf_counter() - began
             if waited > base.POLL_SECONDS:
                 raise TimeoutError

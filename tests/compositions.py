@@ -1,0 +1,249 @@
+"""Axes of ranks together, with every stage of ZeRO and every number format: a run on them, and the run it must equal.
+
+The reference is one process: the virtual axis in place of "tp", the micro-batches of all ranks accumulated in the
+contract's order (tests/reference.py).  Ranks are threads of this process (tests/in_process.py); their engines are built
+as `initialize` builds them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.base.mesh import Mesh, refuse_unbuilt
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.config.load import load
+from deepseek_zero.engine import assemble as assemble_file
+from deepseek_zero.engine import start as start_file
+from deepseek_zero.engine.engine import Engine
+from deepseek_zero.parallel.apply import virtual
+from deepseek_zero.parallel.cuts import cut
+from deepseek_zero.parallel.sequence_model import own_tokens
+from deepseek_zero.planner.split import split_of
+from tests.in_process import CPU, Rank, run_ranks
+from tests.reference import OPTIMIZERS, Reference
+
+VOCABULARY, LENGTH, ROWS, MANY, STEPS, SCALE_POWER = 67, 8, 2, 2, 2, 8
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+Sizes = tuple[int, int, int, int]  # pp, dp, tp, sp
+Tokens = dict[str, Tensor]
+
+
+def llama(layers: int) -> nn.Module:
+    """A tiny model with as many key and value heads as heads, so that ranks along "tp" share none."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": layers}
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        model: nn.Module = LlamaForCausalLM(LlamaConfig(num_attention_heads=8, num_key_value_heads=8, **sizes))
+    return model.train()
+
+
+def batch(step: int, micro: int, data: int) -> Tokens:
+    """The micro-batch of one data coordinate."""
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + data)
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator)
+    return {"input_ids": tokens, "labels": tokens}
+
+
+# -- the run on ranks
+
+
+class Here(threading.local):
+    """What the engine that this thread builds is given in place of torch.distributed's world."""
+
+    rank: Rank
+
+
+@contextmanager
+def engines_of_threads() -> Iterator[Here]:
+    """Let `start` build engines over the ranks of threads."""
+    here = Here()
+
+    def current_mesh(device: torch.device | None = None, wish: Any = None) -> Mesh:
+        return Mesh().on_world(here.rank.size, here.rank.index, device or CPU)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(start_file, "current_mesh", current_mesh)
+        patch.setattr(assemble_file, "Comm", lambda *args, **kwargs: here.rank.comm)
+        patch.setattr(Comm, "capabilities", lambda comm: [])  # it names the library's own transports
+        yield here
+
+
+def config_of(stage: int, dtype: str, clipping: float = 0.0) -> dict[str, Any]:
+    """The configuration of a composition; every parameter is sharded, however small."""
+    found: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": MANY,
+        "gradient_clipping": clipping,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+    }
+    if dtype != "fp32":
+        found[dtype] = {"enabled": True, **({"initial_scale_power": SCALE_POWER} if dtype == "fp16" else {})}
+    return found
+
+
+@dataclass
+class Found:
+    """What one rank saw.  losses: by step, those of its micro-batches, or one mean over all; parts: name -> (its part
+    of the weight, which part of the whole that is)."""
+
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    mesh: Mesh = field(default_factory=Mesh)
+
+
+def train(here: Here, rank: Rank, sizes: Sizes, stage: int, dtype: str, optimizer: str, clipping: float = 0.0) -> Found:
+    """A few steps of one rank's engine."""
+    here.rank = rank
+    pp, dp, tp, sp = sizes
+    mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
+    refuse_unbuilt(mesh)  # as `current_mesh` does
+    model = llama(max(2, pp))
+    request = start_file.Request(model, OPTIMIZERS[optimizer](list(model.parameters())), mesh=mesh)
+    engine = start_file.start(load(config_of(stage, dtype, clipping)), request)
+    found = Found(mesh=engine.mesh)
+    for step in range(STEPS):
+        found.losses.append(one_step(engine, step))
+        found.norms.append(engine.optimizer.last.norm)
+        assert engine.was_step_applied()
+    found.parts = {name: split_of(param) for name, param in engine.module.named_parameters()}
+    found.weights = {name: value.clone() for name, value in engine.module.state_dict().items()}
+    engine.destroy()
+    return found
+
+
+def one_step(engine: Engine, step: int) -> list[float]:
+    """The losses of this rank's micro-batches; of stages the mean that `train_batch` returns."""
+    mesh = engine.mesh
+    batches = [batch(step, micro, mesh.data_index) for micro in range(MANY)]
+    if mesh.sp > 1:
+        batches = [own_tokens(each, mesh.coordinates["sp"], mesh.sp) for each in batches]
+    if mesh.pp > 1:
+        return [engine.train_batch(iter(batches)).item()]
+    losses = []
+    for each in batches:
+        loss = engine(**each, use_cache=False).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+# -- the run it must equal
+
+
+class OfTokens(Reference):
+    """The reference of a language model that takes tokens, with a loss scale that is a power of two."""
+
+    scale = 1.0
+
+    def micro_batch(self, batch: Any) -> tuple[Tensor, list[Tensor]]:
+        """See `Reference`."""
+        for weight in self.weights:
+            weight.grad = None
+        loss = self.model(**batch, use_cache=False).loss
+        (loss.float() * (self.scale / self.accumulation)).backward()
+        return loss.detach(), [torch.zeros_like(each) if each.grad is None else each.grad for each in self.weights]
+
+    def gradients(self, batches: Sequence[Sequence[Any]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        """See `Reference`."""
+        losses, reduced = super().gradients(batches)
+        return losses, [grad.float() / self.scale for grad in reduced]
+
+
+@dataclass
+class Expected:
+    """losses: by step, data coordinate and micro-batch.  norms: of the gradient.  weights: of the whole model."""
+
+    losses: list[list[list[float]]]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+@cache
+def expected_of(
+    layers: int, tp: int, data: int, adds_first: bool, dtype: str, optimizer: str, clipping: float = 0.0
+) -> Expected:
+    """One process over the batches of so many data coordinates."""
+    model = llama(layers)
+    if tp > 1:
+        virtual(model, tp)
+    reference = OfTokens(model, data, MANY, adds_first, DTYPES[dtype], OPTIMIZERS[optimizer], clipping)
+    reference.scale = 2.0**SCALE_POWER if dtype == "fp16" else 1.0
+    losses, norms = [], []
+    for step in range(STEPS):
+        found, norm = reference.step([[batch(step, micro, each) for micro in range(MANY)] for each in range(data)])
+        losses.append([[loss.item() for loss in of_rank] for of_rank in found])
+        norms.append(norm)
+    return Expected(losses, norms, reference.values())
+
+
+# -- the comparison
+
+
+def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
+    """Train on the ranks of a composition and compare; return "bitwise", "close" (along "sp"), or why it is refused.
+
+    clipping: the largest norm of a gradient; with it the comparison is close too, since a norm's sum has another order.
+    """
+    pp, dp, tp, sp = sizes
+    is_close = sp > 1 or clipping > 0
+    optimizer = "sgd" if is_close else "adamw"  # a gradient that is nearly zero decides the sign of Adam's first step
+    try:
+        with engines_of_threads() as here:
+            found = run_ranks(
+                pp * dp * tp * sp,
+                lambda rank: train(here, rank, sizes, stage, dtype, optimizer, clipping),
+                reads_in_place=True,
+            )
+    except NotBuiltError as error:
+        if sp > 1 and pp * tp > 1:
+            return str(error)
+        raise
+    adds_first = stage < 2 or pp > 1
+    expected = expected_of(max(2, pp), tp, dp, adds_first, dtype, optimizer, clipping)
+    tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}[dtype] if is_close else None
+    for each in found:
+        compare(each, expected, tolerance)
+    assert all(each.norms == found[0].norms for each in found), "one norm over the world"
+    held = {name for each in found for name in each.weights}
+    assert held == expected.weights.keys()
+    return "close" if is_close else "bitwise"
+
+
+def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
+    """Compare one rank with one process: to the bit, or within a tolerance relative to the largest value."""
+    mesh = found.mesh
+    for step, losses in enumerate(found.losses):
+        wanted = expected.losses[step]
+        if mesh.pp > 1:
+            flat = [loss for of_rank in wanted for loss in of_rank]
+            assert losses == [pytest.approx(sum(flat) / len(flat), rel=1e-6)], step
+        elif tolerance is None:
+            assert losses == wanted[mesh.data_index], step
+        else:
+            assert losses == pytest.approx(wanted[mesh.data_index], rel=tolerance), step
+    assert found.norms == pytest.approx(expected.norms, rel=max(1e-5, tolerance or 0.0))
+    for name, value in found.weights.items():
+        whole, split = expected.weights[name], found.parts[name]
+        is_whole = split is None or value.shape == whole.shape  # a checkpoint's state is gathered along "tp"
+        part = whole if is_whole else cut(whole, split, mesh.coordinates["tp"])
+        if tolerance is None:
+            assert torch.equal(value, part), f"{name} on {mesh.coordinates}: {(value - part).abs().max()}"
+        else:
+            far = (value - part).abs().max() / max(1.0, float(part.abs().max()))
+            assert far <= tolerance, f"{name} on {mesh.coordinates}: {far}"
