@@ -172,7 +172,7 @@ def main() -> None:
         "",
         f"Written by `benchmarks/pipeline_parallel.py` on {date.today()}, load {os.getloadavg()[0]:.1f} at its start,",
         f"a core for each rank, {MANY} micro-batches of {CONTEXT} tokens.  Milliseconds of the forwards and",
-        "backwards of a step, minima; the slower rank counts.  Bound: the heavier rank's work with the schedule's bubble.  An",
+        "backwards of a step, minima; the slower rank counts.  Bound: the heavier rank's work with the bubble.  An",
         "action's microseconds: what a step takes beyond its bound, over the actions of a rank's program.",
         "",
         "| cell | schedule | work | bound | ours | torch | ours / bound | torch / bound | torch / ours "
