@@ -18,6 +18,7 @@ from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.stage import Cut, MicroBatch, cut_chain, take_stages
 from tests.in_process import Rank, run_ranks
 from tests.needs import need
+from tests.unit.pipeline.held import assert_held
 
 MANY = 3
 SIZES: dict[str, Any] = {
@@ -94,13 +95,7 @@ def test_unmodified_models_have_the_bits_of_one_process(family: str, ranks: int)
     found = run_ranks(ranks, body, reads_in_place=True)
     assert found[-1][0] is not None
     assert all(torch.equal(*pair) for pair in zip(found[-1][0], losses, strict=True))
-    for name, grad in expected.items():
-        held = [grads[name] for _, grads in found if name in grads]
-        assert len(held) == len(cut.owners[name])
-        if len(held) == 1:
-            assert torch.equal(held[0], grad), name
-        else:
-            torch.testing.assert_close(held[0] + held[1], grad)
+    assert_held([grads for _, grads in found], expected, lambda name: len(cut.owners[name]), are_summed=False)
 
 
 @pytest.mark.parametrize(

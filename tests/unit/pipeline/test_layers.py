@@ -17,6 +17,7 @@ from deepseek_zero.pipeline.schedule import make_schedule
 from deepseek_zero.pipeline.ties import Ties
 from tests.in_process import Rank, run_ranks
 from tests.models import Block
+from tests.unit.pipeline.held import assert_held
 
 MANY = 4
 
@@ -107,15 +108,8 @@ def test_a_list_of_layers_has_the_bits_of_one_process(stages: int, interval: int
     found = run_ranks(stages, body, reads_in_place=True)
     assert found[-1][0] is not None
     assert all(torch.equal(*pair) for pair in zip(found[-1][0], losses, strict=True))
-    for name, grad in expected.items():
-        held = [grads[name] for _, grads in found if name in grads]
-        if name.startswith("tied_modules"):
-            assert len(held) == 2
-            assert torch.equal(*held)
-            torch.testing.assert_close(held[0], grad)
-        else:
-            assert len(held) == 1
-            assert torch.equal(held[0], grad), name
+    gradients = [grads for _, grads in found]
+    assert_held(gradients, expected, lambda name: 2 if name.startswith("tied_modules") else 1, are_summed=True)
 
 
 def test_names_and_builds_are_those_of_the_whole_list() -> None:

@@ -1,0 +1,98 @@
+"""What the axes of ranks must not get wrong between them: who reads which samples, short batches, other meshes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from deepseek_zero.base.errors import ModelMismatchError
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.config.load import load
+from deepseek_zero.engine import start as start_file
+from tests.compositions import MANY, Tokens, batch, config_of, engines_of_threads, llama
+from tests.in_process import Rank, World, run_ranks
+from tests.reference import OPTIMIZERS
+
+pytest.importorskip("transformers")
+
+
+def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> Any:
+    """An engine of this thread's rank."""
+    model = llama(layers)
+    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+    request = start_file.Request(model, optimizer, mesh=mesh, training_data=data)
+    return start_file.start(load(config_of(stage, "fp32")), request)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(tp=2), Mesh(sp=2), Mesh(pp=2, tp=2), Mesh(dp_replicate=2)], ids=str)
+def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others(mesh: Mesh) -> None:
+    """Pitfall: a loader that is cut by the world."""
+    many = 16
+    samples: list[Tokens] = [
+        {"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)} for number in range(many)
+    ]
+
+    with engines_of_threads() as here:
+
+        def body(rank: Rank) -> tuple[int, int, list[int]]:
+            here.rank = rank
+            engine = engine_of(mesh, data=samples)
+            seen = [int(row[0]) for each in engine.training_dataloader for row in each["input_ids"]]
+            return engine.mesh.data_index, engine.mesh.data_size, seen
+
+        found = run_ranks(8, body, reads_in_place=True)
+    by_share: dict[int, set[tuple[int, ...]]] = {}
+    for share, _, seen in found:
+        by_share.setdefault(share, set()).add(tuple(seen))
+    size = found[0][1]
+    assert sorted(by_share) == list(range(size)) and all(len(each) == 1 for each in by_share.values())
+    together = [number for each in by_share.values() for seen in each for number in seen]
+    assert sorted(together) == list(range(many))
+
+
+@pytest.mark.parametrize("sizes", [{"pp": 2}, {"pp": 3}, {"pp": 2, "tp": 2}])
+def test_a_short_last_batch_and_fewer_micro_batches_than_stages_do_not_hang(sizes: dict[str, int]) -> None:
+    """Pitfall: with two micro-batches on three stages, of which the last is shorter, then other shapes again."""
+    mesh, rows = Mesh(dp_shard=1, **sizes), [(2, 1), (2, 2), (1, 2)]
+
+    def given(step: int, micro: int) -> Tokens:
+        return {name: value[: rows[step][micro]] for name, value in batch(step, micro, 0).items()}
+
+    with engines_of_threads() as here:
+
+        def body(rank: Rank) -> list[float]:
+            here.rank = rank
+            engine = engine_of(mesh, stage=3, layers=3)
+            return [engine.train_batch(given(step, micro) for micro in range(MANY)).item() for step in range(len(rows))]
+
+        found = run_ranks(mesh.world_size, body, reads_in_place=True)
+    model: Any = llama(3)
+    optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+    for step in range(len(rows)):
+        losses = [model(**given(step, micro)).loss for micro in range(MANY)]
+        mean = sum(losses) / MANY
+        optimizer.zero_grad()
+        mean.backward()
+        optimizer.step()
+        assert [each[step] for each in found] == pytest.approx([mean.item()] * mesh.world_size, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [(Mesh(pp=2), Mesh(tp=2)), (Mesh(tp=2), Mesh(dp_shard=2)), (Mesh(sp=2), Mesh(dp_replicate=2, dp_shard=1))],
+    ids=str,
+)
+def test_ranks_with_different_meshes_are_refused_at_the_start(first: Mesh, second: Mesh) -> None:
+    with engines_of_threads() as here:
+
+        def body(rank: Rank) -> None:
+            here.rank = rank
+            engine_of(second if rank.index else first)
+
+        found = World[None](2).outcomes(body)
+    for error in found:
+        assert isinstance(error, ModelMismatchError), error
+        assert "ranks differ in the mesh: rank 0 has" in str(error)
+        assert "state the same mesh on every rank" in str(error)
