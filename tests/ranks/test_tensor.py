@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepseek_zero
 from deepseek_zero.parallel.apply import virtual
+from deepseek_zero.parallel.plans import ParallelSettings
 from tests.reference import OPTIMIZERS
 
 
@@ -67,6 +68,21 @@ def test_two_ranks_of_one_axis_train_to_the_bits_of_the_virtual_axis(stage: int,
     reference.mesh = engine.mesh
     expected = train(reference, 3, accumulation)
     assert all(map(torch.equal, losses, expected))
+    assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
+    assert_parts_of(reference.module.state_dict(), engine)
+
+
+@pytest.mark.ranks(2, timeout=240)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (3, "fp32")])
+def test_sharded_tokens_train_to_the_bits_of_the_virtual_axis(stage: int, dtype: str) -> None:
+    """Gradients of norms are summands over the axis, and are summed once a step."""
+    config = config_of(stage, dtype) | {"tensor_parallel": {"sequence": True}}
+    engine = engine_of(llama(), {"tp": 2}, config)
+    losses = train(engine, 3, 1)
+    whole = virtual(llama(), 2, ParallelSettings(sequence=True))
+    reference = engine_of(whole, {"dp_replicate": 2}, config_of(stage, dtype))
+    reference.mesh = engine.mesh
+    assert all(map(torch.equal, losses, train(reference, 3, 1)))
     assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
     assert_parts_of(reference.module.state_dict(), engine)
 

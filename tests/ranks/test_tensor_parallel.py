@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 
 from deepseek_zero.comm.collectives import Comm
-from deepseek_zero.parallel.apply import parallelize
+from deepseek_zero.parallel.apply import parallelize, virtual
 from deepseek_zero.parallel.cuts import cut
 from deepseek_zero.parallel.group import LEAST_BUFFERS, TensorGroup
+from deepseek_zero.parallel.plans import ParallelSettings
 from tests.unit.parallel.tiny import batch, step, tiny, virtual_step
 
 pytest.importorskip("transformers")
@@ -40,8 +41,6 @@ def six_steps(model: torch.nn.Module) -> list[torch.Tensor]:
 @pytest.mark.parametrize("transport", ["fastest", "gloo"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_six_steps_have_the_bits_of_the_virtual_axis(transport: str, dtype: torch.dtype) -> None:
-    from deepseek_zero.parallel.apply import virtual
-
     model = tiny("llama", dtype)
     own, whole = copy.deepcopy(model), virtual(copy.deepcopy(model), 2)
     splits = parallelize(own, Comm(CPU, transport=transport))
@@ -81,6 +80,53 @@ def test_dropout_differs_between_heads_and_is_equal_outside(
             assert torch.equal(found.grads[each], cut(grad, splits[each], dist.get_rank())), each  # type: ignore[arg-type]
     still = tiny(name)
     assert not torch.equal(found.loss, virtual_step(still, 2).loss)
+
+
+def masks_of(model: torch.nn.Module, probability: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Where dropouts of this probability drop from now on: the first one's in the model, and the others'."""
+    outside: list[torch.Tensor] = []
+    inside: list[torch.Tensor] = []
+    found = [each for each in model.modules() if isinstance(each, torch.nn.Dropout) and each.p == probability]
+    for number, each in enumerate(found):
+        seen = inside if number else outside
+        each.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output == 0))
+    return outside, inside
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("gpt2", {"attn_pdrop": 0.2, "resid_pdrop": 0.3, "embd_pdrop": 0.3}),
+        ("bert", {"attention_probs_dropout_prob": 0.2, "hidden_dropout_prob": 0.3}),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+def test_dropout_of_sharded_tokens_differs_between_ranks(name: str, options: dict[str, Any]) -> None:
+    """Ranks drop their tokens by numbers of their own; the common stream goes on alike, and so does recomputation."""
+    model = tiny(name, **options)
+    gradients = []
+    for recomputes in (False, True):
+        own = copy.deepcopy(model)
+        parallelize(own, Comm(CPU), ParallelSettings(sequence=True))
+        if recomputes:
+            own.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        outside, inside = masks_of(own, 0.3)
+        torch.manual_seed(5)
+        losses = []
+        for number in range(2):
+            loss = own(**batch(number)).loss
+            loss.backward()
+            losses.append(loss.item())
+        gradients.append([each.grad for each in own.parameters() if each.grad is not None])
+        others: list[Any] = [None, None]
+        dist.all_gather_object(others, (losses, torch.get_rng_state(), outside, inside))
+        first, second = others
+        assert first[0] == second[0] and torch.equal(first[1], second[1])
+        assert all(map(torch.equal, first[2], second[2]))
+        assert len(inside) >= 8 and not any(map(torch.equal, first[3], second[3]))
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.ranks(2)

@@ -394,8 +394,8 @@ class TensorParallelKeywords(TypedDict, total=False):
     kernel_inject: bool | Auto | None
     """Replace layers by fused kernels."""
     sequence: bool | Auto | None
-    """Ours. Split activations over tokens between the regions (Megatron's sequence parallelism); null: where it is
-    built and the ranks divide the tokens.
+    """Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence
+    parallelism); the ranks must divide the tokens. null: false.
     """
     loss: Literal["split", "gathered"] | Auto | None
     """Ours. Where the loss of a split head is computed: split: from split logits, which training then does not return;

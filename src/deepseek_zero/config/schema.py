@@ -820,9 +820,9 @@ class TensorParallel(Section):
     kernel_inject: bool = later(False, "Replace layers by fused kernels.", Milestone.UNPLANNED, example=True)
     sequence: bool | None = effective(
         None,
-        "Ours. Split activations over tokens between the regions (Megatron's sequence parallelism); null: where it is "
-        "built and the ranks divide the tokens.",
-        example=False,
+        "Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence "
+        "parallelism); the ranks must divide the tokens. null: false.",
+        example=True,
         needs=_TENSOR,
     )
     loss: Literal["split", "gathered"] = effective(

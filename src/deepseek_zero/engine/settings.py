@@ -305,7 +305,7 @@ def tensor_settings_of(config: Config, model: nn.Module | None = None) -> parall
         uses_other_rules=given.get("use_default_specs", True),
         is_strict=given.get("strict_mode", False),
         preset=section.preset_model,
-        sequence="auto" if section.sequence is None else section.sequence,
+        sequence=bool(section.sequence),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..base.errors import NotBuiltError
 from ..base.mesh import Mesh
 from ..comm.collectives import Comm, scatter
 from ..planner.split import Split
@@ -14,7 +15,8 @@ from .layers import Axis, Column, Row, TensorAxis, Vocabulary, become
 from .loss import split_loss
 from .plans import ParallelPlan, ParallelSettings, choose
 from .streams import Streams
-from .virtual import VirtualAxis, repeat, run_in_passes
+from .token_shards import shard_tokens
+from .virtual import VirtualAxis, repeat, run_in_passes, share_tokens
 
 KINDS = {
     "column": Column,
@@ -45,6 +47,9 @@ def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None 
         _split_loss(model, plan, axis)
     compare_first_inputs(model, comm)
     model.register_forward_pre_hook(axis.begin)
+    model.register_forward_hook(axis.end)
+    if plan.stretch is not None:
+        shard_tokens(model, plan.stretch, axis)
     return plan.splits
 
 
@@ -65,6 +70,15 @@ def virtual(model: nn.Module, tp: int | Mesh, settings: ParallelSettings | None 
     for choice in plan.choices:
         if choice.style == "partial":
             repeat(choice.module, axis)
+    if plan.stretch is not None:
+        if has_dropout(model):
+            raise NotBuiltError(
+                "a virtual axis of activations that are sharded over tokens draws no dropout.",
+                "Each rank draws for its own tokens.",
+                "set the model's dropout to 0, or tensor_parallel.sequence to false.",
+            )
+        for name in plan.stretch.norms:
+            share_tokens(model.get_submodule(name), axis)
     _become(model, plan, axis)
     if settings.loss == "split":
         _split_loss(model, plan, axis)

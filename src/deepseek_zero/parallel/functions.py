@@ -5,6 +5,9 @@
     enter    y = x                        gradients: the sum over the ranks; belongs to x, not to a layer
     gather   y = (y_1, ..., y_T)          gradients: the own columns
 
+Where activations are sharded over tokens between the layers, `enter` gathers the tokens and its sum is of the own ones;
+a row product's sum is of the own tokens, and its backward gathers them. `shard` and `unshard` are at the ends.
+
 The first column layer that reads a tensor enters it (layers.py); the layers beside it read the same entered tensor. In
 backward they add their gradients for it into one buffer, product by product, and the last one starts the sum before it
 computes the gradient of its weight.
@@ -19,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..base.errors import NotBuiltError
 from .group import Sum, TensorGroup
 
 # -- products: (rows, in) x weight, which is (out, in), or (in, out) where `transposed`
@@ -87,17 +91,20 @@ class Entry:
 
 
 class GroupPartials:
-    """Sums over the ranks of a group."""
+    """Sums over the ranks of a group; of the own tokens alone, where `tokens` is their (batch, tokens, width)."""
 
-    def __init__(self, group: TensorGroup, what: str) -> None:
-        self._group, self._what = group, what
+    def __init__(self, group: TensorGroup, what: str, tokens: Sequence[int] | None = None) -> None:
+        self._group, self._what, self._tokens = group, what, tokens
         self._sum: Sum | None = None
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return self._group.take(shape, dtype)
 
     def complete(self, partial: Tensor) -> None:
-        self._sum = self._group.sum(partial, self._what)
+        if self._tokens is None:
+            self._sum = self._group.sum(partial, self._what)
+        else:
+            self._sum = self._group.sum_own_tokens(partial.view(*self._tokens), self._what)
 
     def wait(self) -> Tensor | None:
         found, self._sum = self._sum, None
@@ -129,6 +136,43 @@ def enter(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | Non
     partials = GroupPartials(group, f"the gradient into {what}")
     entry = Entry(partials)
     return _Enter.apply(x, entry, partials), entry  # type: ignore[no-untyped-call]
+
+
+class _EnterTokens(torch.autograd.Function):
+    """As `_Enter`, of a tensor that is sharded over tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, whole: Tensor, entry: Entry, partials: GroupPartials) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.entry, ctx.partials, ctx.shape = entry, partials, x.shape
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None, None]:
+        assert grad is None, "only column layers read an entered tensor"
+        ctx.entry.close()
+        total = ctx.partials.wait()
+        return None if total is None else total.view(ctx.shape), None, None, None
+
+
+def enter_tokens(x: Tensor, group: TensorGroup, what: str) -> tuple[Tensor, Entry | None]:
+    """Return all tokens of a sharded tensor for column layers to read, and its entry as `enter` does.
+
+    x: (batch, tokens / ranks, n). Collective; waits.
+    """
+    if x.dim() != 3:
+        raise NotBuiltError(
+            f"layer '{what}' reads activations of shape {tuple(x.shape)}, sharded over tokens.",
+            "Their tokens are the second of three dimensions.",
+            'say "tensor_parallel": {"sequence": false}.',
+        )
+    whole = group.gather_tokens(x.detach(), f"tokens of {what}")
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return whole, None
+    partials = GroupPartials(group, f"the gradient into {what}", whole.shape)
+    entry = Entry(partials)
+    return _EnterTokens.apply(x, whole, entry, partials), entry  # type: ignore[no-untyped-call]
 
 
 # -- layers
@@ -165,19 +209,32 @@ def column(x: Tensor, weight: Tensor, bias: Tensor | None, entry: Entry | None, 
 class _Row(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, transposed: bool, what: str
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        group: TensorGroup,
+        transposed: bool,
+        what: str,
+        shards_tokens: bool,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed = transposed
+        ctx.tokens = (group, what) if shards_tokens else None
         rows = flat(x)
         part = group.take((rows.shape[0], weight.shape[1 if transposed else 0]), x.dtype)
         product(rows, weight, bias if group.index == 0 else None, transposed, part)
-        return group.sum(part, what).wait().view(*x.shape[:-1], -1)
+        if not shards_tokens:
+            return group.sum(part, what).wait().view(*x.shape[:-1], -1)
+        return group.sum_own_tokens(part.view(*x.shape[:2], -1), what).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return *row_gradients(ctx, grad), None, None, None
+        if ctx.tokens is not None:
+            group, what = ctx.tokens
+            grad = group.gather_tokens(grad, f"the gradient of {what}")
+        return *row_gradients(ctx, grad), None, None, None, None
 
 
 def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -189,12 +246,24 @@ def row_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None,
     return x_grad, weight_grad, rows.sum(0) if needs[2] else None
 
 
-def row(x: Tensor, weight: Tensor, bias: Tensor | None, group: TensorGroup, transposed: bool, what: str) -> Tensor:
+def row(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: TensorGroup,
+    transposed: bool,
+    what: str,
+    *,
+    shards_tokens: bool = False,
+) -> Tensor:
     """Return the sum of every rank's product, and the bias once (in the first rank's part). Collective; waits.
 
-    x: (..., in), this rank's inputs.
+    x: (..., in), this rank's inputs. shards_tokens: of x (batch, tokens, in) the sum is of the own tokens alone,
+    (batch, tokens / ranks, out); backward gathers them, and is collective too.
     """
-    found: Tensor = _Row.apply(x, weight, bias, group, transposed, what)  # type: ignore[no-untyped-call]
+    found: Tensor = _Row.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, group, transposed, what, shards_tokens
+    )
     return found
 
 
@@ -253,4 +322,52 @@ class _Scatter(torch.autograd.Function):
 def scatter(x: Tensor, group: TensorGroup, widths: Sequence[int], what: str) -> Tensor:
     """Return this rank's columns of a tensor that is whole on every rank. Backward gathers: collective there; waits."""
     found: Tensor = _Scatter.apply(x, group, widths, what)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Shard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
+        ctx.group, ctx.what = group, what
+        return own_tokens(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.group.gather_tokens(grad, f"the gradient into {ctx.what}"), None, None
+
+
+def own_tokens(x: Tensor, group: TensorGroup) -> Tensor:
+    """Return a copy of this rank's tokens of (batch, tokens, n)."""
+    own = x.shape[1] // group.size
+    return x.narrow(1, group.index * own, own).clone(memory_format=torch.contiguous_format)
+
+
+def shard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
+    """Return this rank's tokens of a tensor that is whole on every rank. Backward gathers: collective there; waits.
+
+    x: (batch, tokens, n); the ranks divide the tokens.
+    """
+    found: Tensor = _Shard.apply(x, group, what)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _Unshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: TensorGroup, what: str) -> Tensor:
+        ctx.group = group
+        return group.gather_tokens(x, f"tokens of {what}")
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return own_tokens(grad, ctx.group), None, None
+
+
+def unshard(x: Tensor, group: TensorGroup, what: str) -> Tensor:
+    """Return all tokens of a tensor that is sharded over them; the gradient must be equal on every rank.
+
+    x: (batch, tokens / ranks, n). Collective; waits.
+    """
+    found: Tensor = _Unshard.apply(x, group, what)  # type: ignore[no-untyped-call]
     return found

@@ -1,7 +1,8 @@
 """The ranks of one tensor-parallel axis: ordered sums over them, and the buffers that these read in place.
 
 A sum is direct: every rank reads every other rank's part where it lies and forms the whole sum, in the order of the
-ranks (`ordered_sum`). Buffers are kept and lent again; one that others still read is waited for.
+ranks (`ordered_sum`). Where activations are sharded over tokens, it forms that of its own tokens. Buffers are kept and
+lent again; one that others still read is waited for.
 """
 
 from __future__ import annotations
@@ -71,7 +72,24 @@ class TensorGroup:
 
         part: from `take`, of one shape and dtype on every rank; it belongs to the group from now on.
         """
-        return _Sum(self, part, what)
+        flat = part.view(-1)
+        return _Sum(self, part, [flat] * self.size, torch.empty_like(part), what)
+
+    def sum_own_tokens(self, part: Tensor, what: str) -> Sum:
+        """Start the sum of every rank's part, of this rank's tokens alone: (batch, tokens, n) to (batch, tokens / size,
+        n). Collective.
+
+        part: as for `sum`; its ranks divide the tokens.
+        """
+        batch, tokens, width = part.shape
+        own = tokens // self.size
+        if batch > 1:  # what one rank reads lies in one piece
+            page = self.take((self.size, batch, own, width), part.dtype)
+            page.copy_(part.view(batch, self.size, own, width).transpose(0, 1))
+            self.give_back(part)
+            part = page
+        found = torch.empty((batch, own, width), dtype=part.dtype, device=part.device)
+        return _Sum(self, part, part.view(-1).chunk(self.size), found, what)
 
     def give_back(self, part: Tensor) -> None:
         """Take back a lent buffer; others may still read it. Local."""
@@ -92,22 +110,44 @@ class TensorGroup:
         self.give_back(outgoing)
         return found
 
+    def gather_tokens(self, own: Tensor, what: str) -> Tensor:
+        """Return all tokens of a tensor that is sharded over them: (batch, tokens / size, n) to (batch, tokens, n).
+
+        Collective; waits.
+        """
+        batch, tokens, width = own.shape
+        outgoing = self.take(own.shape, own.dtype).copy_(own).view(-1)
+        found = torch.empty((batch, self.size, tokens, width), dtype=own.dtype, device=own.device)
+
+        def use(received: Sequence[Tensor]) -> None:
+            for rank, each in enumerate(received):
+                found[:, rank].copy_((own if rank == self.index else each).view(own.shape))
+
+        boxes = _boxes(self, outgoing)
+        self.comm.exchange([outgoing] * self.size, boxes, "reduce", what, use, KIND).wait()
+        self.give_back(outgoing)
+        return found.view(batch, -1, width)
+
+
+def _boxes(group: TensorGroup, own: Tensor) -> list[Tensor | None]:
+    """Return where every rank's piece comes to, each as large as the own one; None where it is read in its place."""
+    if group.comm.reads_in_place:
+        return [None] * group.size
+    return [own if rank == group.index else torch.empty_like(own) for rank in range(group.size)]
+
 
 class _Sum:
-    """A sum that `TensorGroup.sum` started."""
+    """A sum that a group started.  pieces: by rank, what it is to have of the part; found: for the sum of the own."""
 
-    def __init__(self, group: TensorGroup, part: Tensor, what: str) -> None:
-        self._group, self._part = group, part
-        self._found = found = torch.empty(part.shape, dtype=part.dtype, device=part.device)
-        flat, into, scratch, index = part.view(-1), found.view(-1), group._scratch, group.index
-        inbox: list[Tensor | None] = [None] * group.size
-        if not group.comm.reads_in_place:
-            inbox = [flat if rank == index else torch.empty_like(flat) for rank in range(group.size)]
+    def __init__(self, group: TensorGroup, part: Tensor, pieces: Sequence[Tensor], found: Tensor, what: str) -> None:
+        self._group, self._part, self._found = group, part, found
+        into, scratch = found.view(-1), group._scratch
 
         def use(received: Sequence[Tensor]) -> None:
             ordered_sum(received, into, scratch)
 
-        self._pending = group.comm.exchange([flat] * group.size, inbox, "reduce", what, use, KIND)
+        boxes = _boxes(group, pieces[group.index])
+        self._pending = group.comm.exchange(pieces, boxes, "reduce", what, use, KIND)
 
     def wait(self) -> Tensor:
         self._pending.wait()

@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..base.errors import NotBuiltError
 from ..planner.split import Split
 from .cuts import activations
-from .functions import Entry, column, enter, gather, leave, row, scatter
+from .functions import Entry, column, enter, enter_tokens, gather, leave, row, scatter
 from .group import TensorGroup
 from .streams import Streams
 
@@ -28,6 +29,7 @@ class Part:
 
     name: its module's. transposed: its weight is (in, out). gathers: a column layer's outputs are gathered at once;
     scatters: a row layer's inputs come whole. is_head: its outputs are logits, which a loss may read split.
+    shards_tokens: in training, what a column layer reads and a row layer gives is sharded over tokens.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Part:
     gathers: bool = False
     scatters: bool = False
     is_head: bool = False
+    shards_tokens: bool = False
 
     @property
     def widths(self) -> list[int]:
@@ -134,6 +137,8 @@ class TensorAxis:
         self.group, self.streams = group, streams
         self.splits_loss = False
         self._entered: list[_Entered] = []  # since the last region was left
+        self._is_inside = False  # of a module that has all tokens of what was sharded (`read_tokens`)
+        self._runs = False  # a forward of the model is under way, or an error ended it
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
         return self  # a copy of a model is computed by the same ranks
@@ -151,12 +156,16 @@ class TensorAxis:
 
     def row(self, layer: Layer, x: Tensor) -> Tensor:
         part = layer.part
-        self.leave()
+        shards_tokens = part.shards_tokens and layer.training
+        if shards_tokens:
+            self._forget()
+        else:
+            self.leave()
         if part.scatters:
             x = scatter(x, self.group, part.widths, part.name)
         x = cast_for_autocast(x)
         weight, bias = _cast(layer.weight, x.dtype), _cast(layer.bias, x.dtype)
-        return row(x, weight, bias, self.group, part.transposed, part.name)
+        return row(x, weight, bias, self.group, part.transposed, part.name, shards_tokens=shards_tokens)
 
     def look_up(self, layer: Layer, ids: Tensor) -> Tensor:
         found = look_up(layer.weight, layer.part, self.group.index, ids, layer.padding_idx)
@@ -171,25 +180,60 @@ class TensorAxis:
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """Forget what a forward left that an error ended. A forward pre-hook of the model."""
+        if not self._runs and self.streams is not None:
+            self.streams.forget()  # left by a recomputation, which has put torch's generators back itself
         self.leave()
+        self._runs = True
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Note that a forward has come to its end. A forward hook of the model."""
+        self._runs = False
+
+    def read_tokens(self, x: Tensor, name: str) -> Tensor:
+        """Return all tokens of a sharded tensor, for a module whose column layers read it. Collective; waits."""
+        read, entry = enter_tokens(cast_for_autocast(x), self.group, name)
+        self._forget()
+        self._entered.append(_Entered(read, _version(read), read, entry))
+        self._is_inside = True
+        return read
+
+    def enter_tokens(self) -> None:
+        """Begin to compute on this rank's tokens: it draws from a stream of its own."""
+        if self.streams is not None:
+            self.streams.forget()  # of a recomputation that ended before its end
+            self.streams.enter()
 
     def _enter(self, layer: Layer, x: Tensor) -> _Entered:
         """Return the tensor that column layers read for x: the one made for a layer before, if it read the same x."""
         for known in self._entered:
             if known.x is x and known.version == _version(x):
                 return known
-        read, entry = enter(cast_for_autocast(x), self.group, layer.part.name)
+        shards_tokens = layer.part.shards_tokens and layer.training
+        if shards_tokens and self._is_inside:
+            raise NotBuiltError(
+                f"layer '{layer.part.name}' reads another tensor than its module does, whose tokens are sharded.",
+                "Only what the module is given first has all tokens gathered.",
+                'say "tensor_parallel": {"sequence": false}.',
+            )
+        into = enter_tokens if shards_tokens else enter
+        read, entry = into(cast_for_autocast(x), self.group, layer.part.name)
         found = _Entered(x, _version(x), read, entry)
         self._entered.append(found)
+        if shards_tokens:
+            return found  # the stream is the rank's own in the whole block
         if self.streams is not None and not (layer.part.gathers or layer.part.is_head):
             self.streams.enter()
         return found
 
     def leave(self) -> None:
         """Forget the entered tensors: what is computed next is whole on every rank."""
-        self._entered.clear()
+        self._forget()
         if self.streams is not None:
             self.streams.leave()
+
+    def _forget(self) -> None:
+        self._entered.clear()
+        self._is_inside = False
 
 
 @dataclass(frozen=True)

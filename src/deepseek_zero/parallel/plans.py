@@ -11,7 +11,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Literal, cast
 
@@ -21,6 +21,7 @@ from ..base.errors import NotBuiltError, UsageError, shown
 from ..planner.split import Ranges, Split
 from .families import ALIASES, FAMILIES, NAMES, REFUSED, Fused, Style
 from .layers import Part
+from .token_shards import Stretch, find_stretch
 
 HEAD_DIM = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim", "d_kv")
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", "nhead")
@@ -58,7 +59,7 @@ class ParallelSettings:
     them. layers: (pattern, style, parts) by `re.match` of a parameter's name, before every other rule; style "row",
     "column" or "skip", parts of a fused projection. uses_other_rules: whether the rest of the rules follows; is_strict:
     a layer that is left whole is an error. preset: a family's table, whatever the model calls itself. sequence:
-    activations split over tokens between the regions.
+    activations sharded over tokens between the regions of a block, in training.
     """
 
     loss: Literal["split", "gathered"] = "split"
@@ -66,7 +67,7 @@ class ParallelSettings:
     uses_other_rules: bool = True
     is_strict: bool = False
     preset: str | None = None
-    sequence: bool | Literal["auto"] = "auto"
+    sequence: bool = False
 
 
 @dataclass
@@ -101,7 +102,7 @@ class ParallelPlan:
     """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one rank's heads.
 
     attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
-    one, the module that holds its projections.
+    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are.
     """
 
     ranks: int
@@ -110,6 +111,7 @@ class ParallelPlan:
     attributes: dict[tuple[str, str], tuple[int, ...]] = field(default_factory=dict)
     attentions: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)  # layers that stay whole, and why
+    stretch: Stretch | None = None
 
     def table(self) -> str:
         """Return the plan as text: a line for each kind of layer, numbers of blocks as *."""
@@ -139,12 +141,6 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     does not fit; the message names it.
     """
     settings = settings or ParallelSettings()
-    if settings.sequence is True:
-        raise NotBuiltError(
-            "tensor_parallel.sequence: activations split over tokens between the regions are not built.",
-            "Norms and residuals are computed whole on every rank.",
-            'leave it out, or say "auto".',
-        )
     plan = ParallelPlan(ranks)
     family = _family(model, settings)
     if family in REFUSED:
@@ -157,6 +153,8 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     _make_regions(model, plan, choices)
     _split_adapters(model, plan)
     _split_vocabulary(model, plan, choices, settings)
+    if settings.sequence:
+        _shard_tokens(model, plan)
     _fill_splits(model, plan)
     if all(choice.style in ("vocabulary", "head", "partial") for choice in plan.choices):
         raise UsageError(
@@ -562,6 +560,24 @@ def _asked(model: nn.Module, getter: str) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+# -- tokens
+
+
+def _shard_tokens(model: nn.Module, plan: ParallelPlan) -> None:
+    """Have the layers of blocks read and give activations that are sharded over tokens."""
+    styles = {choice.name: choice.style for choice in plan.choices}
+    attentions = tuple(plan.attentions.values())
+    counted = {_parent(each) for each in plan.choices if each.style == "column" and _is_attention(model, each)}
+    plan.stretch = find_stretch(model, styles, attentions, counted - set(attentions))
+    for choice in plan.choices:
+        if choice.part is not None and choice.style in ("column", "row"):
+            choice.part = replace(choice.part, shards_tokens=True)
+
+
+def _is_attention(model: nn.Module, column: Choice) -> bool:
+    return _head_dim(model.get_submodule(_parent(column)), [column], 0) is not None
+
+
 # -- splits
 
 
@@ -599,6 +615,9 @@ def _fill_splits(model: nn.Module, plan: ParallelPlan) -> None:
                     f"layers '{before[1]}' and '{choice.name}' share their {name}, and would cut it in two ways.",
                     fix="untie them, or name neither of them in partition_config.",
                 )
+    for norm in plan.stretch.norms if plan.stretch is not None else ():
+        for parameter in model.get_submodule(norm).parameters():
+            found[id(parameter)] = Split.whole("partial", tuple(parameter.shape), plan.ranks), norm
     for name, parameter in model.named_parameters():
         equal = Split.whole("equal", tuple(parameter.shape), plan.ranks)
         plan.splits[name] = found[id(parameter)][0] if id(parameter) in found else equal

@@ -42,3 +42,7 @@ class Streams:
         torch.set_rng_state(state)
         if self._cuda is not None and on_device is not None:
             torch.cuda.set_rng_state(on_device, self._cuda)
+
+    def forget(self) -> None:
+        """Stay where torch's generators are: somebody else has put them back."""
+        self._outside = None

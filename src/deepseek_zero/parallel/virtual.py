@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ..planner.split import Split
 from .cuts import blocks, join, ordered
 from .functions import Entry, column, flat, product, row_gradients
 from .layers import Layer, Part, Row, _cast, _Entered, _version, cast_for_autocast, look_up
@@ -258,6 +259,42 @@ def repeat(module: nn.Module, axis: VirtualAxis) -> None:
     base = type(module)
     module.__class__ = type(f"Repeated{base.__name__}", (Repeated, base), {"__module__": __name__})
     layer = cast(Repeated, module)
+    layer.axis, layer.is_inside = axis, False
+
+
+class TokenShare(nn.Module):
+    """A layer that every rank holds whole and applies to its own tokens: its gradient is a sum over the ranks.
+
+    Never made: norms between the regions take a subclass as their class.
+    """
+
+    axis: VirtualAxis
+    is_inside: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_inside or not self.training:
+            return cast(Tensor, super().forward(x))
+        split = Split.even(tuple(x.shape), 1, self.axis.size)
+        parameters = {
+            name: _Alike.apply(each, self.axis.size)  # type: ignore[no-untyped-call]
+            for name, each in self.named_parameters(recurse=False)
+        }
+        self.is_inside = True
+        try:
+            found = [
+                torch.func.functional_call(self, {name: each[rank] for name, each in parameters.items()}, (part,))
+                for rank, part in enumerate(blocks(x, split))
+            ]
+        finally:
+            self.is_inside = False
+        return join(tuple(found), split)
+
+
+def share_tokens(module: nn.Module, axis: VirtualAxis) -> None:
+    """Make a layer be applied to each rank's tokens apart."""
+    base = type(module)
+    module.__class__ = type(f"TokenShare{base.__name__}", (TokenShare, base), {"__module__": __name__})
+    layer = cast(TokenShare, module)
     layer.axis, layer.is_inside = axis, False
 
 

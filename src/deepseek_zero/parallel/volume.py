@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .layers import Part
-from .plans import ParallelPlan
+from .plans import Choice, ParallelPlan
 
 LOSS_VECTORS = 3  # maximum, sum of exponentials and the target's logit, of each token, in fp32
 
@@ -16,10 +18,18 @@ def sent_bytes(
     tokens: of the micro-batch. itemsize: bytes of one activation. splits_loss: whether the loss reads split logits.
     recomputes: whether every block is computed again in backward. The column layers of a region read one input here: a
     decoder's that reads another one in its cross attention sends more. Between ranks of one host nothing is sent: these
-    bytes are read in place.
+    bytes are read in place. Where activations are sharded over tokens, each rank has its own to gather or to sum: what
+    `sent` counts in the width of all is sent in 1 / ranks of it, forward and backward.
     """
     inputs: dict[str, int] = {}  # by region: the width of what its column layers read
     numbers = 0
+    if plan.stretch is not None:
+        own_tokens, left = divmod(tokens, plan.ranks)
+        assert not left, "the ranks divide the tokens"
+        sharded = _sharded_widths(plan, 2 if recomputes else 1)
+        whole = replace(plan, stretch=None, choices=[each for each in plan.choices if not _shards(each)])
+        rest = sent_bytes(whole, coordinate, tokens, itemsize, splits_loss=splits_loss, recomputes=recomputes)
+        return rest + (plan.ranks - 1) * sharded * own_tokens * itemsize
     for choice in plan.choices:
         if choice.part is None:
             continue
@@ -40,6 +50,21 @@ def sent_bytes(
     if splits_loss and any(choice.style == "head" for choice in plan.choices):
         total += LOSS_VECTORS * tokens * 4
     return (plan.ranks - 1) * total
+
+
+def _shards(choice: Choice) -> bool:
+    return choice.part is not None and choice.part.shards_tokens
+
+
+def _sharded_widths(plan: ParallelPlan, forwards: int) -> int:
+    """Return the widths of all gathers and sums of the blocks, and of the two gathers at their ends.
+
+    Forward a region gathers what it reads and sums what it gives; backward the other way round.
+    """
+    rows = [choice.widths[0] for choice in plan.choices if _shards(choice) and choice.style == "row"]
+    columns = [choice for choice in plan.choices if _shards(choice) and choice.style == "column"]
+    inputs = {choice.region: choice.widths[1] for choice in columns}
+    return (forwards + 1) * (sum(rows) + sum(inputs.values())) + 2 * rows[-1]
 
 
 def _own(part: Part, coordinate: int) -> int:

@@ -128,11 +128,6 @@ def test_a_style_that_is_not_built_is_refused_by_name() -> None:
         choose(net, 2)
 
 
-def test_sequence_sharded_activations_are_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match=r"tensor_parallel\.sequence"):
-        choose(Net(), 2, ParallelSettings(sequence=True))
-
-
 def test_an_unknown_preset_is_refused() -> None:
     with pytest.raises(UsageError, match="preset_model 'gpt99' is not known"):
         choose(Net(), 2, ParallelSettings(preset="gpt99"))

@@ -32,7 +32,20 @@ pytest.importorskip("transformers")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_metered_bytes_are_the_predicted(name: str, dtype: torch.dtype, tp: int, loss: str, recomputes: bool) -> None:
-    model, settings = tiny(name, dtype), ParallelSettings(loss=loss)  # type: ignore[arg-type]
+    assert_metered(name, dtype, tp, loss, recomputes=recomputes)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 4), ("gpt_neox", 2), ("bert", 2), ("qwen3", 2)])
+def test_metered_bytes_of_sharded_tokens_are_the_predicted(name: str, tp: int, recomputes: bool) -> None:
+    assert_metered(name, torch.float32, tp, "split", recomputes=recomputes, sequence=True)
+
+
+def assert_metered(
+    name: str, dtype: torch.dtype, tp: int, loss: str, *, recomputes: bool, sequence: bool = False
+) -> None:
+    model, settings = tiny(name, dtype), ParallelSettings(loss=loss, sequence=sequence)  # type: ignore[arg-type]
     splits_loss = loss == "split" and name != "bert"
     plan = choose(model, tp, settings)
 
