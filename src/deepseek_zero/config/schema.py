@@ -903,7 +903,8 @@ class Pipeline(Section):
     )
     micro_batches: int | None = effective(
         None,
-        "Ours. Micro-batches of one step in the pipeline; null: gradient_accumulation_steps.",
+        "Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the pipeline; null: one. "
+        "train_batch fills it with the gradient_accumulation_steps micro-batches of its step.",
         unit="micro-batches",
         example=8,
         ge=1,

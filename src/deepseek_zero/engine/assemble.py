@@ -75,7 +75,7 @@ def assemble(
     settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
         params = forget_others(model, client, params)
-        settings = replace(settings, reduces_once=True)
+        settings = replace(settings, reduces_once=True, row_parts=stages.settings.parts or 1)
     shape, chosen = run_on_all_ranks(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)
     )
@@ -120,7 +120,9 @@ def assemble(
         "Ranks take their batches and their learning rates in step, and save in step.",
         "pass the same configuration on every rank.",
     )
-    parts.pipeline = stages.connect(comm, mesh, runtime) if stages is not None else None
+    if stages is not None:
+        parts.loop = stages.connect(comm, mesh, runtime)
+        parts.pipeline = parts.loop.pipeline
     parts.recompute = _recompute_for(recompute_settings_of(config), comm)
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)

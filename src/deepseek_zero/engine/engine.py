@@ -52,7 +52,7 @@ from .settings import DataSettings, ObserverSettings, SavingSettings
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
     from ..config import Config
-    from ..pipeline import Pipeline
+    from ..pipeline import Pipeline, PlainLoop
 
 PLAN_NAME = "plan.txt"
 
@@ -95,6 +95,7 @@ class Parts:
     capabilities: Capabilities = field(default_factory=Capabilities)
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
+    loop: PlainLoop | None = None  # over the pipeline's stages
     told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
 
     def describe(self) -> list[str]:
@@ -268,14 +269,6 @@ class Observer:
             self.writer = None
 
 
-def _whole_steps(call: str) -> UsageError:
-    return UsageError(
-        f"{call} on a model that is cut into stages.",
-        "A step's micro-batches go through the stages one behind the other, forward and backward in turn.",
-        "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
-    )
-
-
 class Engine(StandsForModule):
     """One model, its optimizer and its schedule.
 
@@ -315,11 +308,12 @@ class Engine(StandsForModule):
     # -- the step by step flow
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's forward on this rank's micro-batch.  UsageError where this rank has a stage of it only."""
-        if self.parts.pipeline is not None:
-            raise _whole_steps("engine(batch)")
+        """Run the model's forward on this rank's micro-batch; over stages, in training, its backward too."""
         self.runtime.is_boundary = self.is_gradient_accumulation_boundary()
         self.observer.saw((*args, *kwargs.values()))
+        if self.parts.loop is not None:
+            with self.observer.timed("forward"):
+                return self.parts.loop(args, kwargs)
         with self.observer.timed("forward"), self.observer.profiled(self):
             # The first child is `self.module`, which __getattr__ would look up behind every name of DeepSpeed's.
             return next(self.children())(*args, **kwargs)
@@ -334,6 +328,8 @@ class Engine(StandsForModule):
         stages = self.parts.pipeline
         if stages is None:
             return self._train_in_turn(batches)
+        if self.parts.loop is not None:
+            self.parts.loop.refuse_begun()
         with self.observer.timed("forward"):
             loss = stages.train(stages.read(batches))
         self.observer.loss(loss)
@@ -423,18 +419,19 @@ class Engine(StandsForModule):
         Collective: every rank calls it once per micro-batch, also one whose loss does not depend on the model: it
         counts as zeros there.  Where no rank's loss requires a gradient, this or the step raises UsageError on all.
         """
-        runtime = self.runtime
-        if self.parts.pipeline is not None:
-            raise _whole_steps("engine.backward")
+        runtime, loop = self.runtime, self.parts.loop
         runtime.is_boundary = self.is_gradient_accumulation_boundary()
         done = runtime.backwards
         try:
             with self.observer.timed("backward"):
-                if not self._has_graph(loss):
+                if loop is not None:
+                    with loop.expects(loss):
+                        self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
+                elif not self._has_graph(loss):
                     runtime.is_graphless = True
                 else:
                     self.scale(loss, scale_wrt_gas).backward(retain_graph=retain_graph)
-                if runtime.backwards == done:
+                if loop is None and runtime.backwards == done:
                     runtime.join_skipped_passes()
         except BaseException as error:
             runtime.comm.post_error(error)
@@ -477,6 +474,8 @@ class Engine(StandsForModule):
                 "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
+        if self.parts.loop is not None:
+            self.parts.loop.refuse_open()
         boundary = self.is_gradient_accumulation_boundary()
         self._stepped = False
         self.micro_steps += 1
@@ -596,7 +595,8 @@ class Engine(StandsForModule):
             self.optimizer.finish()  # gradients of another dtype are to come
         runtime.drop_grads()
         for group in runtime.trained_groups:
-            group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, accumulation))
+            summands = accumulation * runtime.settings.row_parts
+            group.set_grad_dtype(policy.grad_dtype(group.plan.weight.dtype, summands))
 
     # -- looking
 

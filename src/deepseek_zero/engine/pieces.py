@@ -33,10 +33,11 @@ class Stages:
     ties: pipeline.Ties
     settings: PipelineSettings
 
-    def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.Pipeline:
-        """Make the pipeline, once the stages are wrapped.  Collective in the world."""
+    def connect(self, comm: Comm, mesh: Mesh, runtime: Runtime) -> pipeline.PlainLoop:
+        """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective in the world."""
         said = self.settings
-        return pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
+        made = pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
+        return pipeline.PlainLoop(made, said.parts)
 
 
 def cut_along_axes(

@@ -90,7 +90,7 @@ class PipelineSettings:
     """How a pipeline is cut and run, beside its number of ranks, which the mesh has.
 
     partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as `make_schedule`
-    takes them.  micro_batches: of one step.
+    takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None: nobody has said.
     """
 
     partition: str = "best"
@@ -98,6 +98,7 @@ class PipelineSettings:
     virtual: int = 1
     group: int | None = None
     micro_batches: int = 1
+    parts: int | None = None
 
 
 def policy_of(config: Config) -> Policy:
@@ -317,4 +318,5 @@ def pipeline_settings_of(config: Config) -> PipelineSettings:
         virtual=section.virtual,
         group=section.group,
         micro_batches=section.micro_batches or config.gradient_accumulation_steps,
+        parts=section.micro_batches,
     )

@@ -12,6 +12,7 @@ from ..base.lazy import loads_on_first_use
 if TYPE_CHECKING:
     from .chain import Chain, find_chain
     from .layers import Labelled, LayersStage, LayerStages
+    from .loop import PlainLoop
     from .pipeline import Pipeline, StagedModel, cut_model
     from .stage import MicroBatch, loss_of
     from .ties import Ties
@@ -23,6 +24,7 @@ __all__ = [
     "LayersStage",
     "MicroBatch",
     "Pipeline",
+    "PlainLoop",
     "StagedModel",
     "Ties",
     "cut_model",
@@ -35,6 +37,7 @@ __getattr__ = loads_on_first_use(
     {
         "chain": "Chain find_chain",
         "layers": "Labelled LayersStage LayerStages",
+        "loop": "PlainLoop",
         "pipeline": "Pipeline StagedModel cut_model",
         "stage": "MicroBatch loss_of",
         "ties": "Ties",

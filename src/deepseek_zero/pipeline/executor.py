@@ -80,11 +80,13 @@ class NoStates:
 class StepOutcome:
     """What a rank knows after a step.  losses, outputs: of the last stage, by micro-batch; None on other ranks.
 
-    losses are detached and as the model returned them; outputs are kept where that was asked for.
+    losses are detached and as the model returned them; outputs are kept where that was asked for.  is_bare: the model
+    returned its loss alone.
     """
 
     losses: list[Tensor] | None = None
     outputs: list[Any] | None = None
+    is_bare: bool = False
 
 
 @dataclass
@@ -248,6 +250,7 @@ class _Step:
             if self.trains:
                 held.loss = own.loss(output, self.micro_batches[micro])
                 self._losses[micro] = held.loss.detach()
+                self.outcome.is_bare = isinstance(output, Tensor)
             if self._keeps_outputs:
                 self._outputs[micro] = output
         else:

@@ -22,7 +22,7 @@ from ..base.mesh import Mesh
 from ..comm.collectives import Comm
 from ..sharding.runtime import Runtime
 from .chain import Chain
-from .executor import PipelineExecutor
+from .executor import PipelineExecutor, StepOutcome
 from .layers import Labelled, LayersStage, LayerStages
 from .messages import Links
 from .schedule import PipelineSchedule, forward_only, make_schedule
@@ -109,9 +109,8 @@ class Pipeline:
         table = self.schedule(1)
         own = [stage for stage in staged.stages if isinstance(stage, ModelStage)]
         blocks = {stage.index: stage.cut.blocks_of(stage.index) for stage in own}
-        self.executor = PipelineExecutor(
-            Links(world, mesh, table), staged.stages, ShardedStates(runtime, self.ties, blocks)
-        )
+        self.states = ShardedStates(runtime, self.ties, blocks)
+        self.executor = PipelineExecutor(Links(world, mesh, table), staged.stages, self.states)
         self._pipe = runtime.comm.along.get("pp")
 
     @property
@@ -148,10 +147,17 @@ class Pipeline:
         Collective.  micro_batches: `MicroBatch`es, the same on all ranks of a pipeline, or `Labelled` ones, of which
         the first stage uses the inputs and the last one the labels.
         """
-        many = len(micro_batches)
-        factor = self.runtime.settings.accumulation / many  # the engine divides by its accumulation at the border
-        outcome = self.executor.run(self.schedule(many), micro_batches, keys=self._keys(micro_batches), scale=factor)
-        return self._agree(outcome.losses)
+        factor = self.runtime.settings.accumulation / len(micro_batches)  # the border divides by the accumulation
+        return self._agree(self.run(micro_batches, scale=factor).losses)
+
+    def run(self, micro_batches: Sequence[Any], *, scale: float = 1.0, trains: bool = True) -> StepOutcome:
+        """Run this rank's program over micro-batches; outputs are kept where it does not train.  Collective in the
+        pipeline.
+
+        scale: what losses are multiplied by before their backward.
+        """
+        table, keys = self.schedule(len(micro_batches), trains=trains), self._keys(micro_batches)
+        return self.executor.run(table, micro_batches, keys=keys, scale=scale, keeps_outputs=not trains)
 
     def evaluate(
         self, micro_batches: Sequence[Any], *, keeps_outputs: bool = False, has_loss: bool = True
@@ -159,19 +165,24 @@ class Pipeline:
         """Run the forwards and return the mean loss as `train` does, and the outputs where that is asked for: a list on
         the last stage, None on others.  Collective.
         """
-        many = len(micro_batches)
         self.executor.forms.forget()
-        outcome = self.executor.run(
-            self.schedule(many, trains=False), micro_batches, keys=self._keys(micro_batches), keeps_outputs=True
-        )
+        outcome = self.run(micro_batches, trains=False)
         self.executor.forms.forget()
         losses = None
         if has_loss and outcome.outputs is not None:
-            last = self.executor.stages[self.schedule(many).stages - 1]
+            last = self.executor.stages[len(self.staged.placement) - 1]
             with torch.no_grad():
                 pairs = zip(outcome.outputs, micro_batches, strict=True)
                 losses = [last.loss(output, micro) for output, micro in pairs]
         return self._agree(losses) if has_loss else None, outcome.outputs if keeps_outputs else None
+
+    def tell_all(self, row: Tensor, what: str) -> Tensor:
+        """Return the rows of all ranks of this pipeline, one-dimensional ones on the host.  Collective in it."""
+        return row.unsqueeze(0) if self._pipe is None else self._pipe.all_gather_rows(row, what)
+
+    def tell_from_last(self, row: Tensor, what: str) -> Tensor:
+        """Return the row of the rank that has the last stage, on every rank of this pipeline.  Collective in it."""
+        return self.tell_all(row, what)[-1]
 
     def reset_shapes(self) -> None:
         """Forget what messages held: the next step's have other shapes.  On every rank of the pipeline."""
@@ -190,9 +201,7 @@ class Pipeline:
         if losses is not None:
             own = torch.stack([loss.detach().double().cpu() for loss in losses]).mean().reshape(1)
             mean = self.runtime.comm.all_gather_rows(own, "mean loss").mean().reshape(1)
-        if self._pipe is not None:
-            mean = self._pipe.all_gather_rows(mean, "loss of the last stage")[-1]
-        return mean.float().reshape(()).to(self.mesh.device)
+        return self.tell_from_last(mean, "loss of the last stage").float().reshape(()).to(self.mesh.device)
 
 
 def _forms_in(value: Any) -> list[Hashable]:

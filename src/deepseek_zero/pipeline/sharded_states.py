@@ -26,6 +26,7 @@ class ShardedStates:
         """
         self.runtime, self.ties = runtime, ties if ties is not None and ties.is_sharing else None
         self._gathered: set[int] = set()
+        self.reduces = True  # whether a run of the schedule ends a step
         self._units = _units_of(runtime, blocks) if blocks is not None and len(blocks) > 1 else {}
         self._waits = False  # gradients are tied, and not reduced yet
         self._members = {
@@ -45,7 +46,7 @@ class ShardedStates:
         self._gathered.discard(stage)
         if stage in self._units:
             self.runtime.executor.let_go(self._units[stage] - {0})
-        if not self._gathered and self.ties is None:
+        if not self._gathered and not (self.ties is not None and self.reduces):
             self.runtime.executor.let_go()
 
     @contextmanager
@@ -60,7 +61,7 @@ class ShardedStates:
     @contextmanager
     def backward(self, stage: int, *, ends_step: bool, is_carried: bool) -> Iterator[None]:
         """Open a block with one backward.  The last one of a step reduces, unless tied gradients are added up first."""
-        self.runtime.is_boundary = ends_step and self.ties is None
+        self.runtime.is_boundary = ends_step and self.reduces and self.ties is None
         with self.forward(stage), self.runtime.loss_factor.carried() if is_carried else nullcontext():
             yield
 
@@ -69,16 +70,29 @@ class ShardedStates:
         if self._waits:
             self._waits = False
             self.runtime.is_boundary = True
-            self.runtime.executor.keep_to(frozenset({0}))  # nothing is gathered for it
-            self.runtime.reduce_step()
-            self.runtime.executor.keep_to(None)
-            self.runtime.executor.let_go()
+            self._reduce_step()
+
+    def _reduce_step(self) -> None:
+        self.runtime.executor.keep_to(frozenset({0}))  # nothing is gathered for it
+        self.runtime.reduce_step()
+        self.runtime.executor.keep_to(None)
+        self.runtime.executor.let_go()
 
     def tie(self, stage: int) -> None:
         """Add up the gradients of tied weights, before their reduction.  Collective among the sharing ranks."""
+        if self.reduces:
+            self._add_up()
+            self._waits = True
+
+    def _add_up(self) -> None:
         assert self.ties is not None
         self.ties.add_up({name: group.gradient.summand(number) for name, (group, number) in self._members.items()})
-        self._waits = True
+
+    def end_step(self) -> None:
+        """Add up tied gradients and reduce all, of runs since the last step that did not (`reduces`).  Collective."""
+        if self.ties is not None:
+            self._add_up()
+        self._reduce_step()
 
     def update(self) -> None:
         """Nothing: the step is the engine's."""

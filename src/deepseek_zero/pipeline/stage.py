@@ -210,13 +210,24 @@ class _ZeroEmbedding:
 
 
 class _StageForward:
-    """The forward of a model of which this rank has some stages: the model's own, which may be left before its end."""
+    """The forward of a model of which this rank has some stages: the model's own, which may be left before its end.
+
+    is_due: a stage runs it.
+    """
+
+    is_due = False
 
     def __init__(self, forward: Callable[..., Any]) -> None:
         self._forward = forward
         update_wrapper(self, forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.is_due:
+            raise UsageError(
+                "the model was called by itself, and this rank has a stage of it only.",
+                "What leaves a stage goes on to another rank, by the schedule.",
+                "call what initialize or DeepSeekZeRO3 returned; generate needs the whole model: export the weights.",
+            )
         try:
             return self._forward(*args, **kwargs)
         except _LeaveForward as leave:
@@ -257,9 +268,12 @@ class ModelStage:
         if self._entry is not None:
             (self._entry.received,) = received
             self._zeros.follow(received[0])
+        forward: _StageForward = self.model.__dict__["forward"]
+        forward.is_due = True
         try:
             output = self.model(*micro.args, **kwargs)
         finally:
+            forward.is_due = False
             self._show(rest)
             if self._entry is not None:
                 self._entry.received = None
@@ -279,8 +293,8 @@ class ModelStage:
         return loss_of(output)
 
 
-def loss_of(output: Any) -> Tensor:
-    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple."""
+def loss_in(output: Any) -> Tensor | None:
+    """Return the loss in what a model returned: itself, its `loss`, or the first of a tuple; None: there is none."""
     found = output
     if isinstance(output, Mapping):
         found = output.get("loss")
@@ -288,8 +302,13 @@ def loss_of(output: Any) -> Tensor:
         found = getattr(output, "loss", None)
         if found is None and isinstance(output, tuple | list) and output:
             found = output[0]
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found.reshape(())
+    return found.reshape(()) if isinstance(found, Tensor) and found.numel() == 1 else None
+
+
+def loss_of(output: Any) -> Tensor:
+    """Return the loss in what a model returned; UsageError where there is none."""
+    if (found := loss_in(output)) is not None:
+        return found
     raise UsageError(
         "the model returned no loss.",
         "The last stage of a pipeline begins the backward, with a scalar.",

@@ -182,6 +182,7 @@ class PlanSettings:
     for which that differs.  device_bytes: states and buffers that the training device may hold; more is an error.
     delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are added up where they
     are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose stages would wait for each other).
+    row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an accumulation do.
     layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.
     """
 
@@ -205,6 +206,7 @@ class PlanSettings:
     device_bytes: int = NO_LIMIT
     delayed_update: bool = False
     reduces_once: bool = False
+    row_parts: int = 1
     layerwise_micro_batches: int = 1
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
@@ -254,7 +256,7 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     if is_weight:
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
-    grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation)
+    grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
     grad = Spec(P, grad_dtype, wire=policy.reduce) if in_place else Spec(S, grad_dtype, tier, policy.reduce)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update)

@@ -959,6 +959,13 @@ class Gradient:
             )
         return self._part_of(number)
 
+    def multiply(self, factor: float) -> None:
+        """Multiply this rank's own sums that are still to be reduced.  Local."""
+        if self._partial is not None:
+            self.known_squares = None
+            for number in self._arrived:
+                self._partial.view(self.group.members[number].slot).mul_(factor)
+
     def summand(self, number: int) -> Tensor:
         """Return this rank's own sum of a member's gradient, flat, which is still to be reduced; zeros if none came.
 

@@ -34,7 +34,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -78,6 +78,18 @@ PHASE_MOVES = {
 }
 
 
+class Driver(Protocol):
+    """Who runs the forwards and backwards of a wrapped model, where its root is not called as a whole."""
+
+    def before_step(self) -> None:
+        """Finish the gradients of the step to come, or raise.  Collective."""
+        ...
+
+    def forget(self) -> None:
+        """Gradients are dropped, or used up.  Local."""
+        ...
+
+
 class Runtime:
     """One wrapped model at work."""
 
@@ -89,6 +101,7 @@ class Runtime:
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.loss_factor = LossFactor(self)
         self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
+        self.driver: Driver | None = None
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
@@ -275,6 +288,8 @@ class Runtime:
         (`executor.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
+        if self.driver is not None:
+            self.driver.before_step()
         if self.backwards == 0:
             self.join_skipped_passes()
         self.executor.all_reduce()
@@ -290,6 +305,8 @@ class Runtime:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
         if drop:
             self.drop_grads()
+        elif self.driver is not None:
+            self.driver.forget()
         self.backwards = 0
         if not self.executor.order_is_agreed:
             self.executor.agree_on_order()
@@ -315,6 +332,8 @@ class Runtime:
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.discard()
+        if self.driver is not None:
+            self.driver.forget()
         if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
             self.comm_ctx.pool.return_pages()
 
@@ -615,11 +634,11 @@ class LossFactor:
         """Open a block of backwards whose gradients carry this engine's factor already: they come from a later stage of
         the same model, whose loss was multiplied by it.
         """
-        self._is_carried = True
+        before, self._is_carried = self._is_carried, True
         try:
             yield
         finally:
-            self._is_carried = False
+            self._is_carried = before
 
     def refuse_gradient_of_gradient(self) -> None:
         """As a backward begins: UsageError if it is plain and may differentiate an earlier one, which was recorded.

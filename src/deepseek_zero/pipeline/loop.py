@@ -1,0 +1,301 @@
+"""The plain loop over stages: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`.
+
+A call in training runs the whole schedule, forwards and backwards.  The loss that it returns, on every rank of the
+pipeline, carries a node of autograd; the node's backward is told what the caller has multiplied the loss by, which the
+call has assumed: loss scale / accumulation steps, until a caller does otherwise.  Gradients of a step add up where they
+are made, unreduced, so that they can still be multiplied by the ratio of the two; the node's backward that ends the
+step adds up tied ones and reduces all.
+
+What is in `_open` has run and waits for its backward; `_added` counts the calls whose gradients are in the sums.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..base.errors import UsageError
+from ..base.log import log_once
+from ..base.nested import tensors_in
+from ..comm.collectives import propagate_errors
+from .pipeline import Pipeline
+from .rows import cut_rows, join_rows, rows_of
+from .stage import MicroBatch, loss_in
+
+TOTAL = "num_items_in_batch"  # by which models of transformers divide a sum of losses
+NEAR = 1e-6  # two factors that differ by less, relatively, are one that was rounded in two ways
+_OBJECT, _BARE, _NOTHING = range(3)  # what a model returns: something with a loss, the loss alone, no loss
+
+
+class StageOutput(dict[str, Any]):
+    """What a model returned, as far as every rank has it: its loss, as `.loss`, `["loss"]` and `[0]`.
+
+    Everything else stays on the last stage; it is a KeyError or an AttributeError that says so.
+    """
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int | slice):
+            return tuple(self.values())[key]
+        return super().__getitem__(key)
+
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(_elsewhere(key))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(_elsewhere(name))
+
+
+def _elsewhere(name: str) -> str:
+    return (
+        f"'{name}' stays on the last stage of the pipeline; other ranks have the loss alone.  In training no rank has "
+        "more; engine.eval() with engine(batch) returns all on the ranks of the last stage (engine.mesh)."
+    )
+
+
+class _Call:
+    """One call in training.  factor: what its losses were multiplied by, per unit of the loss scale; scale: that."""
+
+    def __init__(self, loop: PlainLoop, factor: float, scale: float) -> None:
+        self._loop = weakref.ref(loop)
+        self.factor, self.scale = factor, scale
+
+    def take(self, grad: Tensor) -> None:
+        """Hear the gradient of the loss."""
+        loop = self._loop()
+        if loop is None:
+            raise UsageError(
+                "a loss is differentiated after its engine was deleted.",
+                "",
+                "keep the engine while its losses are used.",
+            )
+        loop.take(self, float(grad))
+
+
+class _Loss(torch.autograd.Function):
+    """A loss whose gradients are here already, or on other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, value: Tensor, call: _Call) -> Tensor:
+        """anchor: a leaf, so that the loss requires a gradient."""
+        ctx.call = call
+        return value.clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        """Tell the call."""
+        ctx.call.take(grad)
+        return None, None, None
+
+
+class PlainLoop:
+    """The calls of one engine over stages.  parts: that a batch is cut into by rows; None: nobody has said."""
+
+    def __init__(self, pipeline: Pipeline, parts: int | None) -> None:
+        self.pipeline, self.runtime, self.parts = pipeline, pipeline.runtime, parts
+        self._open: list[_Call] = []
+        self._added = 0
+        self._learned: float | None = None  # what callers multiply a loss by, per unit of the loss scale
+        self._told_of_idling = False
+        self.runtime.driver = self
+
+    # -- calls
+
+    def __call__(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Compute a batch of this pipeline's, the same on all its ranks; return what the model returns, a `StageOutput`
+        where that is more than the loss.  Collective in the pipeline.
+
+        In training, with gradients on, forwards and backwards; else forwards alone, and all that the model returns
+        on the ranks of the last stage.
+        """
+        micro = MicroBatch(tuple(args), dict(kwargs))
+        if not self.pipeline.staged.has_all_inputs:
+            raise UsageError(
+                "engine(batch) on a list of layers that is cut into stages.",
+                "Its first stage takes the inputs, its last one the labels.",
+                "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
+            )
+        with propagate_errors(self.runtime.comm.whole):
+            if torch.is_grad_enabled() and self.runtime.model.training:
+                return self._train(micro)
+            return self._evaluate(micro)
+
+    def _train(self, micro: MicroBatch) -> Any:
+        if tensors_in((micro.args, dict(micro.kwargs))):
+            raise UsageError(
+                "an argument of engine(batch) requires a gradient, and the model is cut into stages.",
+                "The call runs the backward too, so no gradient leaves it through its arguments.",
+                "detach the argument, or give the model what computes it.",
+            )
+        given = cut_rows(micro, self.parts or 1)
+        if self.parts is None:
+            self._tell_of_idling()
+        scale, factor = self.runtime.loss_factor.scale, self._factor()
+        adds_up = micro.kwargs.get(TOTAL) is not None
+        each = scale * factor if adds_up else scale * factor / len(given)
+        with self._unreduced(), self.runtime.loss_factor.carried():
+            outcome = self.pipeline.run(given, scale=each)
+        loss, kind = self._told(outcome.losses, adds_up=adds_up, is_bare=outcome.is_bare)
+        call = _Call(self, factor, scale)
+        self._open.append(call)
+        self._added += 1
+        anchor = torch.zeros((), device=loss.device, requires_grad=True)
+        node: Tensor = _Loss.apply(anchor, loss, call)  # type: ignore[no-untyped-call]
+        return node if kind == _BARE else StageOutput(loss=node)
+
+    def _evaluate(self, micro: MicroBatch) -> Any:
+        many = self.parts or 1
+        rows = rows_of(micro)
+        given = cut_rows(micro, many if rows is not None and rows % many == 0 else 1)
+        with torch.no_grad():
+            outcome = self.pipeline.run(given, trains=False)
+            losses = None if outcome.outputs is None else [loss_in(each) for each in outcome.outputs]
+            known = None if losses is None else [each for each in losses if each is not None]
+            is_bare = outcome.outputs is not None and isinstance(outcome.outputs[0], Tensor)
+            adds_up = micro.kwargs.get(TOTAL) is not None
+            loss, kind = self._told(known, adds_up=adds_up, is_bare=is_bare)
+            if kind == _BARE:
+                return loss
+            if outcome.outputs is None:
+                return StageOutput() if kind == _NOTHING else StageOutput(loss=loss)
+            found = join_rows(outcome.outputs)
+            if adds_up and len(given) > 1 and isinstance(found, dict):
+                found["loss"] = loss
+            return found
+
+    def _told(self, losses: Sequence[Tensor] | None, *, adds_up: bool, is_bare: bool) -> tuple[Tensor, int]:
+        """The loss of a batch and what the model returned, on the last stage; told to every stage."""
+        row = torch.zeros(2, dtype=torch.float64)
+        if losses is not None:
+            total = torch.stack([each.double().cpu() for each in losses]).sum() if losses else torch.zeros(())
+            row[0] = total if adds_up else total / max(len(losses), 1)
+            row[1] = _NOTHING if not losses else _BARE if is_bare else _OBJECT
+        loss, kind = self.pipeline.tell_from_last(row, "loss of the last stage")
+        return loss.float().reshape(()).to(self.pipeline.mesh.device), int(kind)
+
+    @contextmanager
+    def _unreduced(self) -> Iterator[None]:
+        """Open a block of backwards whose gradients wait for `take`."""
+        states, boundary = self.pipeline.states, self.runtime.is_boundary
+        states.reduces = False
+        try:
+            yield
+        finally:
+            states.reduces, self.runtime.is_boundary = True, boundary
+
+    def _factor(self) -> float:
+        return self._learned if self._learned is not None else 1.0 / self.runtime.loss_factor.accumulation
+
+    def _tell_of_idling(self) -> None:
+        if not self._told_of_idling:
+            self._told_of_idling = True
+            ranks, virtual = self.pipeline.mesh.pp, self.pipeline.staged.virtual
+            idle = (ranks - 1) / (ranks - 1 + virtual)
+            log_once(
+                f"engine(batch) sends a batch through {ranks} pipeline ranks as one micro-batch: each idles {idle:.0%} "
+                'of the time.  "pipeline": {"micro_batches": k} cuts each batch by rows into k parts that follow each '
+                "other; train_batch lets the micro-batches of a step do so."
+            )
+
+    # -- backward and step
+
+    @contextmanager
+    def expects(self, loss: Any) -> Iterator[None]:
+        """Open a block with the backward of a loss.  UsageError where that is none of a call whose backward is due."""
+        many = len(self._open)
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            yield
+        if len(self._open) >= many:
+            what = "a tensor" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise UsageError(
+                f"engine.backward got {what} that was not made from a loss = engine(batch) whose backward is due.",
+                "Over stages a backward is known by the loss that the call has returned.",
+                "pass that loss, or what was computed from it with gradients on; of what is no tensor its `.loss`.",
+            )
+
+    @torch.no_grad()
+    def take(self, call: _Call, grad: float) -> None:
+        """Hear what a loss was multiplied by; reduce where this backward ends a step.  Collective in the pipeline."""
+        runtime = self.runtime
+        with propagate_errors(runtime.comm.whole):
+            if call not in self._open:
+                raise UsageError(
+                    "a second backward through one loss, or one whose gradients were dropped.",
+                    "The backward of a model in stages has run with its forward; its gradients count once, until "
+                    "zero_grad or the step.",
+                    "call engine.backward(loss) once for each loss = engine(batch), before the step.",
+                )
+            applied = grad * runtime.loss_factor.at_output() / call.scale
+            self._compare(applied, runtime.is_boundary)
+            if not math.isclose(applied, call.factor, rel_tol=NEAR):
+                self._rescale(call, applied)
+            self._open.remove(call)
+            if runtime.is_boundary and not self._open:
+                self._reduce()
+
+    def _compare(self, applied: float, is_boundary: bool) -> None:
+        """Raise on every rank of the pipeline where they do not mean the same."""
+        table = self.pipeline.tell_all(torch.tensor([applied, float(is_boundary)], dtype=torch.float64), "a backward")
+        if not all(torch.equal(row, table[0]) for row in table) and not table.isnan().any():
+            raise UsageError(
+                "the ranks of a pipeline differ in their backward: factor of the loss and whether it ends a step are "
+                f"{table.tolist()}, by pipeline rank.",
+                "They hold parts of one model, and one loss.",
+                "do the same with the loss on every rank.",
+            )
+
+    def _rescale(self, call: _Call, applied: float) -> None:
+        if self._added > 1:
+            raise UsageError(
+                f"a loss was multiplied by {applied:g}, and {call.factor:g} was assumed (beside the loss scale).",
+                "The gradients of other calls of this step are in the same sums already.",
+                "multiply all losses of a step by the same factor; it is assumed from the first step on.",
+            )
+        for group in self.runtime.trained_groups:
+            group.gradient.multiply(applied / call.factor)
+        if math.isfinite(applied) and applied:
+            self._learned = applied
+
+    def _reduce(self) -> None:
+        self._added = 0
+        self.pipeline.states.end_step()
+
+    def before_step(self) -> None:
+        """Raise where a call's backward is missing; reduce what no backward has.  Collective in the pipeline."""
+        self.refuse_open()
+        if self._added:
+            self._reduce()
+
+    def refuse_open(self) -> None:
+        """Raise where a call's backward is missing."""
+        if self._open:
+            self.runtime.discard_step()
+            raise UsageError(
+                "a step before the backward of a loss = engine(batch).",
+                "In training the call has computed gradients; what they count is known once it is differentiated.",
+                "call engine.backward(loss) first, or compute what is not learnt from under torch.no_grad().",
+            )
+
+    def refuse_begun(self) -> None:
+        """Raise where a step has begun: `train_batch` takes a whole one."""
+        self.refuse_open()
+        if self._added:
+            raise UsageError(
+                "train_batch in a step that calls of engine(batch) have begun.",
+                "It takes a whole step, and its gradients would be added to theirs.",
+                "end the step with engine.step(), or drop its gradients with engine.zero_grad().",
+            )
+
+    def forget(self) -> None:
+        """Forget the calls whose gradients are dropped, or used up.  Local."""
+        self._open.clear()
+        self._added = 0

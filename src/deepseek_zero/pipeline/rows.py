@@ -1,0 +1,74 @@
+"""Cuts a batch into parts by its rows, and joins what a model returned for them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..base.nested import map_inputs
+from .stage import MicroBatch
+
+
+def rows_of(micro: MicroBatch) -> int | None:
+    """Return the rows of a batch: the first dimension of the first tensor that has one; None: there is none."""
+    found: list[int] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.dim():
+            found.append(tensor.shape[0])
+        return tensor
+
+    map_inputs((micro.args, dict(micro.kwargs)), look)
+    return found[0] if found else None
+
+
+def cut_rows(micro: MicroBatch, parts: int) -> list[MicroBatch]:
+    """Cut a batch into that many equal parts.  Each has its rows of every tensor whose first dimension is the batch's,
+    and all of everything else.
+
+    UsageError where the rows cannot be divided.
+    """
+    if parts == 1:
+        return [micro]
+    rows = rows_of(micro)
+    if rows is None or rows % parts:
+        raise UsageError(
+            f"a batch of {rows or 0} rows cannot be cut into pipeline.micro_batches = {parts} equal parts.",
+            "The loss is the mean over equal parts, each of whole rows.",
+            f"let each batch have a multiple of {parts} rows (drop a short last one), or state another "
+            "pipeline.micro_batches.",
+        )
+    each = rows // parts
+    found = []
+    for number in range(parts):
+        take = partial(_narrow, rows=rows, start=number * each, length=each)
+        args, kwargs = map_inputs((micro.args, dict(micro.kwargs)), take)
+        found.append(MicroBatch(args, kwargs))
+    return found
+
+
+def _narrow(tensor: Tensor, *, rows: int, start: int, length: int) -> Tensor:
+    return tensor.narrow(0, start, length) if tensor.dim() and tensor.shape[0] == rows else tensor
+
+
+def join_rows(outputs: Sequence[Any]) -> Any:
+    """Join what a model returned for the parts of a batch: tensors by rows, numbers by their mean, containers item by
+    item; of what is neither, the first.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs)).mean()
+    if isinstance(first, Mapping):
+        items = {key: join_rows([each[key] for each in outputs]) for key in first}
+        return items if type(first) is dict else type(first)(**items)
+    if isinstance(first, (tuple, list)):
+        joined = [join_rows(each) for each in zip(*outputs, strict=True)]
+        return type(first)(*joined) if hasattr(first, "_fields") else type(first)(joined)
+    return first

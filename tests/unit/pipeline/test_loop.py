@@ -1,0 +1,380 @@
+"""The plain loop over stages: bits of accumulation, what the caller does to the loss, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.optim.sharded import ShardedOptimizer
+from deepseek_zero.pipeline.chain import find_chain
+from deepseek_zero.pipeline.loop import PlainLoop, StageOutput
+from deepseek_zero.pipeline.pipeline import Pipeline, cut_model
+from deepseek_zero.pipeline.rows import cut_rows, join_rows
+from deepseek_zero.pipeline.stage import MicroBatch
+from deepseek_zero.pipeline.ties import Ties
+from deepseek_zero.precision.loss_scale import LossScaler
+from deepseek_zero.precision.policy import Policy
+from tests.in_process import Rank, World, optimizer_over, run_ranks, sharded
+from tests.models import VOCABULARY, Batch, Gpt, batch_of, seeded
+from tests.reference import OPTIMIZERS, Reference
+
+STEPS = 2
+POLICIES = {torch.float32: Policy(), torch.bfloat16: Policy(torch.bfloat16, auto_cast=True)}
+
+
+def gpt() -> nn.Module:
+    return seeded(Gpt, blocks=4)
+
+
+class Tied(Gpt):
+    def __init__(self) -> None:
+        super().__init__(blocks=4)
+        self.head.weight = self.tokens.weight
+
+
+class Loop:
+    """One rank of a model in stages, and its plain loop, as an engine has them.  calls: of a step."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        model: nn.Module,
+        calls: int,
+        parts: int | None,
+        *,
+        name: str = "1f1b",
+        virtual: int = 1,
+        stage: int = 3,
+        policy: Policy = POLICIES[torch.float32],
+    ) -> None:
+        axes = Mesh(pp=2)
+        mesh = axes.on_world(rank.size, rank.index)
+        batch = batch_of(0, 0, 0)
+        chain = find_chain(model, (batch.tokens, batch.targets))
+        staged = cut_model(model, chain, mesh, partition="uniform", schedule=name, virtual=virtual)
+        ties = Ties(rank.comm, mesh, staged.placement, staged.ties)
+        counts = {"accumulation": calls, "row_parts": parts or 1, "reduces_once": True}
+        self.model, self.calls, self.rank = model, calls, rank
+        self.runtime = sharded(rank, model, axes, stage=stage, policy=policy, **counts)
+        self.optimizer: ShardedOptimizer = optimizer_over(self.runtime, OPTIMIZERS["adamw"], max_norm=0.5)
+        self.pipeline = Pipeline(staged, ties, rank.comm, mesh, self.runtime, name)
+        self.loop = PlainLoop(self.pipeline, parts)
+        self.data = mesh.data_index
+
+    def call(self, batch: Batch, *, ends: bool = True) -> Any:
+        self.runtime.is_boundary = ends
+        return self.loop((batch.tokens, batch.targets), {})
+
+    def step(self, batches: Sequence[Batch], change: Callable[[Tensor], Tensor] = lambda loss: loss) -> list[Tensor]:
+        """The losses of one step, a call for each batch."""
+        losses = []
+        for number, batch in enumerate(batches, 1):
+            loss = self.call(batch, ends=number == self.calls)
+            self.runtime.loss_factor.apply(change(loss)).backward()
+            losses.append(loss.detach())
+        self.optimizer.step()
+        return losses
+
+    def weights(self) -> dict[str, Tensor]:
+        return {key: value.clone() for key, value in self.model.state_dict().items()}
+
+
+def joined(batches: Sequence[Batch]) -> Batch:
+    return Batch(torch.cat([each.tokens for each in batches]), torch.cat([each.targets for each in batches]))
+
+
+def batches_of(step: int, calls: int, parts: int, data: int = 0) -> list[Batch]:
+    many = [batch_of(step, micro, data) for micro in range(calls * parts)]
+    return [joined(many[first : first + parts]) for first in range(0, len(many), parts)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "virtual", "calls", "parts", "dtype"),
+    [
+        (0, "1f1b", 1, 1, 3, torch.bfloat16),
+        (1, "interleaved", 2, 2, 2, torch.bfloat16),
+        (2, "breadth_first", 2, 3, 3, torch.float32),
+        (2, "1f1b", 1, 3, 1, torch.bfloat16),
+        (3, "1f1b", 1, 1, 3, torch.float32),
+        (3, "interleaved", 2, 2, 2, torch.float32),
+        (3, "breadth_first", 2, 2, 2, torch.bfloat16),
+    ],
+)
+def test_parts_and_calls_have_the_bits_of_one_process_that_accumulates(
+    stage: int, name: str, virtual: int, calls: int, parts: int, dtype: torch.dtype
+) -> None:
+    def body(rank: Rank) -> tuple[list[list[Tensor]], list[float], dict[str, Tensor]]:
+        here = Loop(rank, gpt(), calls, parts, name=name, virtual=virtual, stage=stage, policy=POLICIES[dtype])
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses.append(here.step(batches_of(step, calls, parts, here.data)))
+            norms.append(here.optimizer.last.norm)
+        return losses, norms, here.weights()
+
+    found = run_ranks(4, body, reads_in_place=True)
+    reference = Reference(gpt(), 2, calls * parts, True, dtype, OPTIMIZERS["adamw"], 0.5)
+    for step in range(STEPS):
+        batches = [[batch_of(step, micro, data) for micro in range(calls * parts)] for data in range(2)]
+        norm = found[0][1][step]
+        expected, exact = reference.step(batches, norm)
+        assert norm == pytest.approx(exact, rel=1e-5)
+        for rank, (losses, norms, _) in enumerate(found):
+            assert norms[step] == norm
+            means = torch.stack(expected[rank % 2]).double().unflatten(0, (calls, parts)).mean(1).float()
+            assert torch.equal(torch.stack(losses[step]), means)
+    values = reference.values()
+    for _, _, weights in found:
+        assert all(torch.equal(weight, values[key]) for key, weight in weights.items())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tied_weights_are_added_up_once_a_step(stage: int) -> None:
+    def body(rank: Rank, *, plain: bool) -> tuple[dict[str, Tensor], list[str]]:
+        here = Loop(rank, seeded(Tied), 2 if plain else 4, 2 if plain else None, stage=stage)
+        for step in range(STEPS):
+            if plain:
+                here.step(batches_of(step, 2, 2, here.data))
+            else:
+                many = [batch_of(step, micro, here.data) for micro in range(4)]
+                here.pipeline.train([MicroBatch((each.tokens, each.targets)) for each in many])
+                here.optimizer.step()
+        return here.weights(), [name for _, name in rank.world.issued[rank.index] if "tied" in name]
+
+    found, expected = (run_ranks(4, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False))
+    for (weights, ties), (whole, others) in zip(found, expected, strict=True):
+        assert len(ties) == len(others) == STEPS
+        assert all(torch.equal(value, whole[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize(("scale", "tied"), [(None, False), (8.0, True)])
+def test_a_factor_of_the_callers_is_rescaled_once_and_assumed_from_then_on(scale: float | None, tied: bool) -> None:
+    def body(rank: Rank, factor: float) -> tuple[list[list[Tensor]], list[int]]:
+        here = Loop(rank, seeded(Tied) if tied else gpt(), 2, 2, stage=2)
+        loss_factor = here.runtime.loss_factor
+        loss_factor.scaler = None if scale is None else LossScaler.static(scale)
+        rescaled, now = list[int](), [0]
+        inner = here.loop._rescale
+
+        def rescale(*given: Any) -> None:
+            rescaled.append(now[0])
+            inner(*given)
+
+        here.loop._rescale = rescale  # type: ignore[method-assign]
+        grads = []
+        for step in range(2):
+            now[0] = step
+            for number, batch in enumerate(batches_of(0, 2, 2)):
+                loss_factor.apply(here.call(batch, ends=number == 1) * factor).backward()
+            found = [group.gradient.reduced() for group in here.runtime.trained_groups]
+            grads.append([grad.clone() for grad in found if grad is not None])
+            here.runtime.discard_step()
+        loss_factor.scaler = None
+        return grads, rescaled
+
+    plain, quarter = (run_ranks(2, lambda rank, each=each: body(rank, each)) for each in (1.0, 0.25))
+    for (expected, never), (found, once) in zip(plain, quarter, strict=True):
+        assert (never, once) == ([], [0])
+        for step in range(2):  # a power of two rounds nothing
+            assert all(torch.equal(grad * 0.25, other) for grad, other in zip(expected[step], found[step], strict=True))
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_plain_backward_counts_as_the_engines(calls: int) -> None:
+    def body(rank: Rank, *, plain: bool) -> dict[str, Tensor]:
+        here = Loop(rank, gpt(), calls, 2, stage=1)
+        for step in range(STEPS):
+            for number, batch in enumerate(batches_of(step, calls, 2), 1):
+                loss = here.call(batch, ends=number == calls)
+                (loss if plain else here.runtime.loss_factor.apply(loss)).backward()
+            here.optimizer.step()
+        return here.weights()
+
+    found, expected = (run_ranks(2, lambda rank, plain=plain: body(rank, plain=plain)) for plain in (True, False))
+    for weights, others in zip(found, expected, strict=True):
+        assert all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+class Summed(nn.Module):
+    """Divides a sum of losses by a total, and returns logits beside it, as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, num_items_in_batch: int | None = None
+    ) -> dict[str, Tensor]:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        if targets is None:
+            return {"logits": logits}
+        total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+        return {"loss": total / (num_items_in_batch or targets.numel()), "logits": logits}
+
+
+def test_losses_that_are_sums_over_a_total_add_up() -> None:
+    (batch,) = batches_of(0, 1, 4)
+
+    def body(rank: Rank, many: int | None) -> tuple[float, list[Tensor]]:
+        here = Loop(rank, seeded(Summed), 1, many, stage=0)
+        given = {"tokens": batch.tokens, "targets": batch.targets, "num_items_in_batch": batch.targets.numel()}
+        loss = here.loop((), given).loss
+        loss.backward()
+        grads = [group.gradient.reduced() for group in here.runtime.trained_groups]
+        return loss.item(), [grad.clone() for grad in grads if grad is not None]
+
+    for (loss, grads), (whole, expected) in zip(
+        run_ranks(2, lambda rank: body(rank, 4)), run_ranks(2, lambda rank: body(rank, None)), strict=True
+    ):
+        assert loss == pytest.approx(whole, rel=1e-6)
+        assert len(grads) == len(expected) > 0
+        for grad, other in zip(grads, expected, strict=True):
+            torch.testing.assert_close(grad, other, rtol=1e-4, atol=1e-6)
+
+
+def test_what_a_call_returns_has_its_loss_everywhere_and_the_rest_on_the_last_stage() -> None:
+    (batch,) = batches_of(0, 1, 2)
+
+    def body(rank: Rank) -> tuple[Any, Any, Any]:
+        here = Loop(rank, seeded(Summed), 1, 2)
+        given = {"tokens": batch.tokens, "targets": batch.targets}
+        trained = here.loop((), given)
+        trained.loss.backward()
+        here.model.eval()
+        found = here.loop((), given)
+        bare = here.loop((), {"tokens": batch.tokens})
+        return trained, found, bare
+
+    (first, found, bare), (last, whole, logits) = run_ranks(2, body)
+    model = seeded(Summed)
+    expected = model(batch.tokens, batch.targets)
+    for output in (first, last, found):
+        assert isinstance(output, StageOutput)
+        assert output.loss is output["loss"] is output[0]
+        assert output.loss.item() == pytest.approx(expected["loss"].item(), rel=1e-6)
+        with pytest.raises(AttributeError, match="'logits' stays on the last stage"):
+            _ = output.logits
+        with pytest.raises(KeyError, match="'logits' stays on the last stage"):
+            _ = output["logits"]
+    assert not found.loss.requires_grad
+    assert float(whole["loss"]) == float(found.loss)
+    torch.testing.assert_close(whole["logits"], expected["logits"])
+    assert bare == {}
+    torch.testing.assert_close(logits["logits"], expected["logits"])
+
+
+Misuse = Callable[[Loop], None]
+
+
+def _again(here: Loop) -> None:
+    loss = here.call(batch_of(0, 0, 0))
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def _never(here: Loop) -> None:
+    here.call(batch_of(0, 0, 0))
+    here.optimizer.step()
+
+
+def _dropped(here: Loop) -> None:
+    loss = here.call(batch_of(0, 0, 0))
+    here.optimizer.zero_grad()
+    loss.backward()
+
+
+def _in_mid_step(here: Loop) -> None:
+    here.call(batch_of(0, 0, 0), ends=False).backward()
+    (here.call(batch_of(0, 1, 0)) * 3).backward()
+
+
+def _differs(here: Loop) -> None:
+    (here.call(batch_of(0, 0, 0)) * (1 + here.rank.index)).backward()
+
+
+def _wants_input_gradients(here: Loop) -> None:
+    here.loop((batch_of(0, 0, 0).tokens,), {"targets": torch.ones(2, requires_grad=True)})
+
+
+def _uneven(here: Loop) -> None:
+    here.loop.parts = 3
+    here.call(batch_of(0, 0, 0))
+
+
+def _by_itself(here: Loop) -> None:
+    here.model(batch_of(0, 0, 0).tokens)
+
+
+def _begun(here: Loop) -> None:
+    here.call(batch_of(0, 0, 0), ends=False).backward()
+    here.loop.refuse_begun()
+
+
+@pytest.mark.parametrize(
+    ("misuse", "message"),
+    [
+        (_again, "a second backward"),
+        (_never, "a step before the backward"),
+        (_dropped, "gradients were dropped"),
+        (_in_mid_step, "other calls of this step"),
+        (_differs, "differ in their backward"),
+        (_wants_input_gradients, "requires a gradient"),
+        (_uneven, "2 rows cannot be cut into pipeline.micro_batches = 3"),
+        (_by_itself, "called by itself"),
+        (_begun, "train_batch in a step"),
+    ],
+)
+def test_misuse_is_an_error_on_every_rank(misuse: Misuse, message: str) -> None:
+    for found in World[None](2).outcomes(lambda rank: misuse(Loop(rank, gpt(), 2, None))):
+        assert isinstance(found, UsageError) and message in " ".join(str(found).split()), found
+
+
+def test_the_way_it_idles_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    def body(rank: Rank) -> None:
+        here = Loop(rank, gpt(), 1, None)
+        here.step(batches_of(0, 1, 1))
+        here.step(batches_of(1, 1, 1))
+
+    with caplog.at_level("INFO"):
+        run_ranks(2, body)
+    told = [each for each in caplog.messages if "idles 50% of the time" in each]
+    assert len(told) == 2 and "micro_batches" in told[0]  # both threads of this process are rank 0 of it
+
+
+def test_two_losses_of_two_calls_may_be_added_up() -> None:
+    def body(rank: Rank, *, apart: bool) -> dict[str, Tensor]:
+        here = Loop(rank, gpt(), 1, None)
+        batches = [batch_of(0, micro, 0) for micro in range(2)]
+        if apart:
+            here.call(batches[0], ends=False).backward()
+            here.call(batches[1]).backward()
+        else:
+            (here.call(batches[0]) + here.call(batches[1])).backward()
+        here.optimizer.step()
+        return here.weights()
+
+    found, expected = (run_ranks(2, lambda rank, apart=apart: body(rank, apart=apart)) for apart in (False, True))
+    for weights, others in zip(found, expected, strict=True):
+        assert all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+def test_rows_are_cut_and_joined() -> None:
+    tokens, place = torch.arange(24).view(4, 6), torch.arange(6).unsqueeze(0)
+    given = {"places": place, "names": ["a"], "labels": torch.arange(4), "total": torch.tensor(3)}
+    parts = cut_rows(MicroBatch((tokens,), given), 2)
+    assert [part.args[0].tolist() for part in parts] == [tokens[:2].tolist(), tokens[2:].tolist()]
+    assert [part.kwargs["labels"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert all(torch.equal(part.kwargs["places"], place) and part.kwargs["names"] == ["a"] for part in parts)
+    back = join_rows([{"x": (part.args[0], "kept"), "mean": part.args[0].float().mean()} for part in parts])
+    assert torch.equal(back["x"][0], tokens) and back["x"][1] == "kept"
+    assert float(back["mean"]) == float(tokens.float().mean())
