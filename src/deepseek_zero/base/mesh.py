@@ -31,6 +31,7 @@ PATIENCE = timedelta(days=7)
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the fastest
 SHARD_AXES = ("dp_shard", "sp")  # over whose ranks a state is cut
 REDUCE_AXES = ("dp_replicate", *SHARD_AXES)  # over whose ranks gradients are summed: they have one piece of the model
+INNER_AXES = ("inner",)  # a run of neighbours among the ranks along the shard axes (`Mesh.inner_groups`); no factor
 MODEL_AXES = ("pp", "tp")  # over whose ranks the model is cut into pieces
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
@@ -160,6 +161,13 @@ class Mesh:
         """`ranks_along` of every rank: the world cut into groups, in the order of their first ranks."""
         found = {replace(self, rank=rank).ranks_along(*axes): None for rank in range(self.world_size)}
         return tuple(found)
+
+    def inner_groups(self, size: int) -> tuple[tuple[int, ...], ...]:
+        """The world cut into runs of `size` neighbours among those that hold the slices of one state, ascending; the
+        size divides `shard_size`.
+        """
+        runs = range(0, self.shard_size, size)
+        return tuple(ranks[start : start + size] for ranks in self.groups_along(*SHARD_AXES) for start in runs)
 
     def replica_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
         """The world cut into the ranks that hold the same slice of what so many neighbours along "tp" share: replicas,

@@ -103,6 +103,8 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
             if optimizer.fallback is not None:
                 optimizer.fallback.restore(lifted)
         run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
+        for group in runtime.groups:
+            group.weights_changed()
         for unit in runtime.units:
             for group in unit.trained:
                 group.refresh(unit.name).wait()

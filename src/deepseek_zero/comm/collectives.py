@@ -337,13 +337,13 @@ class Comm:
         assert isinstance(transport, SharedMemory)
         return self._issue("gather", f"gather {what}", transport.barrier)
 
-    def all_gather(self, full: Tensor, lane: str, what: str) -> Pending:
+    def all_gather(self, full: Tensor, lane: str, what: str, kind: str = "all_gather") -> Pending:
         """Fill `full` (size * slice,) from every rank's slice; this rank's own slice must be in place already.
 
-        Any dtype, the same on every rank. Collective within its lane. The buffer belongs to the transport until
-        `wait()`, which raises `PeerError` if another rank failed or strayed.
+        Any dtype, the same on every rank. kind: as what the meter counts it. Collective within its lane. The buffer
+        belongs to the transport until `wait()`, which raises `PeerError` if another rank failed or strayed.
         """
-        self.meter.count("all_gather", full.numel() // self.size * (self.size - 1) * full.element_size())
+        self.meter.count(kind, full.numel() // self.size * (self.size - 1) * full.element_size())
 
         def start(cid: CollectiveId) -> Wait:
             return self._until_buffers_are_read(self._transport.all_gather(full, cid), [full])

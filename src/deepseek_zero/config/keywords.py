@@ -271,7 +271,9 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     round_robin_gradients: bool | Auto | None
     """Spread gradient copies over ranks in turn."""
     zero_hpz_partition_size: float | Auto | None
-    """Ranks of a node that hold a second copy of the weights (hpZ)."""
+    """Neighbours, as a rule of one host, that share a second copy of the weights (hpZ): only the first gather behind an
+    update goes over all ranks.
+    """
     zero_quantized_weights: bool | Auto | None
     """Gather weights as int8 blocks (qwZ)."""
     zero_quantized_nontrainable_weights: bool | Auto | None
@@ -478,7 +480,9 @@ class PipelineKeywords(TypedDict, total=False):
     group: float | Auto | None
     """Ours. Micro-batches that a stage takes in turn on one gather of its weights (breadth_first); null: all."""
     micro_batches: float | Auto | None
-    """Ours. Micro-batches of one step in the pipeline; null: gradient_accumulation_steps."""
+    """Ours. Equal parts that engine(batch) cuts a batch into by rows, so that they fill the pipeline; null: one.
+    train_batch fills it with the gradient_accumulation_steps micro-batches of its step.
+    """
     seed_layers: bool | Auto | None
     """Seed every layer on its own."""
     activation_checkpoint_interval: float | Auto | None

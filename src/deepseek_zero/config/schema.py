@@ -321,12 +321,13 @@ class ZeroOptimization(Section):
     round_robin_gradients: bool = accepted(
         False, "Spread gradient copies over ranks in turn.", "every unit is split evenly over all ranks"
     )
-    zero_hpz_partition_size: int = later(
+    zero_hpz_partition_size: int = effective(
         1,
-        "Ranks of a node that hold a second copy of the weights (hpZ).",
-        Milestone.SPEED,
+        "Neighbours, as a rule of one host, that share a second copy of the weights (hpZ): only the first gather "
+        "behind an update goes over all ranks.",
         example=2,
         unit="ranks",
+        needs=_STAGE_3,
         ge=1,
     )
     zero_quantized_weights: bool = later(False, "Gather weights as int8 blocks (qwZ).", Milestone.SPEED, example=True)

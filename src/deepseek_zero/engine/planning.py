@@ -56,6 +56,10 @@ def plan_run(
     """Return the plan of this process among its ranks.  Collective where memories are "auto"; logs what was chosen."""
     placement, update = placement_settings_of(config), update_of(config, optimizer, mesh.device)
     near = comm.replicas is not None and comm.replicas.reads_in_place
+    if settings.secondary_ranks > 1:
+        row = torch.tensor([int(comm.shard.reads_in_place)])
+        in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
+        settings = with_useful_copies(settings, mesh, in_place=in_place)
     machine = Machine(comm.shard.reads_in_place, replicas_read_in_place=near)
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         return plan_shape(shape, settings, mesh, machine, update, placement)
@@ -65,6 +69,26 @@ def plan_run(
     )
     log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
     return found
+
+
+def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:
+    """Return the settings without a second copy of weights where none would be read; logs why.
+
+    in_place: every rank reads the weights of those with which it shares slices where they lie.
+    """
+    size, why = settings.secondary_ranks, ""
+    if size >= mesh.shard_size:
+        why = f"{mesh.shard_size} ranks share slices, so that no smaller group is left for a copy"
+    elif settings.stage < 3:
+        why = f"stage {settings.stage} keeps whole weights, which are not gathered"
+    elif in_place:
+        why = "every rank reads the others' weights where they lie (one host), so that a gather moves nothing"
+    elif settings.weight_tier is not Tier.DEVICE:
+        why = "offload_param has the weights leave the device, and a copy would be there"
+    if size == 1 or not why:
+        return settings
+    log_once(f"zero_hpz_partition_size = {size} changes nothing here: {why}.")
+    return replace(settings, secondary_ranks=1)
 
 
 def update_of(config: Config, optimizer: OptimizerParts, device: torch.device) -> UpdateSettings | None:

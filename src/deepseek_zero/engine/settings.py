@@ -145,6 +145,7 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
         device_bytes=device_bytes_of(config),
         delayed_update=zero.offload_optimizer.delayed_update_after is not None,
         layerwise_micro_batches=zero.vertical_micro_batches,
+        secondary_ranks=zero.zero_hpz_partition_size,
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),

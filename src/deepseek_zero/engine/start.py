@@ -32,7 +32,7 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .planning import look_at, stated_budgets, update_of
+from .planning import look_at, stated_budgets, update_of, with_useful_copies
 from .settings import placement_settings_of, plan_settings_of, tensor_settings_of
 
 
@@ -253,4 +253,5 @@ def plan(
     in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
     budgets = stated_budgets(settings, placement, axes.device)
     machine = Machine(in_place, budgets, replicas_read_in_place=in_place)
+    settings = with_useful_copies(settings, axes, in_place=in_place)
     return plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)

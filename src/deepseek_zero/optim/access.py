@@ -123,6 +123,7 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     owner = _owner(param)
     slot, rank = _slot(owner, param), owner.comm_ctx.comm.rank
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
+    owner.weights_changed()
     with torch.no_grad():
         start, stop, view = owner.weight.local_part(slot, rank)
         cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
@@ -154,6 +155,7 @@ def set_local_master(param: nn.Parameter, value: Tensor) -> None:
             "It is frozen, or ZeRO is off (stage 0) and every rank holds all of it.",
             "use safe_set_full_fp32_param.",
         )
+    owner.weights_changed()
     with torch.no_grad():
         place, end = owner.master.owned_range(slot)
         owner.master.write(place, end, _part(value, end - place, slot.name).to(owner.comm_ctx.pool.device))

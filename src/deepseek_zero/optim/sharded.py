@@ -495,6 +495,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.delayed.swap(made)
         if due is None:
             return
+        for group in self.runtime.trained_groups:
+            group.weights_changed()
         self.updater.step_now(self.tiles.now, due)
         # In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
         pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]

@@ -35,7 +35,8 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
     """Return the bytes one rank holds of one group, by state; a master that is the weight's own storage counts once, as
     weight.
 
-    Offloaded states count under their memory ("host", "nvme"), in whole pages.
+    Offloaded states count under their memory ("host", "nvme"), in whole pages; a second copy of the weight as
+    "secondary", with the weight.
     """
     plan, found = group.plan, dict.fromkeys(STATES, 0)
     moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
@@ -54,6 +55,8 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
             found[state] += nbytes * count
         else:
             found[spec.tier.value] = found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
+    if plan.secondary is not None and "weight" in states:
+        found["secondary"] = spec_bytes(plan.secondary, group.padded_numel, group.secondary_ranks)
     return found
 
 

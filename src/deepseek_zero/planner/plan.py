@@ -60,9 +60,9 @@ class Plan:
         """Bytes of this rank between training steps, to the byte.
 
         "weight", "grad", "master", "moments": on the training device, with the small tensors: an element per group that
-        parameters expand between uses, and the optimizer's counters.  "host", "nvme": all that lies there, in whole
-        pages.  "buffers": what the pool keeps, the optimizer's scratch, and what undoes updates in backward.
-        "module_buffers": the model's own, whole on each rank.
+        parameters expand between uses, and the optimizer's counters.  "secondary": the second copy of weights.  "host",
+        "nvme": all that lies there, in whole pages.  "buffers": what the pool keeps, the optimizer's scratch, and what
+        undoes updates in backward.  "module_buffers": the model's own, whole on each rank.
         """
         groups = [group for unit in self.units for group in unit.groups]
         total = total_bytes(groups, moments_per_element=0)
@@ -120,7 +120,18 @@ class Plan:
         """Return every unit's groups, a line each, and the schedule."""
         lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
-        return [*lines, f"schedule: {self.schedule}"]
+        return [*lines, *self._secondary_line(), f"schedule: {self.schedule}"]
+
+    def _secondary_line(self) -> list[str]:
+        """Return which gathers go where, if some groups have a second copy of their weights."""
+        groups = [group for unit in self.units for group in unit.sharded if group.plan.secondary is not None]
+        if not groups:
+            return []
+        inside, world = groups[0].secondary_ranks, self.mesh.shard_size
+        return [
+            f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's first gather behind an "
+            f"update goes over all {world}, the others stay among {inside}"
+        ]
 
     def table(self) -> list[str]:
         """Return the plan in words: rows of units that look alike are told once."""
@@ -133,6 +144,7 @@ class Plan:
             f"{'units':<32} {'elements':>14}  states",
         ]
         lines += self._unit_lines()
+        lines += ["", *copied] if (copied := self._secondary_line()) else []
         lines += ["", "bytes of this rank between steps"]
         lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
         lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]
@@ -142,6 +154,8 @@ class Plan:
             f"  {name:<16} {format_bytes(nbytes):>12}"
             for name, nbytes in (("gathers", volume.gathers), ("reduces", volume.reduces), ("refresh", volume.refresh))
         ]
+        if volume.inner_gathers:
+            lines.append(f"  {'of which inside':<16} {format_bytes(volume.inner_gathers):>12}")
         return lines
 
     def _unit_lines(self) -> list[str]:

@@ -108,8 +108,7 @@ class _StepReplay:
 
     def _gathered(self, unit: UnitPlan) -> list[Size]:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
-        groups = [group for group in unit.sharded if not self.in_place or group.plan.weight.tier is not Tier.DEVICE]
-        return [gathered_size(group) for group in groups]
+        return [gathered_size(group) for group in unit.sharded if not (self.in_place and _is_seen(group))]
 
     def _partials(self, unit: UnitPlan) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
@@ -175,6 +174,11 @@ class _StepReplay:
 
 def gathered_size(group: GroupPlan) -> Size:
     return group.plan.weight.dtype, group.padded_numel
+
+
+def _is_seen(group: GroupPlan) -> bool:
+    """Whether a weight lies in symmetric memory where there is some."""
+    return group.plan.weight.tier is Tier.DEVICE and group.plan.secondary is None
 
 
 def _is_cut(group: GroupPlan) -> bool:

@@ -17,6 +17,9 @@ Four kinds of state, each with a placement, a dtype and a tier:
  moments     R    S    S    S
 
 A stage chooses a column; tiny parameters (`persistent`) use column Z2 at stage 3; frozen ones have a weight row only.
+
+Which ranks a state is cut among is a set of axes, one per state: `SHARD_AXES`; replicas (dp_replicate) are outside it
+and hold the same slices.  A sharded weight may have a second copy, cut along `INNER_AXES` (hpZ).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from functools import cached_property
 
 import torch
 
+from ..base.mesh import INNER_AXES, SHARD_AXES
 from ..precision.policy import Policy
 from ..tiers.budget import NO_LIMIT
 from ..tiers.tier import Tier
@@ -64,19 +68,24 @@ TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
 
 @dataclass(frozen=True)
 class Spec:
-    """How one state of one group of parameters is kept.  wire: the dtype it travels in, None: its own."""
+    """How one state of one group of parameters is kept.
+
+    wire: the dtype it travels in, None: its own.  axes: over whose ranks it is cut, where it is.
+    """
 
     placement: Placement
     dtype: torch.dtype
     tier: Tier = Tier.DEVICE
     wire: torch.dtype | None = None
+    axes: tuple[str, ...] = SHARD_AXES
 
     def numel(self, padded_numel: int, ranks: int) -> int:
-        """Elements of a flat buffer of `padded_numel` that one rank holds."""
+        """Elements of a flat buffer of `padded_numel` that one rank holds.  ranks: along the axes."""
         return padded_numel // ranks if self.placement is S else padded_numel
 
     def __str__(self) -> str:
-        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}"
+        among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
+        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}{among}"
 
 
 @dataclass(frozen=True)
@@ -86,7 +95,8 @@ class ShardPlan:
     master_is_weight: fp32 training, where the master is the weight's own storage (its slice at stages 1 and 2).  The
     moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`, or rounded to
     the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
-    is_delayed: updates come one step late.
+    is_delayed: updates come one step late.  secondary: the second copy of a sharded weight, from which it is gathered
+    while it stays as it is.
     """
 
     weight: Spec
@@ -96,6 +106,7 @@ class ShardPlan:
     master_is_weight: bool = False
     moments_format: str = "fp32"
     delayed_update: bool = False
+    secondary: Spec | None = None
 
     @property
     def master_is_rounded(self) -> bool:
@@ -136,7 +147,9 @@ class ShardPlan:
     def promoted(self) -> ShardPlan:
         """The same row with an fp32 weight and gradient, and a whole fp32 master.  Moments stay where they are."""
         grad = replace(self.grad, dtype=torch.float32) if self.grad is not None else None
-        return replace(self, weight=replace(self.weight, dtype=torch.float32), grad=grad, master=self.moments)
+        secondary = replace(self.secondary, dtype=torch.float32) if self.secondary is not None else None
+        weight = replace(self.weight, dtype=torch.float32)
+        return replace(self, weight=weight, grad=grad, master=self.moments, secondary=secondary)
 
     def rows(self) -> dict[str, str]:
         """State -> its row in words, "-" for none."""
@@ -146,6 +159,8 @@ class ShardPlan:
             words["master"] = words["master"].replace("int16", "weight+int16")
         if self.delayed_grad is not None:
             words["grad"] += f" + {self.delayed_grad}"
+        if self.secondary is not None:
+            words["weight"] += f" + {self.secondary}"
         if self.moments_format != "fp32":
             words["moments"] = words["moments"].replace("float32", self.moments_format)
         return words
@@ -183,7 +198,8 @@ class PlanSettings:
     delayed_update: updates come one step late.  reduces_once: gradients of all micro-batches are added up where they
     are made, and reduced once a step, also at stages 2 and 3 (pipelines, whose stages would wait for each other).
     row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an accumulation do.
-    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.
+    layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.  secondary_ranks: neighbours
+    among which a second copy of sharded weights is cut (hpZ); 1, or as many as share slices: there is none.
     """
 
     stage: int = 3
@@ -208,6 +224,7 @@ class PlanSettings:
     reduces_once: bool = False
     row_parts: int = 1
     layerwise_micro_batches: int = 1
+    secondary_ranks: int = 1
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -241,13 +258,17 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that share slices.
 
     On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage, unless it
-    lies in another memory.  A master that is the weight itself lies where the weight does.
+    lies in another memory.  A master that is the weight itself lies where the weight does.  Weights that rest in
+    another memory have no second copy: it would be on the device that they were to leave.
     """
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier)
+    secondary = None
+    if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
+        secondary = replace(weight, axes=INNER_AXES)
     if not trainable:
-        return ShardPlan(weight)
+        return ShardPlan(weight, secondary=secondary)
     policy = settings.policy
     tier = settings.state_tier
     moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
@@ -259,4 +280,4 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
     grad = Spec(P, grad_dtype, wire=policy.reduce) if in_place else Spec(S, grad_dtype, tier, policy.reduce)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
-    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update)
+    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..base.errors import NotBuiltError
+from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from .auto_wrap_policy import ModelShape, UnitShape
 from .layout import LAYOUTS, FlatLayout, Shape
@@ -42,6 +42,7 @@ class GroupPlan:
 
     key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
     before they travel.  replicas: ranks that have sums of the same slices, to be added up once a step.
+    secondary_ranks: that hold the slices of a second copy of the weight.
     """
 
     plan: ShardPlan
@@ -49,6 +50,7 @@ class GroupPlan:
     key: GroupKey | None = None
     predivide: float = 1.0
     replicas: int = 1
+    secondary_ranks: int = 1
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
@@ -67,6 +69,11 @@ class GroupPlan:
     @property
     def ranks(self) -> int:
         return self.layout.ranks
+
+    @property
+    def secondary_layout(self) -> FlatLayout:
+        """The same flat buffer, cut among the ranks of the second copy; a slice is several of the layout's."""
+        return replace(self.layout, slice_numel=self.padded_numel // self.secondary_ranks, ranks=self.secondary_ranks)
 
     @property
     def names(self) -> list[str]:
@@ -189,7 +196,8 @@ def plan_group(
     plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=mesh.shard_size)
     layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
-    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas)
+    secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
+    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks)
     return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
 
 
@@ -198,8 +206,16 @@ def plan_units(
 ) -> tuple[UnitPlan, ...]:
     """Return the units of a model, root first.
 
-    Of parameters that are split along "tp" the shapes are of this rank's part already (planner/split.py).
+    Of parameters that are split along "tp" the shapes are of this rank's part already (planner/split.py).  UsageError
+    where a second copy of weights does not divide among the ranks that share slices.
     """
+    if settings.secondary_ranks < mesh.shard_size and mesh.shard_size % settings.secondary_ranks:
+        raise UsageError(
+            f"a second copy of the weights for {settings.secondary_ranks} ranks (zero_hpz_partition_size): "
+            f"{mesh.shard_size} is not divisible by {settings.secondary_ranks}.",
+            f"{mesh.shard_size} ranks hold the slices of one state, and each of them is in one group of neighbours.",
+            "choose a divisor, as a rule the ranks of one host, or 1 for no copy.",
+        )
     persistent = persistent_names(model.units, settings)
     return tuple(
         UnitPlan(

@@ -1,6 +1,6 @@
 """What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
-    G, gather      slice x (N-1), in the weight's dtype
+    G, gather      slice x (N-1), in the weight's dtype; from a second copy cut among I ranks, slice x N/I x (I-1)
     S, reduce      slice x (N-1), in the dtype that travels; at stage 0 once more, in the one gradients are kept in
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
     refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
@@ -28,7 +28,7 @@ class StepVolume:
     """Bytes that one rank sends in one optimizer step, by what they are for.
 
     rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
-    once, the order of units.
+    once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of the weights.
     """
 
     gathers: int
@@ -36,6 +36,7 @@ class StepVolume:
     refresh: int
     rows: int
     first_step_rows: int
+    inner_gathers: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -54,23 +55,26 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
         return StepVolume(0, 0, 0, 0, 0)
     trained = [group for unit in units for group in unit.trained]
     sent: Counter[ActionKind] = Counter()
+    gathers: Counter[int] = Counter()  # by unit
     for walk, times in schedule.passes(settings.accumulation):
         for action in walk.actions:
             sent[action.kind] += times * _bytes_of(action.kind, units[action.unit])
+            gathers[action.unit] += times if action.kind is ActionKind.GATHER else 0
+    found = [_gather_bytes(group, gathers[number]) for number, unit in enumerate(units) for group in unit.sharded]
+    inside = sum(inner for _, inner in found)
     return StepVolume(
-        gathers=sent[ActionKind.GATHER],
+        gathers=sum(outer for outer, _ in found) + inside,
         reduces=sent[ActionKind.REDUCE] + sent[ActionKind.ALL_REDUCE],
         refresh=sum(_refresh_bytes(group) for group in trained),
         rows=8 * (1 + ranks * len(trained)) * (world - 1),
         first_step_rows=8 * len(units) * (world - 1),
+        inner_gathers=inside,
     )
 
 
 def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
     """Return the bytes a rank sends for one action."""
     match kind:
-        case ActionKind.GATHER:
-            return gather_bytes(unit)
         case ActionKind.REDUCE:
             return sum(map(_reduce_bytes, unit.trained))
         case ActionKind.ALL_REDUCE:
@@ -78,9 +82,19 @@ def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:
     return 0
 
 
-def gather_bytes(unit: UnitPlan) -> int:
-    """Return the bytes a rank sends when a unit is gathered: its slice to every other rank."""
-    return sum(_to_others(group, group.plan.weight.dtype) for group in unit.sharded)
+def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
+    """Return the bytes a rank sends when a weight is gathered so often in a step: to every other rank, and to those
+    that share the second copy.
+
+    The first gather behind an update goes over all ranks and makes the copy; what nothing updates has it from the
+    first step on.
+    """
+    outer = times
+    if group.plan.secondary is not None:
+        outer = min(times, 1 if group.plan.grad is not None else 0)
+    inner_slice = group.padded_numel // group.secondary_ranks * (group.secondary_ranks - 1)
+    inner = (times - outer) * inner_slice * group.plan.weight.dtype.itemsize
+    return outer * _to_others(group, group.plan.weight.dtype), inner
 
 
 def _reduce_bytes(group: GroupPlan) -> int:

@@ -185,11 +185,16 @@ class FlatBuffer:
         return cls(layout, spec, extent.memory, extent=extent)
 
     @classmethod
-    def allocate_weight(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
-        """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective."""
+    def allocate_weight(
+        cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str, *, is_copied: bool = False
+    ) -> FlatBuffer:
+        """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective.
+
+        is_copied: it has a second copy, so that its gathers are of two kinds, and neither is in place.
+        """
         if spec.placement is not S:
             return cls.allocate_for_comm(layout, spec, comm_ctx, what)
-        if spec.tier is not Tier.DEVICE:
+        if spec.tier is not Tier.DEVICE or is_copied:
             return cls.allocate(layout, spec, comm_ctx, what)
         symmetric = comm_ctx.comm.symmetric_memory(layout.padded_numel, spec.dtype, what)
         if symmetric is None:
@@ -305,7 +310,9 @@ class CommContext:
     of sums.
 
     tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies between them and the
-    device. replicas: the ranks that hold the same slices, if there are others, among which sums travel too.
+    device. replicas: the ranks that hold the same slices, if there are others, among which sums travel too. inner: the
+    ranks among which second copies of weights are cut, if there are some. gather_kind: as what the meter counts
+    gathers.
     """
 
     comm: Comm
@@ -316,6 +323,8 @@ class CommContext:
     issue_queue: OrderedIssueQueue = field(default_factory=OrderedIssueQueue)
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
     replicas: CommContext | None = None
+    inner: CommContext | None = None
+    gather_kind: str = "all_gather"
 
     @property
     def world(self) -> Comm:
@@ -336,6 +345,10 @@ class CommContext:
         inner, outer = (divisor, 1.0) if self.comm.size > 1 else (1.0, divisor)
         replicas = CommContext(comm, self.pool, self.bucket_numel, outer, self.tiers)
         return replace(self, divisor=inner, replicas=replicas)
+
+    def with_inner(self, comm: Comm) -> CommContext:
+        """Return this context with those ranks for the gathers of second copies."""
+        return replace(self, inner=CommContext(comm, self.pool, tiers=self.tiers, gather_kind="inner_gather"))
 
 
 def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str, *, add: bool = False) -> Pending:
@@ -414,7 +427,8 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
         into.copy_(own)
     if comm_ctx.comm.size == 1:
         return DONE
-    return comm_ctx.comm.all_gather(target.load(), "gather" if target.spec.placement is R else "reduce", what)
+    lane = "gather" if target.spec.placement is R else "reduce"
+    return comm_ctx.comm.all_gather(target.load(), lane, what, comm_ctx.gather_kind)
 
 
 def _reduce_scatter(

@@ -30,6 +30,7 @@ from ..precision.policy import cast_master, join, split
 from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import CommContext, FlatBuffer, PendingUpdate, StateGuard, all_reduce, has_pages_to_return, move
 from .init import take_values
+from .secondary import SecondaryWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
 
@@ -82,6 +83,7 @@ class ParamGroup:
         self.gradient = Gradient(self)
         self.weight: FlatBuffer
         self.master: MasterWeight | None = None
+        self.secondary: SecondaryWeight | None = None
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
@@ -132,10 +134,7 @@ class ParamGroup:
         full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
         broadcast_from_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
         self._take_from_first_replica(full)
-        self.weight = FlatBuffer.allocate_weight(
-            self.layout, self.plan.weight, self.comm_ctx, f"the weights of {names[0]}"
-        )
-        self.weight.guard = self.guard
+        self._allocate_weight(names[0])
         self._views = []
         whole = self.plan.weight.placement is R
         cast_master(full.memory if whole else full.shard(comm.rank), self.weight.load())
@@ -155,6 +154,15 @@ class ParamGroup:
                 member.reshard()
             else:
                 member.unshard(self.weight.view(member.slot))
+
+    def _allocate_weight(self, what: str) -> None:
+        """Allocate the weight, and its second copy if it has one.  Collective."""
+        is_copied, what = self.plan.secondary is not None, f"the weights of {what}"
+        self.weight = FlatBuffer.allocate_weight(
+            self.layout, self.plan.weight, self.comm_ctx, what, is_copied=is_copied
+        )
+        self.weight.guard = self.guard
+        self.secondary = SecondaryWeight(self.planned, self.comm_ctx, f"a copy of {what}") if is_copied else None
 
     def _take_from_first_replica(self, full: FlatBuffer) -> None:
         """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
@@ -195,8 +203,8 @@ class ParamGroup:
             return
         values, rank = self.master.values(), self.master.rank
         self.planned = self.planned.promoted()
-        self.weight = FlatBuffer.allocate_weight(self.layout, self.plan.weight, self.comm_ctx, f"the weights of {what}")
-        self.weight.guard = values.guard = self.guard
+        self._allocate_weight(what)
+        values.guard = self.guard
         self.master = replace(
             self.master, buffer=values, weight=weight_shard(self.weight, self.plan, rank), is_split=False
         )
@@ -270,7 +278,16 @@ class ParamGroup:
             self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
             self.guard.pending.flush_group(self)
         self.unsharded = self.weight.lend_whole(self.comm_ctx.pool)
+        if self.secondary is not None:
+            return self.secondary.gather(self.weight, self.unsharded, self.comm_ctx, what)
         return move(self.weight, self.unsharded, self.comm_ctx, what)
+
+    def weights_changed(self) -> None:
+        """Let the next gather be of the weights as they are now, and not of a copy.  Local; every rank does so, between
+        the same two gathers.
+        """
+        if self.secondary is not None:
+            self.secondary.is_current = False
 
     def point_to_unsharded(self) -> None:
         """Point every parameter at the gathered buffer."""
@@ -310,6 +327,7 @@ class ParamGroup:
         elements of the master keep their bits.
         """
         self.guard.before_write()
+        self.weights_changed()
         rank = self.comm_ctx.comm.rank
         low, high = self.layout.bounds(rank)
         old = self.weight.shard(rank)
@@ -337,6 +355,7 @@ class ParamGroup:
         """Write this rank's part of a whole new value into weight and master. Every rank must do it."""
         if self.weight.symmetric is not None:  # others may still be reading the old one
             self.comm_ctx.comm.barrier(f"writing {self.name_of(param)}")
+        self.weights_changed()
         slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
         flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
         start, stop, weight = self.weight.local_part(slot, rank)

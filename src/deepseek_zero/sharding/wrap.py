@@ -67,6 +67,9 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     settings = plan.settings
     divisor = (plan.mesh.reduce_size if settings.mean else 1.0) / predivide_of(settings, plan.mesh.reduce_size)
     comm_ctx = CommContext.over(comm, pool, settings.bucket_numel, divisor, tiers)
+    if 1 < settings.secondary_ranks < plan.mesh.shard_size:
+        inner = comm.whole.split(plan.mesh.inner_groups(settings.secondary_ranks), "inner")
+        comm_ctx = comm_ctx.with_inner(inner)
     contexts = {1: comm_ctx}
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):

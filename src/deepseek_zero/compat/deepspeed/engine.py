@@ -90,6 +90,7 @@ GETTERS: dict[str, Callable[[Engine], Any]] = {
     "zero_model_persistence_threshold": lambda e: e.config.zero_optimization.stage3_model_persistence_threshold,
     "zero_max_live_parameters": lambda e: e.config.zero_optimization.stage3_max_live_parameters,
     "zero_max_reuse_distance": lambda e: e.config.zero_optimization.stage3_max_reuse_distance,
+    "zero_hpz_partition_size": lambda e: e.config.zero_optimization.zero_hpz_partition_size,
     "mics_shard_size": lambda e: e.config.zero_optimization.mics_shard_size,
     "zero_ignore_unused_parameters": lambda e: e.config.zero_optimization.ignore_unused_parameters,
     "zero_allow_untested_optimizer": lambda e: e.config.zero_allow_untested_optimizer,

@@ -200,7 +200,6 @@ MISSING: dict[str, Rows] = {
         (N, "checkpoints have one writer; see save_checkpoint", "checkpoint_engine"),
         (N, "samples per second stand in observer.record", "tput_timer"),
         (N, "use save_checkpoint, which works at any number of ranks", "optimizer_state_dict"),
-        (L, "secondary shards (hpZ) are a later part", "zero_hpz_partition_size"),
         (N, "super_offload in the configuration serves", "superoffload"),
         (N, "ZenFlow is not planned; " + SHED, "zenflow"),
     ),
