@@ -33,6 +33,7 @@ from deepseek_zero.engine.settings import (
     memory_settings_of,
     pipeline_settings_of,
     plan_settings_of,
+    sequence_settings_of,
     tensor_settings_of,
 )
 from deepseek_zero.planner.plan import plan_model
@@ -286,6 +287,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         f"pipeline.{name}": settings_differ(f"pipeline.{name}", pipeline_settings_of)
         for name in ("partition", "schedule", "virtual", "group", "micro_batches")
     },
+    "sequence_parallel.attention": settings_differ("sequence_parallel.attention", sequence_settings_of),
     "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,
     "dp_degree": verifies_the_ranks,

@@ -6,15 +6,13 @@ import copy
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import deepseek_zero
-from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from deepseek_zero.compat.deepspeed.sequence_tiles import TiledFusedLogitsLoss, TiledMLP
-from tests.ranks.test_sequence_parallel import batch, close, config
+from tests.shared_sequences import batch, by_hand, config, same_gradients, same_step
 from tests.unit.parallel.tiny import tiny
 
 pytest.importorskip("transformers")
@@ -72,14 +70,9 @@ def test_tiled_models_train_as_untiled_ones_and_send_as_much(stage: int, accumul
                 engine.backward(found if tiles else found.loss)
                 if micro + 1 < accumulation:
                     engine.step()
-            parts = dict(engine.module.named_parameters())
-            for name, parameter in model.named_parameters():
-                grad = safe_get_full_grad(parts[f"inner.{name}" if tiles else name])
-                assert grad is not None and parameter.grad is not None and close(grad, parameter.grad), name
+            same_gradients(model, engine, "inner." if tiles else "")
             engine.step()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+            by_hand(model)
         sent.append(dict(engine.runtime.comm.meter.sent_bytes))
         engine.destroy()
     assert sent[0] == sent[1] and sent[0]["reduce_scatter"] > 0
@@ -95,18 +88,10 @@ def test_a_tiled_loss_outside_of_the_engine(stage: int) -> None:
     for number in range(2):
         given = batch(number)
         wanted = plain(**given, use_cache=False).loss
-        plain.zero_grad()
-        wanted.backward()
         shifted = F.pad(given["labels"], (0, 1), value=-100)[:, 1:]
         hidden = engine(given["input_ids"], output_hidden_states=True, use_cache=False).hidden_states[-1]
         loss = TiledFusedLogitsLoss.apply(loss_of, own, hidden, shifted, None, 3, [own.lm_head.weight], "sum")
         loss = loss / (shifted != -100).sum()
-        engine.backward(loss)
         assert abs(loss.item() / wanted.item() - 1) < 1e-6
-        parts = dict(own.named_parameters())
-        for name, parameter in plain.named_parameters():
-            grad = safe_get_full_grad(parts[name])
-            assert grad is not None and parameter.grad is not None and close(grad, parameter.grad), name
-        engine.optimizer.zero_grad()
-        engine.zero_grad()
+        same_step(plain, [wanted], engine, loss)
     engine.destroy()

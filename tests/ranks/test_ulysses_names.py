@@ -13,9 +13,8 @@ from torch import Tensor
 
 import deepseek_zero
 from deepseek_zero.compat.deepspeed import groups
-from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from deepseek_zero.compat.deepspeed.sequence_ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
-from tests.ranks.test_sequence_parallel import close, config
+from tests.shared_sequences import config, same_step
 from tests.unit.parallel.tiny import VOCABULARY, tiny
 
 pytest.importorskip("transformers")
@@ -58,20 +57,10 @@ def test_the_recipe_trains_as_one_process(stage: int, length: int) -> None:
     assert len(adapter) == 4
     whole = [batches(each, length)[number] for number in range(2) for each in range(2)]
     for expected, inputs in zip(whole, adapter, strict=True):
-        model.zero_grad()
         reference = model(**expected, use_cache=False).loss
-        reference.backward()
         loss = weighed(engine(**inputs, use_cache=False).loss, inputs["shift_labels"], group)
         assert abs(loss.item() / reference.item() - 1) < 1e-6
-        engine.backward(loss)
-        parts = dict(engine.module.named_parameters())
-        for name, parameter in model.named_parameters():
-            found = safe_get_full_grad(parts[name])
-            assert found is not None and parameter.grad is not None and close(found, parameter.grad), name
-        engine.step()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(parameter.grad, alpha=0.1)  # type: ignore[arg-type]
+        same_step(model, [reference], engine, loss)
     engine.eval()
     model.eval()
     with torch.no_grad():  # ranks alone, on whole sequences

@@ -493,6 +493,16 @@ class PipelineKeywords(TypedDict, total=False):
     """Send gradients partitioned over tensor-parallel ranks."""
 
 
+class SequenceParallelKeywords(TypedDict, total=False):
+    """Keys of `sequence_parallel`."""
+
+    attention: Literal["auto", "ulysses", "all_gather"] | Auto | None
+    """Ours. How attention sees the tokens of other ranks along `mesh.sp`: ulysses exchanges tokens for heads,
+    all_gather brings keys and values (and a rank's tokens are in zig-zag order); auto: ulysses where the ranks
+    divide the heads, else all_gather.
+    """
+
+
 class ThroughputKeywords(TypedDict, total=False):
     """Keys of `timers.throughput`."""
 
@@ -1030,6 +1040,8 @@ class _Keys(TypedDict, total=False):
     """Order of the axes with experts."""
     pipeline: PipelineKeywords | Auto | None
     """Pipeline parallelism."""
+    sequence_parallel: SequenceParallelKeywords | Auto | None
+    """Sequence parallelism."""
     steps_per_print: float | Auto | None
     """Steps between two summary lines; null or inf prints none."""
     wall_clock_breakdown: bool | Auto | None

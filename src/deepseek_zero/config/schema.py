@@ -835,6 +835,16 @@ class TensorParallel(Section):
     )
 
 
+class SequenceParallel(Section):
+    attention: Literal["auto", "ulysses", "all_gather"] = effective(
+        "auto",
+        "Ours. How attention sees the tokens of other ranks along `mesh.sp`: ulysses exchanges tokens for heads, "
+        "all_gather brings keys and values (and a rank's tokens are in zig-zag order); auto: ulysses where the ranks "
+        "divide the heads, else all_gather.",
+        example="all_gather",
+    )
+
+
 class ExpertParallel(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.PARALLEL
@@ -1205,6 +1215,7 @@ class Config(Section):
         False, "Order of the axes with experts.", Milestone.PARALLEL, example=True
     )
     pipeline: Pipeline = section(Pipeline, "Pipeline parallelism.")
+    sequence_parallel: SequenceParallel = section(SequenceParallel, "Sequence parallelism.")
     # Logging and records
     steps_per_print: int | None = effective(
         10, "Steps between two summary lines; null or inf prints none.", unit="steps", example=5, inf=None, ge=1

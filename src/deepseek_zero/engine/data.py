@@ -50,6 +50,7 @@ class ShardedLoader:
 
     Every rank sees the same number of batches (the sampler pads the last ones); the order is shuffled anew each epoch
     with a seed all ranks share.  `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
+    take: what of a batch this rank is given; None: all of it.
     """
 
     def __init__(
@@ -60,7 +61,9 @@ class ShardedLoader:
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
         sampler: Any = None,
+        take: Callable[[Any], Any] | None = None,
     ) -> None:
+        self._take = take or _all
         self.device, self.epoch, self.ranks = mesh.device, 0, mesh.data_size
         self.position = self._resume_at = 0  # batches of this epoch that were given, before a restart too
         iterable = isinstance(dataset, IterableDataset)
@@ -110,10 +113,10 @@ class ShardedLoader:
             self.sampler.set_epoch(self.epoch)
         self.position, self._resume_at = self._resume_at, 0
         batches = iter(self._rest_of_epoch())
-        ahead = [to_device(batch, self.device) for batch in islice(batches, 1)]
+        ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
         while ahead:
             batch = ahead.pop()
-            ahead = [to_device(batch, self.device) for batch in islice(batches, 1)]
+            ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
             self.position += 1
             yield batch
         self.epoch, self.position = self.epoch + 1, 0
@@ -124,6 +127,10 @@ class ShardedLoader:
             return islice(self.loader, self.position, None)
         self._indices.first = self.position * self.batch_size
         return self.loader
+
+
+def _all(batch: Any) -> Any:
+    return batch
 
 
 def compare_first_batch(model: nn.Module, comm: Comm) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from .. import pipeline
+from .. import parallel, pipeline
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
@@ -322,9 +322,10 @@ class Engine(StandsForModule):
         """Take a whole step: `gradient_accumulation_steps` micro-batches forward and backward, then the update.
 
         Return the mean loss of all ranks' micro-batches, the same on every rank.  Collective in the world.  data_iter:
-        yields micro-batches, the same on every stage; None: of the engine's own loader, over and over.
+        yields micro-batches, the same on every stage and, whole or cut, on ranks that share sequences; None: of the
+        engine's own loader, over and over.
         """
-        batches = [next(data_iter or self._own_batches()) for _ in range(self._batch.accumulation)]
+        batches = self._taken(data_iter or self._own_batches(), self._batch.accumulation)
         stages = self.parts.pipeline
         if stages is None:
             return self._train_in_turn(batches)
@@ -355,7 +356,7 @@ class Engine(StandsForModule):
         self, data_iter: Iterator[Any], many: int | None, *, keeps_outputs: bool = False, has_loss: bool = True
     ) -> tuple[Tensor | None, list[Any] | None]:
         """Run forwards alone; return the mean loss, if it is asked for, and the outputs where they are."""
-        batches = [next(data_iter) for _ in range(many or self._batch.accumulation)]
+        batches = self._taken(data_iter, many or self._batch.accumulation)
         stages, was_training = self.parts.pipeline, self.training
         self.eval()
         try:
@@ -367,6 +368,11 @@ class Engine(StandsForModule):
             return self._mean_of_ranks(losses) if has_loss else None, outputs if keeps_outputs else None
         finally:
             self.train(was_training)
+
+    def _taken(self, batches: Iterator[Any], many: int) -> list[Any]:
+        """Take so many micro-batches; of whole sequences that ranks share, this rank's part."""
+        found = [next(batches) for _ in range(many)]
+        return found if self.mesh.sp == 1 else [parallel.own_part(self.module, batch) for batch in found]
 
     def _forward_of(self, batch: Any) -> Any:
         """Run the model on what a loader yields: a list of layers takes the first of a pair."""

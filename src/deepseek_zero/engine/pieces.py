@@ -19,7 +19,7 @@ from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import refuse_sliced
 from .data import compare_first_batch
-from .settings import PipelineSettings, pipeline_settings_of, tensor_settings_of
+from .settings import PipelineSettings, pipeline_settings_of, sequence_settings_of, tensor_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -61,7 +61,11 @@ def cut_along_axes(
             set_split(model.get_parameter(name), split)
         compare_first_batch(model, comm.along["tp"])
     if "sp" in comm.along:
-        run_on_all_ranks(comm, "sharing sequences", lambda: parallel.share_sequences(model, comm.along["sp"], sequence))
+
+        def share() -> None:
+            parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
+
+        run_on_all_ranks(comm, "sharing sequences", share)
     return _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
 
 

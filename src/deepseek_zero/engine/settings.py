@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import parallel
 from ..activations.recompute import RecomputeSettings
+from ..base.errors import UsageError
 from ..checkpoint.catalogue import Retention
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
@@ -309,6 +310,20 @@ def tensor_settings_of(config: Config, model: nn.Module | None = None) -> parall
         preset=section.preset_model,
         sequence=bool(section.sequence),
     )
+
+
+def sequence_settings_of(config: Config, stated: parallel.SequenceSettings | None = None) -> parallel.SequenceSettings:
+    """What is said of ranks that share sequences.  stated: by a caller's mpu, whose loader cuts sequences in order."""
+    attention = config.sequence_parallel.attention
+    if stated is None:
+        return parallel.SequenceSettings(attention)
+    if attention not in ("auto", stated.attention):
+        raise UsageError(
+            f"sequence_parallel.attention is {attention}, and the mpu's ranks share sequences by {stated.attention}.",
+            "Its loader cuts sequences in order, and its loss is weighed outside.",
+            "leave the key out, or the mpu, and state mesh={'sp': ...}.",
+        )
+    return stated
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:

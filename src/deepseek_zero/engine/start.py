@@ -162,6 +162,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
             mesh,
             request.collate_fn,
             engine.parts.data_settings.drop_last,
+            take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
         )
     return engine
 

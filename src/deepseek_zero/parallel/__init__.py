@@ -12,15 +12,15 @@ from ..base.lazy import loads_on_first_use
 if TYPE_CHECKING:
     from .apply import parallelize
     from .plans import ParallelSettings, choose
-    from .sequence_model import SequenceSettings, share_sequences
+    from .sequence_model import SequenceSettings, own_part, share_sequences
 
-__all__ = ["ParallelSettings", "SequenceSettings", "choose", "parallelize", "share_sequences"]
+__all__ = ["ParallelSettings", "SequenceSettings", "choose", "own_part", "parallelize", "share_sequences"]
 
 __getattr__ = loads_on_first_use(
     __name__,
     {
         "apply": "parallelize",
         "plans": "ParallelSettings choose",
-        "sequence_model": "SequenceSettings share_sequences",
+        "sequence_model": "SequenceSettings own_part share_sequences",
     },
 )

@@ -1,4 +1,4 @@
-"""Ulysses: ranks that share sequences trade tokens for heads around attention.
+"""Ranks that share sequences: their movements, and Ulysses, which trades tokens for heads around attention.
 
     (tokens / C, all heads) --exchange--> (all tokens, heads / C) --attention, exchange--> (tokens / C, all heads)
 
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import UsageError
-from ..comm.collectives import Comm
+from ..comm.collectives import Comm, ordered_sum
+from ..planner.layout import SUM_TILE_NUMEL
 from .group import TensorGroup
 
 KIND = "sp"  # what the meter counts these bytes as
@@ -42,6 +43,7 @@ class SequenceGroup:
     def __init__(self, comm: Comm) -> None:
         self.comm, self.size, self.index = comm, comm.size, comm.rank
         self._buffers = TensorGroup(comm)
+        self._scratch = torch.empty(SUM_TILE_NUMEL.on(comm.device), dtype=torch.float32, device=comm.device)
 
     def exchange(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
         widths = [piece.numel() // self.size for piece in pieces]
@@ -55,6 +57,43 @@ class SequenceGroup:
         self._buffers.give_back(outgoing)
         parts = found.split(widths, 1)
         return [part.unflatten(1, piece.shape[1:]) for part, piece in zip(parts, pieces, strict=True)]
+
+    def all_gather(self, parts: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return every rank's parts, (size, ...) each. Collective; waits.
+
+        parts: of one dtype, the same shapes on every rank; they need not be contiguous.
+        """
+        widths = [part.numel() for part in parts]
+        outgoing = self._buffers.take((sum(widths),), parts[0].dtype)
+        found = outgoing.new_empty(self.size, sum(widths))
+        for box, part in zip(outgoing.split(widths), parts, strict=True):
+            box.view(part.shape).copy_(part)
+        found[self.index] = outgoing
+        self.comm.exchange([outgoing] * self.size, list(found), "reduce", what, _nothing, KIND).wait()
+        self._buffers.give_back(outgoing)
+        return [box.unflatten(1, part.shape) for box, part in zip(found.split(widths, 1), parts, strict=True)]
+
+    def sum_scatter(self, pieces: Sequence[Tensor], what: str) -> list[Tensor]:
+        """Return the sums of every rank's pieces[k][own], in the order of the ranks, in fp32, rounded once. Collective;
+        waits.
+
+        pieces: of one dtype, (size, ...) each, the same shapes on every rank; they need not be contiguous.
+        """
+        widths = [piece.numel() // self.size for piece in pieces]
+        outgoing = self._buffers.take((self.size, sum(widths)), pieces[0].dtype)
+        for box, piece in zip(outgoing.split(widths, 1), pieces, strict=True):
+            box.unflatten(1, piece.shape[1:]).copy_(piece)
+        found = outgoing.new_empty(sum(widths))
+        inbox: list[Tensor | None] = [None] * self.size
+        if not self.comm.reads_in_place:
+            inbox = list(torch.empty_like(outgoing))
+
+        def add_up(received: Sequence[Tensor]) -> None:
+            ordered_sum(received, found, self._scratch)
+
+        self.comm.exchange(list(outgoing), inbox, "reduce", what, add_up, KIND).wait()
+        self._buffers.give_back(outgoing)
+        return [box.view(piece.shape[1:]) for box, piece in zip(found.split(widths), pieces, strict=True)]
 
 
 class _Exchange(torch.autograd.Function):

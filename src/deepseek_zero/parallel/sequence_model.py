@@ -1,8 +1,9 @@
-"""Sequences of a transformers model over ranks: attention by exchange, own tokens, a loss weighted by tokens.
+"""Sequences of a transformers model over ranks: attention over all tokens, own tokens, a loss weighted by tokens.
 
 Each rank runs the model's own forward on its part of every sequence. Only attention sees other tokens: it is registered
-with transformers under a name of its own (`ulysses_sdpa`) and exchanges tokens for heads. Positions tell a rank where
-its tokens are, so they are required; `own_tokens` cuts a batch and makes them.
+with transformers under a name of its own (`shared_sdpa`), and exchanges tokens for heads (sequence.py) or gathers keys
+and values (sequence_gather.py). Positions tell a rank where its tokens are, so they are required; `own_tokens` cuts a
+batch and makes them, and `own_part` does so as a model's ranks need it.
 """
 
 from __future__ import annotations
@@ -14,70 +15,96 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ..base.errors import NotBuiltError, UsageError
+from ..base.log import log_once
 from ..comm.collectives import Comm
 from .apply import has_dropout
 from .sequence import SequenceAttention, SequenceGroup, exchange, spread
+from .sequence_gather import attend_gathered, zigzag
 
+Attention = Literal["ulysses", "all_gather"]
 IGNORED = -100  # the label of a token that no loss counts
-_NAMED = "ulysses_"  # and transformers' name of the attention that computes the heads
+_NAMED = "shared_"  # and transformers' name of the attention that computes the heads
 
 
 @dataclass(frozen=True)
 class SequenceSettings:
-    """What a caller says of it. weighs_loss: the model's loss becomes that of all tokens of the sequences, on every
-    rank; False: each rank's is the mean over its own tokens, and the caller weighs. spares_eval: in evaluation every
-    rank computes alone, on whole sequences.
+    """What a caller says of it. attention: how it sees other ranks' tokens; "auto": by exchanges for heads where those
+    are built for the model, else by gathered keys and values. weighs_loss: the model's loss becomes that of all tokens
+    of the sequences, on every rank; False: each rank's is the mean over its own tokens, and the caller cuts batches and
+    weighs. spares_eval: in evaluation every rank computes alone, on whole sequences.
     """
 
+    attention: Literal["auto"] | Attention = "auto"
     weighs_loss: bool = True
     spares_eval: bool = False
 
 
-def own_tokens(batch: Mapping[str, Any], coordinate: int, ranks: int) -> dict[str, Any]:
+def places_of(attention: Attention, coordinate: int, ranks: int) -> tuple[int, ...]:
+    """Return which equal chunks of a sequence a rank has, ascending, of ranks times as many as it has."""
+    return (coordinate,) if attention == "ulysses" else zigzag(coordinate, ranks)
+
+
+def own_tokens(
+    batch: Mapping[str, Any], coordinate: int, ranks: int, attention: Attention = "ulysses", *, shifts: bool = True
+) -> dict[str, Any]:
     """Return one rank's part of a batch of whole sequences. Pure.
 
     batch: tensors of (samples, tokens, ...), equal on the ranks that share sequences; other entries stay as they are.
-    `position_ids` are made where there are none; `labels` become `shift_labels`, the next token's label of each token,
-    before anything is cut. UsageError where the ranks do not divide the tokens.
+    `position_ids` are made where there are none. shifts: `labels` become `shift_labels`, the next token's label of each
+    token, before anything is cut, as causal losses need them. attention: how the ranks see each other's tokens, which
+    says which of them a rank has. UsageError where the tokens cannot be divided so.
     """
-    found = dict(batch)
+    found, places = dict(batch), places_of(attention, coordinate, ranks)
     tokens = found["input_ids"] if "input_ids" in found else found["inputs_embeds"]
     samples, length = tokens.shape[:2]
-    if length % ranks:
+    chunks = ranks * len(places)
+    if length % chunks:
         raise UsageError(
-            f"a sequence of {length} tokens cannot be cut over {ranks} sequence-parallel ranks.",
+            f"a sequence of {length} tokens cannot be cut over {ranks} sequence-parallel ranks"
+            + (f", which have {len(places)} chunks of it each." if len(places) > 1 else "."),
             "Each rank takes as many tokens as every other.",
-            f"pad it to {math.ceil(length / ranks) * ranks} tokens, labels with {IGNORED}.",
+            f"pad it to {math.ceil(length / chunks) * chunks} tokens, labels with {IGNORED}.",
         )
     if "position_ids" not in found:
         found["position_ids"] = torch.arange(length, device=tokens.device).expand(samples, length)
-    if "labels" in found and "shift_labels" not in found:
-        found["shift_labels"] = nn.functional.pad(found["labels"], (0, 1), value=IGNORED)[:, 1:]
-    found.pop("labels", None)
-    share = length // ranks
+    if shifts and "labels" in found:
+        labels = found.pop("labels")
+        found.setdefault("shift_labels", nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:])
+    share = length // chunks
     for name, value in found.items():
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == length:
-            found[name] = value.narrow(1, coordinate * share, share).contiguous()
+            found[name] = torch.cat([value.narrow(1, place * share, share) for place in places], 1)
     return found
 
 
-def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | None = None) -> None:
+def own_part(model: nn.Module, batch: Any) -> Any:
+    """Return this rank's part of a batch for a model whose ranks share sequences; of another model, the batch. Local.
+
+    batch: of whole sequences, equal on these ranks, by name. One that has been cut stays as it is: it has
+    `position_ids` and, where the model's loss is causal, `shift_labels` instead of `labels`.
+    """
+    shared = _SHARED.get(model)
+    return shared.own_part(batch) if shared is not None and isinstance(batch, Mapping) else batch
+
+
+def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | None = None, *, tp: int = 1) -> None:
     """Make a model's forward one part of a forward over the ranks that share sequences. Local; forwards are collective.
 
-    comm: of the ranks along "sp". A model with modules of `SequenceAttention` exchanges by itself and stays as it is;
-    one of transformers gets its attention registered. Others, and what is not built, are refused by name.
+    comm: of the ranks along "sp". tp: ranks along "tp", over which its layers have been cut. A model with modules of
+    `SequenceAttention` exchanges by itself and stays as it is; one of transformers gets its attention registered.
+    Others, and what is not built, are refused by name.
     """
     if any(isinstance(module, SequenceAttention) for module in model.modules()):
         return
-    _refuse(model, comm.size)
-    shared = _Shared(model, comm, settings or SequenceSettings())
+    settings = settings or SequenceSettings()
+    shared = _Shared(model, comm, settings, _choose(model, comm.size, tp, settings))
     config: Any = model.config
     if not config._attn_implementation.startswith(_NAMED):
         config._attn_implementation = _registered(config._attn_implementation)
@@ -87,8 +114,8 @@ def share_sequences(model: nn.Module, comm: Comm, settings: SequenceSettings | N
     model.register_forward_hook(shared.after_forward, with_kwargs=True)
 
 
-def _refuse(model: nn.Module, ranks: int) -> None:
-    """Raise where the ranks cannot share this model's sequences."""
+def _choose(model: nn.Module, ranks: int, tp: int, settings: SequenceSettings) -> Attention:
+    """Return how attention of this model sees other ranks' tokens; NotBuiltError where it cannot."""
     config: Any = getattr(model, "config", None)
     core = getattr(config, "_attn_implementation", None)
     if core is None:
@@ -97,27 +124,62 @@ def _refuse(model: nn.Module, ranks: int) -> None:
             "Attention needs every token. It is exchanged in models of transformers, and in DistributedAttention.",
             "call it through deepspeed.sequence.layer.DistributedAttention, or leave sp out.",
         )
+    core = core.removeprefix(_NAMED)
+    found = {"ulysses": _against_exchanges(config, core, ranks, tp), "all_gather": _against_gathers(config, core)}
+    always = _against_sharing(model, config, core)
+    ways: tuple[Attention, ...] = ("ulysses", "all_gather") if settings.attention == "auto" else (settings.attention,)
+    for way in ways:
+        if not always and not found[way]:
+            if way != ways[0]:
+                log_once(f"attention gathers keys and values over sp={ranks}: {found[ways[0]][0]}.")
+            return way
+    reasons = always or found[ways[-1]]
+    raise NotBuiltError(
+        f"mesh axis sp={ranks}: {type(model).__name__} is not built for sequence-parallel ranks: {reasons[0]}.",
+        "Each rank computes whole attention, causal or of all tokens, of its share of the heads (ulysses) or of its "
+        "tokens (all_gather).",
+        "change the model's configuration, sequence_parallel.attention, the number of ranks, or leave sp out.",
+    )
+
+
+def _against_sharing(model: nn.Module, config: Any, core: str) -> list[str]:
+    """Return why ranks cannot share this model's sequences, whatever its attention does."""
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    held = getattr(text, "num_key_value_heads", None) or heads
-    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
     reasons = {
-        f"{heads} attention heads cannot be cut over them": heads % ranks,
-        f"{held} key and value heads cannot be cut over them": held % ranks and ranks % held,
         "its layers drop something in training, and ranks would draw alike": has_dropout(model),
         "encoder and decoder have sequences of their own": getattr(config, "is_encoder_decoder", False),
-        f"attention of the kinds {sorted(kinds)} needs masks": kinds,
-        f"attention '{core}' needs masks; 'sdpa' does not": core == "eager",
         "attention scores are capped": getattr(text, "attn_logit_softcapping", None) and core.endswith("sdpa"),
         "its forward takes no position_ids": not _takes_positions(model),
     }
-    for reason, holds in reasons.items():
-        if holds:
-            raise NotBuiltError(
-                f"mesh axis sp={ranks}: {type(model).__name__} is not built for sequence-parallel ranks: {reason}.",
-                "Each rank computes whole attention, causal or of all tokens, of its share of the heads.",
-                "change the model's configuration, the number of ranks, or leave sp out.",
-            )
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _against_exchanges(config: Any, core: str, ranks: int, tp: int) -> list[str]:
+    """Return why they cannot exchange tokens for heads, of which each rank along "tp" has its share."""
+    text = config.get_text_config()
+    heads = text.num_attention_heads
+    held = getattr(text, "num_key_value_heads", None) or heads
+    each = [max(number // tp, 1) for number in (heads, held)]
+    many, few = each
+    beside = [f", {number} on each of {tp} ranks along tp," if tp > 1 else "" for number in each]
+    kinds = {*(getattr(text, "layer_types", None) or ())} - {"full_attention"}
+    reasons = {
+        f"{heads} attention heads{beside[0]} cannot be cut over them": heads % tp or many % ranks,
+        f"{held} key and value heads{beside[1]} cannot be cut over them": few % ranks and ranks % few,
+        f"attention of the kinds {sorted(kinds)} needs masks": kinds,
+        f"attention '{core}' needs masks; 'sdpa' does not": core == "eager",
+    }
+    return [reason for reason, holds in reasons.items() if holds]
+
+
+def _against_gathers(config: Any, core: str) -> list[str]:
+    """Return why they cannot gather keys and values."""
+    kinds = {*(getattr(config.get_text_config(), "layer_types", None) or ())} - {"full_attention", "sliding_attention"}
+    reasons = {
+        f"attention of the kinds {sorted(kinds)} needs other masks": kinds,
+        f"attention '{core}' takes masks of another form than 'sdpa'": core != "sdpa",
+    }
+    return [reason for reason, holds in reasons.items() if holds]
 
 
 def _takes_positions(model: nn.Module) -> bool:
@@ -128,15 +190,25 @@ def _takes_positions(model: nn.Module) -> bool:
 class _Shared:
     """What one model's forwards and attention use."""
 
-    def __init__(self, model: nn.Module, comm: Comm, settings: SequenceSettings) -> None:
-        self.group, self.settings = SequenceGroup(comm), settings
+    def __init__(self, model: nn.Module, comm: Comm, settings: SequenceSettings, attention: Attention) -> None:
+        self.group, self.settings, self.attention = SequenceGroup(comm), settings, attention
+        self.places = places_of(attention, comm.rank, comm.size)
         parameters = inspect.signature(model.forward).parameters.values()
         self._names = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
-        self._is_causal_loss = getattr(model, "loss_type", None) == "ForCausalLM"
+        # transformers takes the causal loss where no type follows from the model's name, as for GPT2LMHeadModel.
+        self._is_causal_loss = getattr(model, "loss_type", None) in (None, "ForCausalLM")
+        self._is_causal = all(getattr(module, "is_causal", True) for module in model.modules())
 
     def rests(self, module: nn.Module) -> bool:
         """Return whether ranks compute alone now."""
         return self.settings.spares_eval and not module.training
+
+    def own_part(self, batch: Mapping[str, Any]) -> Any:
+        """Return this rank's part of a batch, unless it is one, or the caller cuts."""
+        is_cut = "position_ids" in batch and ("labels" not in batch or not self._is_causal_loss)
+        if is_cut or not self.settings.weighs_loss:
+            return batch
+        return own_tokens(batch, self.group.index, self.group.size, self.attention, shifts=self._is_causal_loss)
 
     # -- a forward
 
@@ -173,15 +245,20 @@ class _Shared:
         return (), given
 
     def _look_at_positions(self, positions: Tensor | None, tokens: int) -> None:
-        fix = "pass position_ids: own_tokens(batch, coordinate, ranks) cuts a batch and makes them."
+        fix = (
+            f'pass position_ids: own_tokens(batch, coordinate, ranks, "{self.attention}") cuts a batch and makes them.'
+        )
         if positions is None:
             raise UsageError(
                 "the model was given no position_ids.", "They say where this rank's tokens are in the sequence.", fix
             )
-        first = self.group.index * tokens
-        if not bool((positions == torch.arange(first, first + tokens, device=positions.device)).all()):
+        share = tokens // len(self.places)
+        chunks = [torch.arange(place * share, (place + 1) * share, device=positions.device) for place in self.places]
+        own = torch.cat(chunks)
+        if len(own) != tokens or not bool((positions == own).all()):
+            said = " and ".join(f"{place * share} to {(place + 1) * share - 1}" for place in self.places)
             raise NotBuiltError(
-                f"position_ids are not {first} to {first + tokens - 1}, where this rank's tokens are.",
+                f"position_ids are not {said}, where this rank's tokens are.",
                 "Several documents in one sequence need masks, which are not built for sequence-parallel ranks.",
                 fix,
             )
@@ -191,21 +268,34 @@ class _Shared:
         if not isinstance(mask, Tensor) or mask.dim() != 2:
             raise NotBuiltError(
                 "an attention_mask that is not (samples, tokens) is not built for sequence-parallel ranks.",
-                "Each rank computes whole attention of its heads, without a mask.",
+                "Each rank computes whole attention, without a mask of the caller's.",
                 "leave it out.",
             )
-        share, is_kept = mask.shape[1], mask != 0
-        counts = is_kept.sum(1).cpu()
-        is_ordered = bool((is_kept[:, 1:] <= is_kept[:, :-1]).all())
+        chunks = (mask != 0).unflatten(1, (len(self.places), -1))
+        share, counts = chunks.shape[2], chunks.sum(2).cpu()
+        is_ordered = bool((chunks[:, :, 1:] <= chunks[:, :, :-1]).all())
         table = self.group.comm.all_gather_rows(
-            torch.cat((counts, torch.tensor([int(is_ordered)]))), f"the ends of {len(counts)} sequences"
+            torch.cat((counts.T.flatten(), torch.tensor([int(is_ordered)]))), f"the ends of {len(counts)} sequences"
         )
-        follows = (table[1:, :-1] == 0) | (table[:-1, :-1] == share)
+        ends = {
+            place: row
+            for rank, rows in enumerate(table[:, :-1].unflatten(1, (len(self.places), -1)))
+            for place, row in zip(places_of(self.attention, rank, self.group.size), rows, strict=True)
+        }
+        kept = torch.stack([ends[place] for place in sorted(ends)])
+        follows = (kept[1:] == 0) | (kept[:-1] == share)
         if not bool(table[:, -1].all()) or not bool(follows.all()):
             raise NotBuiltError(
                 "an attention_mask that leaves out tokens before others is not built for sequence-parallel ranks.",
-                "Each rank computes whole attention of its heads, without a mask.",
+                "Each rank computes whole attention, without a mask of the caller's.",
                 "pad sequences on the right.",
+            )
+        if not self._is_causal and not bool((kept == share).all()):
+            raise NotBuiltError(
+                "an attention_mask that leaves out tokens is not built for sequence-parallel ranks of a model whose "
+                "tokens see those behind them.",
+                "Each rank computes whole attention, without a mask of the caller's.",
+                "take sequences of one length without padding.",
             )
 
     def after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> Any:
@@ -244,14 +334,21 @@ class _Shared:
 
         query, key, value: (samples, heads, tokens, width).
         """
+        kwargs.pop("position_ids", None)  # of this rank's tokens alone: nothing to tell documents by
+        attend = self._exchanged if self.attention == "ulysses" else self._gathered
+        return attend(core, module, query, key, value, *args, **kwargs)
+
+    def _exchanged(
+        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
         window, length = kwargs.get("sliding_window"), query.shape[2] * self.group.size
         if window is not None and window < length:
             raise NotBuiltError(
-                f"a window of {window} tokens over sequences of {length} is not built for sequence-parallel ranks.",
+                f"a window of {window} tokens over sequences of {length} is not built for ranks that exchange heads.",
                 "It needs a mask.",
-                "set sliding_window to None in the model's configuration, or take shorter sequences.",
+                'set sequence_parallel.attention to "all_gather", or sliding_window to None in the model\'s '
+                "configuration, or take shorter sequences.",
             )
-        kwargs.pop("position_ids", None)  # of this rank's tokens alone: nothing to tell documents by
         key, value = spread(key, self.group.size, 1), spread(value, self.group.size, 1)
         whole = exchange(self.group, 1, 2, "query, key and value", query, key, value)
         before = getattr(module, "num_key_value_groups", None)
@@ -263,6 +360,20 @@ class _Shared:
             if before is not None:
                 module.num_key_value_groups = before
         return exchange(self.group, 1, 2, "the output of attention", found)[0], weights
+
+    def _gathered(
+        self, core: Any, module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Any]:
+        stated = kwargs.pop("is_causal", None)
+        is_causal = getattr(module, "is_causal", True) if stated is None else stated
+
+        def kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+            seen = mask if mask is None else mask[None, None]
+            found: Tensor = core(module, query, key, value, seen, *args, is_causal=False, **kwargs)[0]
+            return found
+
+        window = kwargs.get("sliding_window")
+        return attend_gathered(self.group, kernel, query, key, value, is_causal=is_causal, window=window), None
 
 
 class _Weighed(torch.autograd.Function):

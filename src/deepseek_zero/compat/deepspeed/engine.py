@@ -6,12 +6,14 @@ GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data.distributed import DistributedSampler
 
+from ... import parallel
 from ...base.errors import NotBuiltError
 from ...base.given import path_of, refuse
 from ...base.log import log_once
@@ -236,7 +238,15 @@ class DeepSpeedEngine(Engine):
         if sampler is None and route != "train":
             sampler = DistributedSampler(dataset, self.mesh.data_size, self.mesh.data_index, shuffle=False)
         size = batch_size or self.config.train_micro_batch_size_per_gpu
-        return ShardedLoader(dataset, size, self.mesh, collate_fn, self.parts.data_settings.drop_last, sampler)
+        return ShardedLoader(
+            dataset,
+            size,
+            self.mesh,
+            collate_fn,
+            self.parts.data_settings.drop_last,
+            sampler,
+            take=partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None,
+        )
 
     # -- saving
 

@@ -90,7 +90,8 @@ class UlyssesSPAttentionHF:
         if config is None:
             config = import_module("transformers").AutoConfig.from_pretrained(model_name_or_path)
         _refuse(config, core_attn_implementation, sequence_parallel_size)
-        return SequenceMpu(sequence_parallel_size, SequenceSettings(weighs_loss=False, spares_eval=disable_in_eval))
+        settings = SequenceSettings("ulysses", weighs_loss=False, spares_eval=disable_in_eval)
+        return SequenceMpu(sequence_parallel_size, settings)
 
 
 def _refuse(config: Any, core: str, ranks: int) -> None:

@@ -1,0 +1,77 @@
+"""Training on sequences that ranks share, beside one process on whole ones: the same losses, gradients and weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
+from deepseek_zero.parallel.sequence_model import own_part
+from tests.unit.parallel.tiny import LENGTH, VOCABULARY
+
+RATE = 0.1
+
+
+def config(stage: int, **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": RATE}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **more,
+    }
+
+
+def batch(seed: int, *, ignores: int = 3) -> dict[str, Tensor]:
+    """Tokens and labels, of which the first so many are ignored."""
+    tokens = torch.randint(VOCABULARY, (3, LENGTH), generator=torch.Generator().manual_seed(seed))
+    labels = tokens.clone()
+    labels[:, :ignores] = -100
+    return {"input_ids": tokens, "labels": labels}
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    expected = expected.detach()
+    return bool((found - expected).abs().max() <= 1e-6 * max(1.0, float(expected.abs().max())))
+
+
+def same_gradients(model: nn.Module, engine: Any, prefix: str = "") -> None:
+    """Compare every gradient with that of one process, within 1e-6.  prefix: of the engine's names."""
+    parts = dict(engine.module.named_parameters())
+    for name, parameter in model.named_parameters():
+        found = safe_get_full_grad(parts[prefix + name])
+        assert found is not None and parameter.grad is not None and close(found, parameter.grad), name
+
+
+def same_step(model: nn.Module, expected: Sequence[Tensor], engine: Any, loss: Tensor) -> None:
+    """Take a step of SGD by hand, over the mean of all ranks' losses, and the engine's over this rank's."""
+    model.zero_grad()
+    torch.stack(tuple(expected)).mean().backward()
+    engine.backward(loss)
+    same_gradients(model, engine)
+    engine.step()
+    by_hand(model)
+
+
+def by_hand(model: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.sub_(parameter.grad, alpha=RATE)  # type: ignore[arg-type]
+
+
+def same_training(model: nn.Module, engine: Any, batches: list[list[dict[str, Tensor]]]) -> None:
+    """Train both; each step's batches are those of the data coordinates. Same losses, gradients and weights."""
+    for step in batches:
+        losses = [model(**each).loss for each in step]
+        index = engine.mesh.data_index
+        loss = engine(**own_part(engine.module, step[index])).loss
+        assert abs(loss.item() / losses[index].item() - 1) < 1e-6
+        same_step(model, losses, engine, loss)
+    same_weights(model, engine)
+
+
+def same_weights(model: nn.Module, engine: Any) -> None:
+    whole = engine.module.state_dict()
+    assert all(close(whole[name], parameter) for name, parameter in model.named_parameters())
