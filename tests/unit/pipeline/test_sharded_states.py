@@ -58,12 +58,15 @@ def watch_gathered(states: ShardedStates) -> list[int]:
     return found
 
 
-def train(rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, virtual: int) -> Found:
+def train(
+    rank: Rank, ranks: int, stage: int, dtype: torch.dtype, name: str, virtual: int, secondary_ranks: int = 1
+) -> Found:
     mesh = Mesh(pp=ranks).on_world(rank.size, rank.index)
     model = gpt()
     cut, schedule = cut_of(ranks * virtual), make_schedule(name, ranks, virtual, MANY)
     stages = take_stages(model, cut, schedule.stages_of(mesh.coordinates["pp"]))
     settings: dict[str, Any] = {"policy": POLICIES[dtype], "accumulation": MANY, "reduces_once": True}
+    settings["secondary_ranks"] = secondary_ranks
     runtime = sharded(rank, model, Mesh(pp=ranks), stage=stage, **settings)
     optimizer = optimizer_over(runtime, OPTIMIZERS["adamw"], max_norm=0.5)
     blocks = {each.index: cut.blocks_of(each.index) for each in stages}
@@ -104,6 +107,20 @@ def test_every_stage_of_zero_under_a_pipeline_has_the_bits_of_one_process(
         for key, weight in weights.items():
             assert torch.equal(weight, values[key]), key
     assert {key for _, _, weights, _ in found for key in weights} == values.keys()
+
+
+def test_a_second_copy_of_weights_serves_the_later_gathers_of_each_stage() -> None:
+    def body(rank: Rank, near: int) -> tuple[Found, int]:
+        found = train(rank, 2, 3, torch.bfloat16, "breadth_first", 2, secondary_ranks=near)
+        return found, rank.comm.meter.calls["inner_gather"]
+
+    copied, plain = (run_ranks(8, lambda rank, near=near: body(rank, near), seed=near) for near in (2, 1))
+    for (one, inside), (other, _) in zip(copied, plain, strict=True):
+        for mine, theirs in zip(one[0], other[0], strict=True):
+            assert all(map(torch.equal, mine, theirs))
+        assert one[1] == other[1], "norms"
+        assert all(torch.equal(weight, other[2][key]) for key, weight in one[2].items())
+        assert inside >= STEPS, "of blocks that are gathered again for backward"
 
 
 class Tied(Gpt):

@@ -187,6 +187,31 @@ def test_every_change_of_the_weights_is_seen_by_the_next_gather() -> None:
     assert not any(torch.equal(before, after) for before, after in pairwise(kinds))
 
 
+def test_it_follows_groups_that_are_divided_and_units_that_are_promoted() -> None:
+    def body(rank: Rank, near: int) -> list[Tensor]:
+        model = small()
+        freeze_the_first_block(model)
+        policy = POLICIES[torch.bfloat16]
+        runtime = sharded(rank, model, stage=3, secondary_ranks=near, window_numel=0, policy=policy)
+        optimizer, found = optimizer_over(runtime, OPTIMIZERS["adamw"]), []
+        for step in range(3):
+            if step == 1:
+                model.blocks[0].up.requires_grad_(True)
+            if step == 2:
+                runtime.promote_to_fp32(runtime.units[2])
+            found.append(micro_step(runtime, step, 0, rank.index))
+            optimizer.step()
+            found.append(evaluate(runtime))
+        assert len(runtime.units[1].groups) == 2
+        copies = [group.secondary for group in runtime.groups]
+        assert [copy.buffer.spec.dtype if copy else None for copy in copies].count(torch.float32) == (near > 1)
+        return [*found, *model.state_dict().values()]
+
+    found, plain = (run_ranks(WORLD, lambda rank, near=near: body(rank, near)) for near in (NEAR, 1))
+    for one, other in zip(found, plain, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
 def test_the_first_gather_behind_an_update_goes_over_all_ranks_and_later_ones_stay_inside() -> None:
     def body(rank: Rank) -> list[tuple[int, int]]:
         runtime = sharded(rank, small(), stage=3, secondary_ranks=NEAR, window_numel=0)
