@@ -281,11 +281,19 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     **dict.fromkeys(STATE_AN_AXIS, states_an_axis),
     **{
         f"tensor_parallel.{name}": settings_differ(f"tensor_parallel.{name}", tensor_settings_of)
-        for name in ("injection_policy_tuple", "partition_config", "preset_model", "sequence", "loss")
+        for name in (
+            "injection_policy_tuple",
+            "partition_config",
+            "preset_model",
+            "sequence",
+            "loss",
+            "tp.tp_grain_size",
+            "tensor_parallel.tp_grain_size",
+        )
     },
     **{
         f"pipeline.{name}": settings_differ(f"pipeline.{name}", pipeline_settings_of)
-        for name in ("partition", "schedule", "virtual", "group", "micro_batches")
+        for name in ("partition", "schedule", "virtual", "group", "micro_batches", "activation_checkpoint_interval")
     },
     "sequence_parallel.attention": settings_differ("sequence_parallel.attention", sequence_settings_of),
     "data_parallel_size": verifies_the_ranks,

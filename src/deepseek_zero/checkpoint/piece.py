@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 
 from ..base.device import is_persistent_buffer
-from ..base.errors import UsageError
+from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
 from ..planner.split import split_of
@@ -24,6 +24,7 @@ from .format import Manifest
 from .lockstep import run_and_gather
 
 WHOLE_NAMES = "_zero_whole_names"
+SAME_NAMES = "_zero_same_names"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Piece:
 def remember_names(model: nn.Module) -> None:
     """Let a model know its names for good, before other stages' modules are taken out of it.  Local."""
     model.__dict__[WHOLE_NAMES] = state_names(model)
+
+
+def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
+    """Let a model know which of its parameters have a name that another stage's parameter has too.  Local."""
+    model.__dict__[SAME_NAMES] = names
+
+
+def refuse_same_names(model: nn.Module) -> None:
+    """Raise NotBuiltError where two stages have parameters of one name that are not tied: on every rank."""
+    if names := model.__dict__.get(SAME_NAMES):
+        raise NotBuiltError(
+            f"'{names[0]}' is a parameter of several stages, of which each trains its own: it cannot be saved.",
+            "Its TiedLayerSpec ties other weights than this one, and a checkpoint has one value for a name.",
+            "name it in tied_weight_attr too, or build the layer without it.",
+        )
 
 
 def whole_names(model: nn.Module) -> dict[str, str]:

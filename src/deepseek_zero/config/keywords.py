@@ -362,7 +362,7 @@ class TpSizeKeywords(TypedDict, total=False):
     tp_size: float | Auto | None
     """Ranks that share one layer: as `mesh.tp`."""
     tp_grain_size: float | Auto | None
-    """Smallest piece a dimension is cut into."""
+    """Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one."""
     mpu: Any
     """Object that names the process groups."""
     tp_group: Any
@@ -486,7 +486,7 @@ class PipelineKeywords(TypedDict, total=False):
     seed_layers: bool | Auto | None
     """Seed every layer on its own."""
     activation_checkpoint_interval: float | Auto | None
-    """Layers between two activation checkpoints; 0: none."""
+    """So many layers of a PipelineModule at a time are recomputed in backward; 0: as its argument says."""
     pipe_partitioned: bool | Auto | None
     """Send activations partitioned over tensor-parallel ranks."""
     grad_partitioned: bool | Auto | None

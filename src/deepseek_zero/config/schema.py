@@ -777,7 +777,14 @@ class TpSize(Section):
     tp_size: int = effective(
         1, "Ranks that share one layer: as `mesh.tp`.", unit="ranks", example=2, effect="check", ge=1
     )
-    tp_grain_size: int = later(1, "Smallest piece a dimension is cut into.", unit="elements", example=64, ge=1)
+    tp_grain_size: int = effective(
+        1,
+        "Feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.",
+        unit="elements",
+        example=64,
+        ge=1,
+        needs=_TENSOR,
+    )
     mpu: Any = later(None, "Object that names the process groups.", example="mpu")
     tp_group: Any = later(None, "Process group of tensor parallelism.", example="group")
 
@@ -817,7 +824,11 @@ class TensorParallel(Section):
     preset_model: str | None = effective(
         None, "Rules of a known model family, whatever the model calls itself.", example="llama", needs=_TENSOR
     )
-    keep_module_on_host: bool = later(False, "Leave layers in host memory until they are cut.", example=True)
+    keep_module_on_host: bool = accepted(
+        False,
+        "Leave layers in host memory until they are cut.",
+        "always so: layers are cut where they are, and a rank's parts alone go to the training device",
+    )
     kernel_inject: bool = later(False, "Replace layers by fused kernels.", Milestone.UNPLANNED, example=True)
     sequence: bool | None = effective(
         None,
@@ -921,9 +932,16 @@ class Pipeline(Section):
         ge=1,
         needs=_STAGES,
     )
-    seed_layers: bool = later(False, "Seed every layer on its own.", example=True)
-    activation_checkpoint_interval: int = later(
-        0, "Layers between two activation checkpoints; 0: none.", unit="layers", example=1, ge=0
+    seed_layers: bool = accepted(
+        False, "Seed every layer on its own.", "PipelineModule's argument of this name decides, as in DeepSpeed"
+    )
+    activation_checkpoint_interval: int = effective(
+        0,
+        "So many layers of a PipelineModule at a time are recomputed in backward; 0: as its argument says.",
+        unit="layers",
+        example=1,
+        ge=0,
+        needs=_STAGES,
     )
     pipe_partitioned: bool = accepted(
         True, "Send activations partitioned over tensor-parallel ranks.", "the same bits travel either way"

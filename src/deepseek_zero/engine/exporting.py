@@ -16,6 +16,7 @@ from ..base.given import path_of, whole_number
 from ..checkpoint import files
 from ..checkpoint.export import FILE_SUFFIXES, ExportSettings, export_file, export_safetensors
 from ..checkpoint.hf_folder import MAX_SHARD_BYTES
+from ..checkpoint.piece import refuse_same_names
 from ..checkpoint.safetensors_file import dtype_of
 from ..checkpoint.weights import load_weights_into
 from ..sharding.runtime import Runtime
@@ -33,6 +34,7 @@ def export(
     path: a folder of safetensors as Hugging Face lays it out (with the model's config.json, if it has one), or one file
     that ends in .safetensors, .pth, .pt or .bin.  dtype: of floating-point tensors; None: what they compute in.
     """
+    refuse_same_names(runtime.model)
     target = path_of("export", "path", path)
     largest = whole_number("export", "max_shard_bytes", max_shard_bytes, 1)
     settings = ExportSettings(dtype_of(dtype), largest, exclude_frozen)

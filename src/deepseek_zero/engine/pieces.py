@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,8 +12,9 @@ from torch.optim import Optimizer
 
 from .. import parallel, pipeline
 from ..base.errors import UsageError
+from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..checkpoint.piece import remember_names
+from ..checkpoint.piece import remember_names, remember_same_names
 from ..comm.agreement import run_on_all_ranks
 from ..comm.collectives import Comm, scatter
 from ..planner.split import set_split
@@ -99,6 +101,15 @@ def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None,
         micro_batches=settings.micro_batches,
     )
     ties = pipeline.Ties(comm.whole, mesh, staged.placement, staged.ties)
+    if isinstance(model, pipeline.LayerStages):
+        remember_same_names(model, model.same_names)
+        model.activation_checkpoint_interval = settings.recomputed or model.activation_checkpoint_interval
+    elif settings.recomputed:
+        log_once(
+            f"pipeline.activation_checkpoint_interval = {settings.recomputed} is for a PipelineModule; "
+            f"{type(model).__name__} recomputes where it says so itself (gradient_checkpointing_enable).",
+            logging.WARNING,
+        )
     if chain is None:  # each rank built its own copy
         ties.spread({name: param.data for name, param in model.named_parameters() if name in staged.ties})
     return Stages(staged, ties, settings)

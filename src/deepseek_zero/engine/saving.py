@@ -32,6 +32,7 @@ from ..checkpoint.format import LATEST, NEWEST, checked_tag, tag_to_save
 from ..checkpoint.layouts import EngineLayout, is_checkpoint, layout_named, layout_of
 from ..checkpoint.load import IMPLEMENTATION_OPTIONS, load
 from ..checkpoint.lockstep import run_and_gather
+from ..checkpoint.piece import refuse_same_names
 from ..checkpoint.save import PendingSave
 from ..checkpoint.writer_lock import WriterLock
 from ..comm.collectives import Comm
@@ -170,6 +171,7 @@ def save_checkpoint(
     rank where one rank cannot write; the checkpoint before stays as it is.
     """
     asked = tag if tag is not None else f"global_step{engine.global_steps}"
+    refuse_same_names(engine.runtime.model)
     comm = engine.runtime.comm.whole
     name = run_and_gather(comm, "saving: the tag", lambda: tag_to_save(asked))[comm.rank]
     num_begun = engine.micro_steps % engine._batch.accumulation

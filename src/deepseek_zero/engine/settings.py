@@ -92,6 +92,7 @@ class PipelineSettings:
 
     partition: of the layers over the stages (pipeline/partition.py).  schedule, virtual, group: as `make_schedule`
     takes them.  micro_batches: of one step.  parts: that `engine(batch)` cuts a batch into; None: nobody has said.
+    recomputed: so many layers of a list at a time; 0: as the list says.
     """
 
     partition: str = "best"
@@ -100,6 +101,7 @@ class PipelineSettings:
     group: int | None = None
     micro_batches: int = 1
     parts: int | None = None
+    recomputed: int = 0
 
 
 def policy_of(config: Config) -> Policy:
@@ -309,6 +311,7 @@ def tensor_settings_of(config: Config, model: nn.Module | None = None) -> parall
         is_strict=given.get("strict_mode", False),
         preset=section.preset_model,
         sequence=bool(section.sequence),
+        grain=max(section.tp.tp_grain_size, section.tensor_parallel.tp_grain_size),
     )
 
 
@@ -335,4 +338,5 @@ def pipeline_settings_of(config: Config) -> PipelineSettings:
         group=section.group,
         micro_batches=section.micro_batches or config.gradient_accumulation_steps,
         parts=section.micro_batches,
+        recomputed=section.activation_checkpoint_interval,
     )

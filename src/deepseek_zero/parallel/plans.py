@@ -59,7 +59,8 @@ class ParallelSettings:
     them. layers: (pattern, style, parts) by `re.match` of a parameter's name, before every other rule; style "row",
     "column" or "skip", parts of a fused projection. uses_other_rules: whether the rest of the rules follows; is_strict:
     a layer that is left whole is an error. preset: a family's table, whatever the model calls itself. sequence:
-    activations sharded over tokens between the regions of a block, in training.
+    activations sharded over tokens between the regions of a block, in training. grain: feed-forward layers and
+    vocabularies are cut at multiples of it, where every rank gets one.
     """
 
     loss: Literal["split", "gathered"] = "split"
@@ -68,6 +69,7 @@ class ParallelSettings:
     is_strict: bool = False
     preset: str | None = None
     sequence: bool = False
+    grain: int = 1
 
 
 @dataclass
@@ -102,7 +104,8 @@ class ParallelPlan:
     """The plan of one model: `parts` by module, `splits` by parameter, attributes that count one rank's heads.
 
     attributes: (module, attribute) -> value by coordinate. attentions: by the module that holds all layers of
-    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are.
+    one, the module that holds its projections. stretch: where activations are sharded over tokens, if they are. grain:
+    as in the settings.
     """
 
     ranks: int
@@ -112,6 +115,7 @@ class ParallelPlan:
     attentions: dict[str, str] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)  # layers that stay whole, and why
     stretch: Stretch | None = None
+    grain: int = 1
 
     def table(self) -> str:
         """Return the plan as text: a line for each kind of layer, numbers of blocks as *."""
@@ -141,7 +145,7 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
     does not fit; the message names it.
     """
     settings = settings or ParallelSettings()
-    plan = ParallelPlan(ranks)
+    plan = ParallelPlan(ranks, grain=settings.grain)
     family = _family(model, settings)
     if family in REFUSED:
         raise NotBuiltError(
@@ -287,7 +291,7 @@ def _make_regions(model: nn.Module, plan: ParallelPlan, choices: Mapping[str, Ch
         if choice.style in ("column_gather", "row_scatter"):
             dim = 0 if choice.style == "column_gather" else 1
             width = choice.widths[dim]
-            ranges = _shares(width, plan.ranks, choice.name)
+            ranges = _shares(width, plan.ranks, choice.name, plan.grain)
             choice.part = _part(choice, dim, tuple((each,) for each in ranges))
             choice.region = _parent(choice)
             plan.choices.append(choice)
@@ -342,7 +346,7 @@ def _cut_region(
         if len({column.widths[0] // _parts(column) for column in columns}) > 1:
             _leave_whole(plan, [*columns, row], "its projections differ in width, and no head size is known", row.name)
             return
-        shares = _shares(inputs, plan.ranks, row.name)
+        shares = _shares(inputs, plan.ranks, row.name, plan.grain)
         ranges = tuple((share,) for share in shares)
         for column in columns:
             column.part = _part(column, 0, _in_blocks(column, ranges, inputs))
@@ -411,8 +415,13 @@ def _head_dim(parent: nn.Module, columns: Iterable[Choice], inputs: int) -> int 
     return None
 
 
-def _shares(width: int, ranks: int, name: str) -> Shares:
-    """Cut a width evenly; the first ranks take more. UsageError where a rank would get nothing."""
+def _shares(width: int, ranks: int, name: str, grain: int = 1) -> Shares:
+    """Cut a width evenly, at multiples of a grain where each rank gets one; the first ranks take more, the last one
+    what is less than a grain. UsageError where a rank would get nothing.
+    """
+    if grain > 1 and width // grain >= ranks:
+        found = [(start * grain, stop * grain) for start, stop in _shares(width // grain, ranks, name)]
+        return [*found[:-1], (found[-1][0], width)]
     if width < ranks:
         raise UsageError(
             f"layer '{name}' has {width} parts for tp={ranks}.",
@@ -539,7 +548,7 @@ def _split_vocabulary(
         if choice.widths[0] < plan.ranks:
             plan.left[choice.name] = "fewer rows than ranks"
             continue
-        ranges = tuple((each,) for each in _shares(choice.widths[0], plan.ranks, choice.name))
+        ranges = tuple((each,) for each in _shares(choice.widths[0], plan.ranks, choice.name, plan.grain))
         choice.part = _part(choice, 0, ranges)
         fitting.append(choice)
     kept = {id(weight_of(choice.module)) for choice in fitting}

@@ -150,6 +150,16 @@ class LayerStages(nn.Module):
                     stages.setdefault(name, {})[self.stage_owner(number)] = None
         return {name: tuple(sorted(found)) for name, found in stages.items() if len(found) > 1}
 
+    @property
+    def same_names(self) -> tuple[str, ...]:
+        """The parameters that several stages have under one name and do not share: what a tied layer does not tie."""
+        stages: dict[str, set[int]] = {}
+        for number, layer in enumerate(self._layer_specs):
+            if isinstance(layer, TiedLayerSpec):
+                for name, _ in _built(layer).named_parameters():
+                    stages.setdefault(f"tied_modules.{layer.key}.{name}", set()).add(self.stage_owner(number))
+        return tuple(name for name, found in stages.items() if len(found) > 1 and name not in self.ties)
+
     def _build(self) -> None:
         first, end = self.parts[self.index], self.parts[self.index + 1]
         for number, layer in enumerate(self._layer_specs[first:end], first):
@@ -256,16 +266,20 @@ class LayersStage:
 
 def _cost(layer: Any) -> LayerCost:
     if isinstance(layer, LayerSpec):
-        try:
-            with torch.device("meta"):
-                built = layer.build()
-        except Exception:  # it looks at values while it is built
-            with torch.random.fork_rng():
-                built = layer.build()
-        return LayerCost(layer.typename.__name__, _trainable(built))
+        return LayerCost(layer.typename.__name__, _trainable(_built(layer)))
     if isinstance(layer, nn.Module):
         return LayerCost(type(layer).__name__, _trainable(layer))
     return LayerCost(getattr(layer, "__name__", ""))
+
+
+def _built(layer: LayerSpec) -> nn.Module:
+    """Return a layer for a look at it, without memory where it can be built so."""
+    try:
+        with torch.device("meta"):
+            return layer.build()
+    except Exception:  # it looks at values while it is built
+        with torch.random.fork_rng():
+            return layer.build()
 
 
 def _trainable(module: nn.Module) -> int:

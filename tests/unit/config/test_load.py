@@ -301,7 +301,6 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
         (zero(zero_quantized_weights=True), "zero_optimization.zero_quantized_weights"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         ({"expert_parallel": {"enabled": True, "top_k": 2}}, "expert_parallel.enabled"),
-        ({"pipeline": {"stages": 2, "seed_layers": True}}, "pipeline.seed_layers"),
         ({"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}}, "tensor_parallel.kernel_inject"),
         ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}}, "tensor_parallel.tp.tp_group"),
         ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
@@ -321,7 +320,6 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     [
         {"autotuning": {"enabled": False, "fast": False}},
         {"tensor_parallel": {"autotp_size": 1, "kernel_inject": True}},
-        {"pipeline": {"stages": "auto", "seed_layers": True}},
         {"compression_training": {"x": {"shared_parameters": {"enabled": False, "bits": 4}}}},
         {"pp_degree": 1, "mp_degree": 1, "sparse_attention": None},
         zero(zenflow=None, zero_hpz_partition_size=1, mics_shard_size=-1),

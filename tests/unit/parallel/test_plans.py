@@ -11,7 +11,7 @@ from torch import nn
 
 from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.parallel.plans import ParallelPlan, ParallelSettings, choose
-from tests.unit.parallel.tiny import tiny
+from tests.unit.parallel.tiny import differences, ranks_step, tiny, virtual_step
 
 
 class Attention(nn.Module):
@@ -190,3 +190,15 @@ def test_nothing_changes_in_a_model_that_is_refused() -> None:
         choose(net, 4)
     assert {name: type(module) for name, module in net.named_modules()} == before
     assert all(torch.equal(each, values[name]) for name, each in net.named_parameters())
+
+
+def test_feed_forward_layers_and_vocabularies_are_cut_at_multiples_of_a_grain() -> None:
+    """As DeepSpeed's tp_grain_size: heads are cut by heads; a width with too few grains evenly."""
+    model = tiny("llama")
+    widths = {choice.name: choice.part.widths for choice in choose(model, 2, ParallelSettings(grain=32)).choices}
+    assert widths["lm_head"] == [32, 35] and widths["model.layers.0.self_attn.q_proj"] == [16, 16]
+    assert widths["model.layers.0.mlp.up_proj"] == widths["model.layers.0.mlp.down_proj"] == [24, 24]
+    narrow = {choice.name: choice.part.widths for choice in choose(model, 2, ParallelSettings(grain=16)).choices}
+    assert narrow["model.layers.0.mlp.up_proj"] == [32, 16] and narrow["lm_head"] == [32, 35]
+    steps = ranks_step(model, 2, ParallelSettings(grain=16))
+    assert differences(steps, virtual_step(model, 2, ParallelSettings(grain=16))) == []

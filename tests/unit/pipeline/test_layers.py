@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.checkpoint.piece import refuse_same_names, remember_same_names
 from deepseek_zero.pipeline.executor import NoStates, PipelineExecutor
 from deepseek_zero.pipeline.layers import Labelled, LayerSpec, LayersStage, LayerStages, TiedLayerSpec
 from deepseek_zero.pipeline.messages import Links
@@ -154,3 +155,20 @@ def test_seeds_and_recomputation_are_by_layer() -> None:
     own = LayerStages([nn.Linear(2, 2), nn.Dropout()], 1, 0, checkpoint_interval=1, checkpointable=names)
     assert [own._recomputes(0, 1), own._recomputes(1, 2)] == [True, False]
     assert repr(LayerSpec(nn.Linear, 2, 3, bias=False)) == "Linear(2, 3, bias=False)"
+
+
+def test_what_a_tied_layer_does_not_tie_is_known_on_every_stage_and_is_not_saved() -> None:
+    """Each stage trains a bias of its own, under one name: a checkpoint would keep the first stage's alone."""
+    specs = [TiedLayerSpec("ends", nn.Linear, 4, 4), nn.Tanh(), TiedLayerSpec("ends", nn.Linear, 4, 4)]
+    for stage in range(2):
+        own = LayerStages(specs, 2, stage, method="uniform")
+        assert own.same_names == ("tied_modules.ends.bias",)
+        remember_same_names(own, own.same_names)
+        with pytest.raises(NotBuiltError, match=r"'tied_modules\.ends\.bias' is a parameter of several stages"):
+            refuse_same_names(own)
+    one = LayerStages(specs, 1, 0)
+    both = [TiedLayerSpec("ends", nn.Linear, 4, 4, tied_weight_attr=["weight", "bias"]) for _ in range(2)]
+    for fine in (one, LayerStages([both[0], nn.Tanh(), both[1]], 2, 0, method="uniform")):
+        assert fine.same_names == ()
+        remember_same_names(fine, fine.same_names)
+        refuse_same_names(fine)
