@@ -11,9 +11,11 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.comm.transports.shared_memory import SharedMemory
 from deepseek_zero.engine.memory import predicted_volume
 from tests.models import Gpt, seeded
 from tests.ranks.test_bytes import SendCounter
+from tests.ranks.test_same_host import hosts
 from tests.reference import OPTIMIZERS
 from tests.training import Run, train_step
 
@@ -64,6 +66,26 @@ def test_a_run_has_the_bits_of_stage_3_and_its_bytes_and_memory_are_the_plans(ac
     assert plan.volume() == volume
     assert plan.bytes_by_state() == report.predicted
     assert_alike(engine, plain)
+
+
+@pytest.mark.ranks(WORLD)
+def test_between_two_hosts_a_unit_is_gathered_once_a_step_and_later_gathers_pass_through_shared_memory() -> None:
+    run = Run(3, "bf16", 2, optimizer="adamw")
+    with hosts(lambda rank: f"host {rank // 2}"):
+        engine, plain = start(run, 2), start(run, 1)
+        copies = [group.secondary for group in engine.runtime.groups]
+        assert all(isinstance(copy.comm_ctx.comm._transport, SharedMemory) for copy in copies)
+        for step in range(3):
+            engine.runtime.comm.meter.reset()
+            assert all(map(torch.equal, train_step(engine, run, step), train_step(plain, run, step)))
+        volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+        assert meter.total_bytes() == volume.state_bytes + volume.rows
+        assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
+        report = engine.memory_report()
+        assert report.measured_total == report.predicted_total
+        assert_alike(engine, plain)
+    alone = start(run, 2)
+    assert all(group.secondary is None and group.weight.symmetric is not None for group in alone.runtime.groups)
 
 
 @pytest.mark.ranks(WORLD)
