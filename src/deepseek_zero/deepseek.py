@@ -32,6 +32,7 @@ from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
 from .engine.optimizer import adopting, granularities
+from .engine.pieces import forget_others
 from .engine.start import Request, example_of, facts_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer
@@ -108,14 +109,14 @@ class DeepSeekZeRO3(StandsForModule):
         example = partial(example_of, request)
         parts = assemble(self.config, model, mesh, None, None, leaf_module_names(model), example, None)
         parts.told = {name: keywords[name] for name in ("optimizer", "lr") if name in keywords}
-        self.module, self.runtime = model, parts.runtime
+        self.module, self.runtime, self._loop = model, parts.runtime, parts.loop
         # The model keeps what drives it: a caller who drops this object still trains.
         model.register_forward_pre_hook(_Keep(parts))
         _parts[parts.runtime] = weakref.ref(parts)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward on this rank's micro-batch."""
-        return self.module(*args, **kwargs)
+        """The model's forward on this rank's micro-batch; over stages, in training, its backward too."""
+        return self.module(*args, **kwargs) if self._loop is None else self._loop(args, kwargs)
 
     def explain(self) -> str:
         """Return the schedule of gathers, uses, releases and reductions as text."""
@@ -191,11 +192,14 @@ class ZeroOptimizer(ScalesItself, Optimizer):
     def _attach(self) -> ShardedOptimizer | Optimizer:
         """Return the sharded optimizer once the parameters are wrapped; before that, the plain one."""
         if self.sharded is None:
-            owner = owner_of(self.client.param_groups[0]["params"][0])
-            runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
+            owners = (owner_of(each) for group in self.client.param_groups for each in group["params"])
+            owner = next((each for each in owners if isinstance(each, ParamGroup)), None)
+            runtime = owner.runtime() if owner is not None else None
             if runtime is None:
                 return self.client
             parts = _parts_of(runtime)
+            if parts.loop is not None:  # it may have been made of the whole model
+                forget_others(runtime.model, self.client, None)
             for name, told in parts.told.items():
                 if str(told).lower() != str(self.asked[name]).lower():
                     own = f"the optimizer has {name}={self.asked[name]}"

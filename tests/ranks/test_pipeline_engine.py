@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deepseek_zero
-from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.base.errors import BatchMismatchError, NotBuiltError, UsageError
 from deepseek_zero.parallel.apply import virtual
 from deepseek_zero.planner.split import split_of
 from tests.reference import OPTIMIZERS
@@ -144,6 +144,8 @@ def test_what_a_stage_cannot_do_is_refused_by_name() -> None:
     engine = engine_of(llama(), {"pp": 2}, config_of(1, "fp32"))
     with pytest.raises(UsageError, match="called by itself"):
         engine.module(**next(batches_of(0, 0)))
+    with pytest.raises(BatchMismatchError, match="ranks of a pipeline were given different batches"):
+        engine(**next(batches_of(0, dist.get_rank())))
     with pytest.raises(UsageError, match="whose backward is due"):
         engine.backward(torch.ones((), requires_grad=True))
     with pytest.raises(UsageError, match="vertical_micro_batches"):

@@ -121,6 +121,38 @@ def test_an_overflow_on_one_stage_skips_the_step_on_all_and_training_goes_on() -
     assert (engine.skipped_steps, engine.global_steps) == (1, 3)
 
 
+def grads_of(runtime: Any) -> list[Tensor]:
+    """This rank's slices of the reduced gradients."""
+    found = [group.gradient.reduced() for group in runtime.trained_groups]
+    return [grad.clone() for grad in found if grad is not None]
+
+
+@pytest.mark.ranks(4, timeout=150)
+def test_seed_000s_door_over_stages_and_tensor_parts() -> None:
+    """Each backward is reduced, and adds to those before it until zero_grad, as with torch's optimizers."""
+    model = llama(tied=True)
+    optimizer = deepseek_zero.ZeroOptimizer(model.parameters(), lr=0.01, optimizer_type="adamw")  # of the whole model
+    zero = deepseek_zero.DeepSeekZeRO3(model, pp_degree=2, mp_degree=2, stage=3, pipeline={"micro_batches": 2})
+    engine = engine_of(llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2})
+    (batch,) = batches_of(0, 1, 4)
+    zero(**batch).loss.backward()
+    engine.backward(engine(**batch).loss)
+    once = grads_of(engine.runtime)
+    assert len(once) > 0 and all(map(torch.equal, grads_of(zero.runtime), once))
+    zero(**batch).loss.backward()
+    assert all(torch.equal(grad, other + other) for grad, other in zip(grads_of(zero.runtime), once, strict=True))
+    optimizer.zero_grad()
+    before = {name: value.clone() for name, value in zero.state_dict().items()}
+    zero(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    after = zero.state_dict()
+    assert before and all(not torch.equal(after[name], value) for name, value in before.items())
+    zero(**batch)
+    with pytest.raises(UsageError, match="a step before the backward"):
+        optimizer.step()
+
+
 @pytest.mark.ranks(4, timeout=150)
 def test_calls_over_stages_and_tensor_parts() -> None:
     engine = engine_of(llama(tied=True), {"pp": 2, "tp": 2}, 3, "fp32", 1, 4, pipeline={"micro_batches": 2})

@@ -142,17 +142,38 @@ def compare_first_batch(model: nn.Module, comm: Comm) -> None:
 
     def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
         hook.remove()
-        told = comm.all_gather_text(_fingerprint((args, kwargs)), "the first batch")
-        other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
-        if other is not None:
+        if (found := _difference((args, kwargs), comm)) is not None:
             raise BatchMismatchError(
                 "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure "
-                f"consistency: rank {comm.ranks[0]} was given {told[0]}, rank {comm.ranks[other]} {told[other]}.",
+                f"consistency: {found}.",
                 "Ranks along tp compute parts of one batch.",
                 "shard data over mesh.data_size by mesh.data_index, not over the world by rank.",
             )
 
     hook = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
+
+
+def compare_stages(batch: Any, comm: Comm) -> None:
+    """Raise BatchMismatchError, on every rank of a pipeline, where their batches differ.  Collective in it.
+
+    comm: of the ranks along "pp".
+    """
+    if (found := _difference(batch, comm)) is not None:
+        raise BatchMismatchError(
+            f"the ranks of a pipeline were given different batches: {found}.",
+            "Every stage runs the model's forward on the same inputs; accelerate and the Trainer give each others.",
+            "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the engine's own loader "
+            "does (training_data).",
+        )
+
+
+def _difference(batch: Any, comm: Comm) -> str | None:
+    """Say in which ranks of a communicator tensors differ, None where they are alike.  Collective in it."""
+    told = comm.all_gather_text(_fingerprint(batch), "the first batch")
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is None:
+        return None
+    return f"rank {comm.ranks[0]} was given {told[0]}, rank {comm.ranks[other]} {told[other]}"
 
 
 def _fingerprint(value: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from ..comm.collectives import Comm, scatter
 from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import refuse_sliced
-from .data import compare_first_batch
+from .data import compare_first_batch, compare_stages
 from .settings import PipelineSettings, pipeline_settings_of, sequence_settings_of, tensor_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
@@ -39,7 +40,7 @@ class Stages:
         """Make the pipeline, once the stages are wrapped, and the plain loop over it.  Collective in the world."""
         said = self.settings
         made = pipeline.Pipeline(self.staged, self.ties, comm.whole, mesh, runtime, said.schedule, group=said.group)
-        return pipeline.PlainLoop(made, said.parts)
+        return pipeline.PlainLoop(made, said.parts, partial(compare_stages, comm=comm.along["pp"]))
 
 
 def cut_along_axes(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -98,15 +98,20 @@ class _Loss(torch.autograd.Function):
 
 
 class PlainLoop:
-    """The calls of one engine over stages.  parts: that a batch is cut into by rows; None: nobody has said."""
+    """The calls of one engine over stages.
 
-    def __init__(self, pipeline: Pipeline, parts: int | None) -> None:
+    parts: that a batch is cut into by rows; None: nobody has said.  check: called with the first batch; collective in
+    the pipeline.
+    """
+
+    def __init__(self, pipeline: Pipeline, parts: int | None, check: Callable[[Any], None] | None = None) -> None:
         self.pipeline, self.runtime, self.parts = pipeline, pipeline.runtime, parts
+        self._check = check
         self._open: list[_Call] = []
         self._added = 0
         self._learned: float | None = None  # what callers multiply a loss by, per unit of the loss scale
         self._told_of_idling = False
-        self.runtime.driver = self
+        self.runtime.driver = weakref.ref(self)
 
     # -- calls
 
@@ -125,6 +130,9 @@ class PlainLoop:
                 "call engine.train_batch(data_iter) for each step, engine.eval_batch(data_iter) to evaluate.",
             )
         with propagate_errors(self.runtime.comm.whole):
+            if self._check is not None:
+                self._check((micro.args, micro.kwargs))
+                self._check = None
             if torch.is_grad_enabled() and self.runtime.model.training:
                 return self._train(micro)
             return self._evaluate(micro)

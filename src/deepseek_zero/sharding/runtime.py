@@ -101,7 +101,7 @@ class Runtime:
         self.is_boundary = True  # the backward to come ends an accumulation: replicated gradients are reduced
         self.loss_factor = LossFactor(self)
         self.nonfinite: NonFiniteDetector | None = None  # after a skipped step, under precision "auto"
-        self.driver: Driver | None = None
+        self.driver: Callable[[], Driver | None] = lambda: None  # weak, where there is one
         self.backwards = 0  # finished since the last step
         self.has_gradients = False  # a backward has brought one since they were dropped
         self.is_graphless = False  # a loss without a graph was given since the last step
@@ -288,8 +288,8 @@ class Runtime:
         (`executor.late`) is still to be reduced.  Collective.
         """
         self.comm.meter.clock.enter("optimizer")
-        if self.driver is not None:
-            self.driver.before_step()
+        if (driver := self.driver()) is not None:
+            driver.before_step()
         if self.backwards == 0:
             self.join_skipped_passes()
         self.executor.all_reduce()
@@ -305,8 +305,8 @@ class Runtime:
         """Forget the gradients (`drop`) and, once, agree on the order units were used in.  Collective."""
         if drop:
             self.drop_grads()
-        elif self.driver is not None:
-            self.driver.forget()
+        elif (driver := self.driver()) is not None:
+            driver.forget()
         self.backwards = 0
         if not self.executor.order_is_agreed:
             self.executor.agree_on_order()
@@ -332,8 +332,8 @@ class Runtime:
         self.loss_factor.is_recorded = self.has_gradients = self.is_graphless = False
         for group in self.trained_groups:
             group.gradient.discard()
-        if self.driver is not None:
-            self.driver.forget()
+        if (driver := self.driver()) is not None:
+            driver.forget()
         if not self.settings.streams_weights:  # gathered weights would have their pages again a moment later
             self.comm_ctx.pool.return_pages()
 
