@@ -211,7 +211,7 @@ def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
                 reads_in_place=True,
             )
     except NotBuiltError as error:
-        if sp > 1 and pp * tp > 1:
+        if sp > 1 and pp > 1:
             return str(error)
         raise
     adds_first = stage < 2 or pp > 1

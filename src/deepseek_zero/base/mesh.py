@@ -32,7 +32,6 @@ AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")  # from the slowest to the
 SHARD_AXES = ("dp_shard", "sp")  # over whose ranks a state is cut
 REDUCE_AXES = ("dp_replicate", *SHARD_AXES)  # over whose ranks gradients are summed: they have one piece of the model
 INNER_AXES = ("inner",)  # a run of neighbours among the ranks along the shard axes (`Mesh.inner_groups`); no factor
-MODEL_AXES = ("pp", "tp")  # over whose ranks the model is cut into pieces
 REST = -1  # the size of an axis that takes the ranks the others leave
 _OTHER_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "dp": "dp_shard", "fsdp": "dp_shard"}
 
@@ -246,13 +245,12 @@ def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
 
 def refuse_unbuilt(mesh: Mesh) -> None:
     """Raise NotBuiltError where axes have several ranks and nothing computes along both of them yet."""
-    for axis in MODEL_AXES:
-        if mesh.sp > 1 and (size := getattr(mesh, axis)) > 1:
-            raise NotBuiltError(
-                f"mesh axes {axis}={size} and sp={mesh.sp}: their layers together are not built yet.",
-                "Sequences are shared by ranks that have whole models.",
-                "use sp with dp_replicate and dp_shard.",
-            )
+    if mesh.sp > 1 and mesh.pp > 1:
+        raise NotBuiltError(
+            f"mesh axes pp={mesh.pp} and sp={mesh.sp}: their layers together are not built yet.",
+            "Sequences are shared by ranks that have every layer of the model.",
+            "use sp with tp, dp_replicate and dp_shard.",
+        )
 
 
 def shares_gpu(local_size: int | None) -> bool:
