@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -85,6 +86,31 @@ def test_sharded_tokens_train_to_the_bits_of_the_virtual_axis(stage: int, dtype:
     assert all(map(torch.equal, losses, train(reference, 3, 1)))
     assert engine.get_global_grad_norm() == pytest.approx(reference.get_global_grad_norm(), rel=1e-6)
     assert_parts_of(reference.module.state_dict(), engine)
+
+
+@pytest.mark.ranks(4, timeout=240)
+def test_sharded_tokens_cross_the_stages_of_a_pipeline() -> None:
+    """What travels between stages is the tokens of a rank, in evaluation all: the losses of a run that shards none."""
+    losses: dict[bool, list[torch.Tensor]] = {}
+    sent: dict[bool, int] = {}
+    for shards in (True, False):
+        config = config_of(3, "fp32", 2) | {"tensor_parallel": {"sequence": shards}}
+        engine = engine_of(llama(), {"pp": 2, "tp": 2}, config)
+
+        def batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
+            for micro in range(2):
+                tokens = tokens_of(step, micro, 0)
+                yield {"input_ids": tokens, "labels": tokens}
+
+        losses[shards] = [engine.train_batch(batches(step)) for step in range(3)]
+        before = engine.runtime.comm.meter.sent_bytes["send"]
+        losses[shards].append(engine.train_batch(batches(3)))
+        sent[shards] = engine.runtime.comm.meter.sent_bytes["send"] - before
+        losses[shards].append(engine.eval_batch(batches(9)))
+        losses[shards].append(engine.train_batch(batches(4)))
+        engine.destroy()
+    torch.testing.assert_close(torch.stack(losses[True]), torch.stack(losses[False]), rtol=1e-5, atol=0)
+    assert sent[False] == 2 * sent[True] > 0
 
 
 def assert_parts_of(whole: dict[str, torch.Tensor], engine: Any) -> None:
