@@ -2,7 +2,8 @@
 
 pretrained: FOLDER/base is the model.  peft: with LoRA's weights.  mixed: a base in bf16 under adapters in fp32.  bf16:
 computing in it.  reentrant, direct: activation checkpointing, and which kind.  untrained: evaluate
-alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  resume: go on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
+alone.  tp: all ranks along tp (DeepSpeed's AutoTP).  sp: all ranks share sequences (DeepSpeed's Ulysses).  resume: go
+on from FOLDER/run/checkpoint-2.  Rank 0 prints JSON.
 """
 
 from __future__ import annotations
@@ -52,10 +53,18 @@ def deepspeed_config(stage: int, tp: int = 1) -> dict[str, Any]:
 def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     tp = ranks if "tp" in words else 1
+    sequences: dict[str, Any] = {}
+    if "sp" in words:
+        from accelerate import ParallelismConfig
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+        handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa")
+        config = ParallelismConfig(sp_size=ranks, sp_backend="deepspeed", sp_handler=handler)
+        sequences = {"parallelism_config": config}
     again = {"use_reentrant": "reentrant" in words} if {"reentrant", "direct"} & set(words) else None
     return TrainingArguments(
         str(folder / "run"),
-        per_device_train_batch_size=4 // (ranks // tp),
+        per_device_train_batch_size=4 if sequences else 4 // (ranks // tp),
         gradient_accumulation_steps=2,
         max_steps=STEPS,
         learning_rate=1e-2,
@@ -73,6 +82,7 @@ def arguments(stage: int, folder: Path, words: list[str]) -> TrainingArguments:
         gradient_checkpointing=again is not None,
         gradient_checkpointing_kwargs=again,
         deepspeed=deepspeed_config(stage, tp) if stage >= 0 else None,
+        **sequences,
     )
 
 

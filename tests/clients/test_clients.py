@@ -52,6 +52,18 @@ def test_accelerate_launch_trains_saves_and_goes_on(stage: int, ranks: int, tmp_
 
 
 @BY_HAND
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("axis", ["tp", "sp"])
+def test_accelerate_over_an_axis_has_the_losses_of_one_process(axis: str, stage: int) -> None:
+    need_client("accelerate", "transformers")
+    plain = start([sys.executable], "program_accelerate_axes.py", "none", 0)
+    line = [*OURS, "run", "--as-deepspeed", "--nproc", "2"]
+    ours = told(start(line, "program_accelerate_axes.py", axis, stage))
+    assert ours["losses"] == pytest.approx(told(plain)["losses"], rel=1e-5)
+    assert ours["world"] == 2
+
+
+@BY_HAND
 def test_an_accelerate_that_counted_one_process_is_told_on_every_rank_what_to_do() -> None:
     need_client("accelerate")
     launch = ["exec", sys.executable, "-m", "accelerate.commands.launch", "--use_deepspeed", "--zero_stage", "3"]

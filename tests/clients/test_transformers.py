@@ -128,6 +128,34 @@ def test_trainer_over_tensor_parallel_ranks_saves_and_goes_on(
 
 
 @BY_HAND
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_trainer_over_ranks_that_share_sequences_is_the_trainer(stage: int, plainly: Plainly, tmp_path: Path) -> None:
+    """The loss is the Trainer's own, of a differentiable gather over the ranks; its gradient is not sp times too large
+    at any stage.  It cannot go on from the middle of an epoch: accelerate skips batches of DataLoaders alone.
+    """
+    need_client("transformers", "accelerate")
+    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, tmp_path, "sp"))
+    assert_same_training(ours, plainly(), ROUNDING)
+    assert_same_weights(weights_of(tmp_path / "final"), weights_of(Path(ours["best"])), rtol=0, atol=0)
+
+
+@BY_HAND
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_peft_lora_over_tensor_parallel_ranks(stage: int, plainly: Plainly, tmp_path: Path) -> None:
+    """Adapters of layers that are split, and the file of them, which has whole tensors."""
+    from safetensors.torch import load_file
+
+    need_client("transformers", "accelerate", "peft")
+    words = ["pretrained", "peft"]
+    ours = told(start([*OURS, *TWO], "program_trainer.py", stage, with_base(tmp_path), *words, "tp"))
+    plain = plainly(*words)
+    assert_same_training(ours, plain, ROUNDING)
+    assert ours["dtypes"] == plain["dtypes"]
+    saved = [load_file(folder / "final" / "adapter_model.safetensors") for folder in (tmp_path, plain["folder"])]
+    assert_same_weights(*saved, rtol=1e-3, atol=1e-5)
+
+
+@BY_HAND
 def test_trainer_evaluates_what_was_not_trained_at_stage_3(plainly: Plainly, tmp_path: Path) -> None:
     need_client("transformers", "accelerate")
     words = ("pretrained", "untrained")
