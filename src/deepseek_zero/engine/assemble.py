@@ -71,7 +71,8 @@ def assemble(
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     comm = world.lay_out(mesh)
-    stages = cut_along_axes(config, model, mesh, comm, example, sequence)
+    pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
+    stages = pieces.stages
     settings = plan_settings_of(config, leaf_modules)
     if stages is not None:
         params = forget_others(model, client, params)
@@ -80,7 +81,7 @@ def assemble(
         comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)
     )
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
-    plan = plan_run(config, settings, shape, chosen, comm, mesh)
+    plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
     capabilities = comm.capabilities() + number_formats(plan.settings.policy, mesh.device)
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())

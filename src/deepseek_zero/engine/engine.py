@@ -33,6 +33,7 @@ from ..base.world import is_rank_zero
 from ..comm.agreement import run_on_all_ranks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
+from ..planner.plan import Plan
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings
 from ..precision.loss_scale import LossScaler
@@ -151,6 +152,7 @@ class Observer:
         self._profiled = False
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
+        self.micro_tokens: int | None = None  # of the last micro-batch
         if settings.log_level is not None:
             logger.setLevel(settings.log_level.upper())
 
@@ -204,6 +206,7 @@ class Observer:
         for value in args:
             if isinstance(value, Tensor) and not value.is_floating_point():
                 self._tokens += value.numel()
+                self.micro_tokens = value.numel()
                 return
 
     def loss(self, loss: Tensor) -> None:
@@ -331,8 +334,12 @@ class Engine(StandsForModule):
             return self._train_in_turn(batches)
         if self.parts.loop is not None:
             self.parts.loop.refuse_begun()
+        micro_batches = stages.read(batches)
+        for micro in micro_batches:
+            if isinstance(micro, pipeline.MicroBatch):
+                self.observer.saw((*micro.args, *micro.kwargs.values()))
         with self.observer.timed("forward"):
-            loss = stages.train(stages.read(batches))
+            loss = stages.train(micro_batches)
         self.observer.loss(loss)
         self._end_pipelined()
         return loss
@@ -609,7 +616,7 @@ class Engine(StandsForModule):
     def memory_report(self) -> Any:
         """Predicted and measured bytes of this rank, by state (report.measure.MemoryReport)."""
         parked = self.parts.recompute.extents() if self.parts.recompute is not None else []
-        return memory_report(self.runtime, self.optimizer, parked)
+        return memory_report(self.runtime, self.optimizer, parked, self.parts.pipeline)
 
     def explain(self, picture: Path | str | None = None) -> str:
         """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local.
@@ -617,7 +624,7 @@ class Engine(StandsForModule):
         picture: where rank 0 also draws plan and schedule, as a PNG.
         """
         if picture is not None and is_rank_zero():
-            places, about = places_of(plan_of(self.runtime, self.optimizer)), self.plan().partition("\n")[0]
+            places, about = places_of(self.current_plan()), self.plan().partition("\n")[0]
             draw_plan(places, self.runtime.executor.schedule, picture, about)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
@@ -646,7 +653,11 @@ class Engine(StandsForModule):
 
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""
-        return "\n".join(self.runtime.plan.explain())
+        return "\n".join(self.current_plan().explain())
+
+    def current_plan(self) -> Plan:
+        """The plan that this rank follows now, with the messages and micro-batches of the last step.  Local."""
+        return plan_of(self.runtime, self.optimizer, self.parts.pipeline, self.observer.micro_tokens)
 
     def destroy(self) -> None:
         """Unhook the model and free what the engine lent; calling it twice is harmless.  Collective where a checkpoint

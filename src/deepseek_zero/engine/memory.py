@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor, nn
 
+from .. import parallel
 from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..planner.volume import StepVolume
@@ -15,10 +16,27 @@ from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
 from ..sharding.runtime import Runtime
 from ..tiers.tier import Extent
 
+if TYPE_CHECKING:  # as in engine.py
+    from ..pipeline import Pipeline
 
-def plan_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> Plan:
-    """Return the plan that an engine follows now."""
-    return replace(runtime.plan, update=optimizer.plan if optimizer is not None else None)
+
+def plan_of(
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    pipeline: Pipeline | None = None,
+    tokens: int | None = None,
+) -> Plan:
+    """Return the plan that an engine follows now.
+
+    pipeline, tokens: say what the last step's messages between stages, and micro-batches, were like.
+    """
+    found = replace(runtime.plan, update=optimizer.plan if optimizer is not None else None)
+    seen = pipeline.seen_bytes() if pipeline is not None else None
+    if found.pipeline is not None and seen is not None:
+        found = replace(found, pipeline=found.pipeline.seen(*seen))
+    if found.tensor is not None and tokens is not None:
+        found = replace(found, tensor=replace(found.tensor, tokens=tokens))
+    return found
 
 
 def predicted_bytes(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, int]:
@@ -31,21 +49,26 @@ def predicted_volume(runtime: Runtime) -> StepVolume:
     return runtime.plan.volume()
 
 
-def memory_report(runtime: Runtime, optimizer: ShardedOptimizer | None, parked: Sequence[Extent] = ()) -> MemoryReport:
+def memory_report(
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    parked: Sequence[Extent] = (),
+    pipeline: Pipeline | None = None,
+) -> MemoryReport:
     """Return the bytes on this rank by state. Local. parked: offloaded activations, which belong to no state and are
-    not counted.
+    not counted. pipeline: of the engine, whose messages have memory of their own.
     """
     resting = [extent.memory for extent in [*extents_of(runtime, optimizer), *parked]]
     seen = {tensor.untyped_storage().data_ptr() for tensor in resting}
     measured = {
         state: bytes_of([tensor for tensor in tensors if tensor is not None], seen)
-        for state, tensors in _held(runtime, optimizer).items()
+        for state, tensors in _held(runtime, optimizer, pipeline).items()
     }
     for group in runtime.groups:
         measured |= {tier.value: memory.reserved_bytes for tier, memory in group.comm_ctx.tiers.memories.items()}
     everything = live_storages(runtime.comm_ctx.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
-    return MemoryReport(predicted_bytes(runtime, optimizer), measured)
+    return MemoryReport(plan_of(runtime, optimizer, pipeline).bytes_by_state(), measured)
 
 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:
@@ -54,7 +77,9 @@ def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Ext
     return found + [extent for group in runtime.groups for extent in group.offloaded_extents()]
 
 
-def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, list[Tensor | None]]:
+def _held(
+    runtime: Runtime, optimizer: ShardedOptimizer | None, pipeline: Pipeline | None
+) -> dict[str, list[Tensor | None]]:
     """Every tensor this engine holds, by state; a storage that stands under two states is counted under the first."""
     groups = runtime.groups
     gradients = [buffer for group in groups for buffer in (group.gradient.buffer, group.gradient.delayed.buffer)]
@@ -70,7 +95,19 @@ def _held(runtime: Runtime, optimizer: ShardedOptimizer | None) -> dict[str, lis
         "moments": _moments(optimizer) if optimizer is not None else [],
         "buffers": [*lent, *(optimizer.scratch.kept.values() if optimizer is not None else [])],
         "module_buffers": _registered(runtime.model),
+        "boundaries": [
+            *(_tensor_buffers(runtime.model) if runtime.plan.tensor is not None else []),
+            *(pipeline.executor.buffers() if pipeline is not None else []),
+        ],
     }
+
+
+def _tensor_buffers(model: nn.Module) -> list[Tensor | None]:
+    """What the layers that ranks share form their sums in; they have one group."""
+    layers = (each for each in model.modules() if isinstance(each, parallel.Layer))
+    axes = (each.axis for each in layers if isinstance(each.axis, parallel.TensorAxis))
+    axis = next(axes, None)
+    return [*axis.group.buffers()] if axis is not None else []
 
 
 def _moments(optimizer: ShardedOptimizer) -> list[Tensor | None]:

@@ -22,10 +22,19 @@ from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import refuse_sliced
 from .data import compare_first_batch, compare_stages
+from .piece_plans import PiecePlans, Sample, layer_traffic, plans_of
 from .settings import PipelineSettings, pipeline_settings_of, sequence_settings_of, tensor_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
+
+
+@dataclass
+class Pieces:
+    """What a rank has of a model on a mesh that cuts it.  stages: along "pp"; plans: what its plan says of that."""
+
+    stages: Stages | None
+    plans: PiecePlans
 
 
 @dataclass
@@ -50,14 +59,19 @@ def cut_along_axes(
     comm: Comm,
     example: Callable[[], Any],
     sequence: parallel.SequenceSettings | None,
-) -> Stages | None:
+) -> Pieces:
     """Leave of a model this rank's piece, in place, with the first rank's values; return its stages where it has some.
 
     Along "tp" layers are cut, along "sp" the forward is one part of a forward, along "pp" blocks of others become
     stand-ins.  The chain of blocks is looked for in the whole model.  example, sequence: as `assemble` takes them.
     Collective; refusals name the axis and the reason, and come before anything is cut along it.
     """
-    chain = _chain_of(model, example) if "pp" in comm.along else None
+    sample, chain = Sample(), None
+    if "pp" in comm.along and not isinstance(model, pipeline.LayerStages):
+        sample = Sample.of(example())
+        chain = sample.chain_of(model)
+    trained = {name: param.requires_grad for name, param in model.named_parameters()}
+    traffic = layer_traffic(config, model, mesh)
     if "tp" in comm.along:
         refuse_sliced(model, "tp")
         for name, split in parallel.parallelize(model, comm.along["tp"], tensor_settings_of(config, model)).items():
@@ -69,15 +83,9 @@ def cut_along_axes(
             parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
 
         run_on_all_ranks(comm, "sharing sequences", share)
-    return _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
-
-
-def _chain_of(model: nn.Module, example: Callable[[], Any]) -> pipeline.Chain | None:
-    """Return the chain of blocks of a whole model; None for a list of layers.  Local."""
-    if isinstance(model, pipeline.LayerStages):
-        return None
-    batch = pipeline.MicroBatch.of(example())
-    return pipeline.find_chain(model, batch.args, batch.kwargs)
+    stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
+    staged = stages.staged if stages is not None else None
+    return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, sample))
 
 
 def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm) -> Stages:

@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,21 +19,23 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from .. import parallel
 from ..base.device import CPU, default_device, has_fast_bf16
-from ..base.errors import NotBuiltError, UsageError, shown
+from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
+from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
 from .assemble import assemble
 from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
+from .piece_plans import PiecePlans, no_example, plan_pieces
 from .planning import look_at, stated_budgets, update_of, with_useful_copies
-from .settings import placement_settings_of, plan_settings_of, tensor_settings_of
+from .settings import placement_settings_of, plan_settings_of
 
 
 @dataclass
@@ -173,11 +175,7 @@ def example_of(request: Request) -> Any:
         return (request.collate_fn or default_collate)([request.training_data[0]])
     if (found := getattr(request.model, "dummy_inputs", None)) is not None:
         return found
-    raise UsageError(
-        "a pipeline needs a batch to find the model's blocks by, and none is known.",
-        "It runs the model's forward once on shapes alone, to see which blocks hand each other their outputs.",
-        "pass training_data, or give the model an attribute dummy_inputs: the arguments of a forward by name.",
-    )
+    raise no_example("training_data")
 
 
 def _schedule(engine: Engine, request: Request) -> Any:
@@ -214,6 +212,7 @@ def plan(
     optimizer: Client = None,
     model_parameters: Any = None,
     leaf_modules: Sequence[str] = (),
+    example: Any = None,
 ) -> Plan:
     """Return what one rank of a run would do and hold: units, specs, layouts, schedule, update, bytes and volume.
 
@@ -224,8 +223,9 @@ def plan(
     are tied, as a run ties them.  config, optimizer, model_parameters: as `initialize` takes them.  ranks, rank: of
     the world, and which of it.  hosts: that its ranks are on; CPU ranks of one host read each other's memory.
     mesh: as `initialize` takes it.  device: that each rank trains on; it need not be here.  leaf_modules: full
-    names of modules that travel as one piece, beside those of the configuration.  `print` of the result shows a
-    table.
+    names of modules that travel as one piece, beside those of the configuration.  example: a micro-batch as the
+    model's forward takes it, on meshes with tp or pp: what travels there depends on its shapes; None: the model's
+    `dummy_inputs`.  `print` of the result shows a table.
 
     Local.  Raises UsageError where memories are "auto" and the configuration gives no `memory_budget` for them,
     OutOfMemoryError where it is too small.
@@ -242,17 +242,15 @@ def plan(
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
-    if axes.pp > 1:
-        raise NotBuiltError(
-            f"the plan of one rank of a mesh with pp={axes.pp} is not built yet.",
-            "A stage's part is known when the model's forward has been looked at.",
-            "plan the mesh without pp; pipeline.schedule.make_schedule plans the schedule.",
-        )
-    if axes.tp > 1:
-        splits = parallel.choose(model, axes.tp, tensor_settings_of(chosen, model)).splits
-        shape = shape.split(splits, axes.coordinates["tp"])
-    in_place = ranks > 1 and hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
+    pieces = PiecePlans()
+    if axes.pp > 1 or axes.tp > 1:
+        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1)
+        own, pieces = plan_pieces(chosen, model, axes, example)
+        shape = read_model(own, settings)
+    near = hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
     budgets = stated_budgets(settings, placement, axes.device)
-    machine = Machine(in_place, budgets, replicas_read_in_place=in_place)
+    in_place = near and axes.shard_size > 1
+    machine = Machine(in_place, budgets, near and axes.dp_replicate > 1)
     settings = with_useful_copies(settings, axes, in_place=in_place)
-    return plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)
+    found = plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)
+    return pieces.added_to(found)

@@ -11,16 +11,31 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .apply import parallelize
+    from .layers import Layer, TensorAxis
     from .plans import ParallelSettings, choose
     from .sequence_model import SequenceSettings, own_part, share_sequences
+    from .volume import LayerTraffic, traffic_of
 
-__all__ = ["ParallelSettings", "SequenceSettings", "choose", "own_part", "parallelize", "share_sequences"]
+__all__ = [
+    "Layer",
+    "LayerTraffic",
+    "ParallelSettings",
+    "SequenceSettings",
+    "TensorAxis",
+    "choose",
+    "own_part",
+    "parallelize",
+    "share_sequences",
+    "traffic_of",
+]
 
 __getattr__ = loads_on_first_use(
     __name__,
     {
         "apply": "parallelize",
+        "layers": "Layer TensorAxis",
         "plans": "ParallelSettings choose",
         "sequence_model": "SequenceSettings own_part share_sequences",
+        "volume": "LayerTraffic traffic_of",
     },
 )

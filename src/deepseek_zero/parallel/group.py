@@ -67,6 +67,10 @@ class TensorGroup:
         self._lent[buffer.data_ptr()] = buffer
         return buffer[:nbytes].view(dtype).view(tuple(shape))
 
+    def buffers(self) -> list[Tensor]:
+        """Return the memory that is kept for sums. Local."""
+        return [self._scratch, *self._free]
+
     def sum(self, part: Tensor, what: str) -> Sum:
         """Start the sum of every rank's part, in the order of the ranks, in fp32, rounded once. Collective.
 

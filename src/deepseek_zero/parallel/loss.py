@@ -190,12 +190,10 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
     It can if its forward passes its logits to `self.loss_function`, which is one of transformers' for language models.
     In training with labels its output then has no logits.
     """
-    owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
-    if owner is None or "self.loss_function(" not in _source(type(owner)):
+    owner = loss_owner(model, head)
+    if owner is None:
         return False
     whole = owner.loss_function
-    if getattr(whole, "__name__", "") not in (CAUSAL, MASKED):
-        return False
     loss = SplitLoss(axis, part, whole, is_causal=whole.__name__ == CAUSAL)  # type: ignore[arg-type, union-attr]
     owner.loss_function = loss  # type: ignore[assignment]
     names = list(inspect.signature(owner.forward).parameters)
@@ -225,6 +223,14 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
     owner.register_forward_pre_hook(before, with_kwargs=True)
     owner.register_forward_hook(after, always_call=True)
     return True
+
+
+def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
+    """Return the module whose forward passes the head's logits to a loss function that can read split ones, if any."""
+    owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
+    if owner is None or "self.loss_function(" not in _source(type(owner)):
+        return None
+    return owner if getattr(owner.loss_function, "__name__", "") in (CAUSAL, MASKED) else None
 
 
 def _gives_logits(module: nn.Module, head: nn.Module) -> bool:

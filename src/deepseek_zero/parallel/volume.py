@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
 
 from .layers import Part
-from .plans import Choice, ParallelPlan
+from .loss import loss_owner
+from .plans import Choice, ParallelPlan, ParallelSettings, weight_of
 
 LOSS_VECTORS = 3  # maximum, sum of exponentials and the target's logit, of each token, in fp32
 
@@ -65,6 +70,51 @@ def _sharded_widths(plan: ParallelPlan, forwards: int) -> int:
     columns = [choice for choice in plan.choices if _shards(choice) and choice.style == "column"]
     inputs = {choice.region: choice.widths[1] for choice in columns}
     return (forwards + 1) * (sum(rows) + sum(inputs.values())) + 2 * rows[-1]
+
+
+class LayerTraffic(NamedTuple):
+    """What one region of layers sends.  weight: the name of its first weight.  is_head: it makes logits.  nbytes: for
+    as many tokens as there are ranks, which sharded activations divide.
+    """
+
+    weight: str
+    is_head: bool
+    nbytes: int
+
+
+def traffic_of(
+    model: nn.Module,
+    plan: ParallelPlan,
+    settings: ParallelSettings,
+    coordinate: int,
+    compute: torch.dtype | None = None,
+) -> list[LayerTraffic]:
+    """Return what one rank sends, by region: in all what `sent_bytes` counts.  Pure; of a whole model, before it is
+    cut.
+
+    compute: the dtype of activations, where that is not the model's own.
+    """
+    names = {id(param): name for name, param in model.named_parameters()}
+    dtype = compute or next(param.dtype for param in model.parameters())
+    recomputes = any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules())
+    regions: dict[str, list[Choice]] = {}
+    for choice in plan.choices:
+        regions.setdefault(choice.region or choice.name, []).append(choice)
+    last = next((each for each in reversed(plan.choices) if _shards(each) and each.style == "row"), None)
+    found = []
+    for choices in regions.values():
+        first = choices[0]
+        if _shards(first):
+            width = (3 if recomputes else 2) * first.widths[0 if first.style == "row" else 1]
+            width += 2 * first.widths[0] if first is last else 0  # the gathers at the ends of the blocks
+            sent = (plan.ranks - 1) * width * dtype.itemsize
+        else:
+            splits = first.style == "head" and settings.loss == "split"
+            splits = splits and loss_owner(model, first.module) is not None
+            part = replace(plan, stretch=None, choices=choices)
+            sent = sent_bytes(part, coordinate, plan.ranks, dtype.itemsize, splits_loss=splits, recomputes=recomputes)
+        found.append(LayerTraffic(names[id(weight_of(first.module))], first.style == "head", sent))
+    return found
 
 
 def _own(part: Part, coordinate: int) -> int:

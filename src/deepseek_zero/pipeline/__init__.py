@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from .layers import Labelled, LayersStage, LayerStages
     from .loop import PlainLoop
     from .pipeline import Pipeline, StagedModel, cut_model
-    from .stage import MicroBatch, loss_of
+    from .planned import planned_pipeline, schedule_of
+    from .stage import MicroBatch, ModelStage, loss_of
     from .ties import Ties
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LayerStages",
     "LayersStage",
     "MicroBatch",
+    "ModelStage",
     "Pipeline",
     "PlainLoop",
     "StagedModel",
@@ -30,6 +32,8 @@ __all__ = [
     "cut_model",
     "find_chain",
     "loss_of",
+    "planned_pipeline",
+    "schedule_of",
 ]
 
 __getattr__ = loads_on_first_use(
@@ -39,7 +43,8 @@ __getattr__ = loads_on_first_use(
         "layers": "Labelled LayersStage LayerStages",
         "loop": "PlainLoop",
         "pipeline": "Pipeline StagedModel cut_model",
-        "stage": "MicroBatch loss_of",
+        "planned": "planned_pipeline schedule_of",
+        "stage": "MicroBatch ModelStage loss_of",
         "ties": "Ties",
     },
 )

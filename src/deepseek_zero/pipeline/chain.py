@@ -9,9 +9,10 @@ that, and learns which parameters are used before the blocks, in each, and behin
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ..base.device import fake_tensors, version_of
+from ..base.device import CPU, fake_tensors, version_of
 from ..base.errors import UsageError, brief
 from ..base.nested import map_inputs, map_tensors, tensors_in
 
@@ -43,13 +44,25 @@ class Part:
     saved: int = 0
 
 
+class Output(NamedTuple):
+    """What a block hands on for one micro-batch like the sample."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def nbytes(self, compute: torch.dtype | None) -> int:
+        """Bytes in a run that computes in this dtype; None: in the model's own."""
+        dtype = compute if compute is not None and self.dtype.is_floating_point else self.dtype
+        return math.prod(self.shape) * dtype.itemsize
+
+
 @dataclass(frozen=True)
 class Chain:
     """A model as a chain of blocks.
 
     container: full name of the module whose children are the blocks.  keys: their names in it.  parts: what precedes
     the blocks, each block, what follows them.  lengths: of the tuple that a block returns; None for a tensor.
-    unused: parameters that the run did without.
+    unused: parameters that the run did without.  outputs: of each block, in the run.
     """
 
     container: str
@@ -57,6 +70,7 @@ class Chain:
     parts: tuple[Part, ...]
     lengths: tuple[int | None, ...]
     unused: tuple[str, ...]
+    outputs: tuple[Output, ...] = ()
 
     @property
     def blocks(self) -> tuple[Part, ...]:
@@ -121,6 +135,7 @@ class _FakeRun(TorchFunctionMode):
         ]
         self.parts = [Part("before"), *inside, Part("behind")]
         self.lengths: list[int | None] = []
+        self.outputs: list[Output] = []
         self.now = 0  # the part that runs
         self.is_inside = False
         self.last_output: Tensor | None = None
@@ -137,10 +152,12 @@ class _FakeRun(TorchFunctionMode):
     def watch(self, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Run the model's forward once; ChainError where it is no chain."""
         with fake_tensors() as mode, torch.random.fork_rng(devices=[]):
+            is_meta = any(param.is_meta for param in self.model.parameters())  # then as if on the CPU
 
             def faked(tensor: Tensor) -> Tensor:
-                found: Tensor = mode.from_tensor(tensor.detach())
-                return found
+                device = CPU if is_meta else tensor.device
+                with mode:
+                    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
             for name, param in self.model.named_parameters():
                 floats = param.is_floating_point() or param.is_complex()
@@ -150,7 +167,7 @@ class _FakeRun(TorchFunctionMode):
             buffers = {name: faked(buffer) for name, buffer in self.model.named_buffers()}
             handles = list(self._hooks())
             try:
-                with self.flops, saved_tensors_hooks(self._saved, _unchanged), self, torch.enable_grad():
+                with self.flops, saved_tensors_hooks(self._saved, _unpacked), self, torch.enable_grad():
                     given = map_inputs((tuple(args), without_cache(self.model, kwargs)), faked)
                     state: dict[str, Any] = {**self.fakes, **buffers}
                     output = torch.func.functional_call(self.model, state, given[0], given[1], tie_weights=True)
@@ -227,6 +244,7 @@ class _FakeRun(TorchFunctionMode):
                 )
             self.is_inside = False
             self.lengths.append(len(output) if isinstance(output, tuple) else None)
+            self.outputs.append(Output(tuple(first.shape), first.dtype))
             # Cut here: what requires a gradient from now on has it from the parameters, or from before the blocks.
             self.last_output = first.detach()
             self.last_version = version_of(self.last_output)
@@ -261,10 +279,10 @@ class _FakeRun(TorchFunctionMode):
         self.parts[self.now].flops += total - self.counted
         self.counted = total
 
-    def _saved(self, tensor: Tensor) -> Tensor:
+    def _saved(self, tensor: Tensor) -> None:
+        """Count it, and keep nothing: an output kept by its own node would stay for ever, and the model with it."""
         if self._is_new(tensor):
             self.parts[self.now].saved += tensor.numel() * tensor.element_size()
-        return tensor
 
     def _is_new(self, tensor: Tensor) -> bool:
         """Whether this memory was not met before."""
@@ -285,7 +303,8 @@ class _FakeRun(TorchFunctionMode):
                     part.params[name] = param.numel()
                     used.add(name)
         unused = tuple(name for name, _ in self.model.named_parameters() if name not in used)
-        return Chain(self.container, self.keys, tuple(self.parts), tuple(self.lengths), unused)
+        lengths, outputs = tuple(self.lengths), tuple(self.outputs)
+        return Chain(self.container, self.keys, tuple(self.parts), lengths, unused, outputs)
 
     def _called(self, number: int) -> str:
         if number == 0:
@@ -310,8 +329,8 @@ def without_cache(model: nn.Module, kwargs: Mapping[str, Any]) -> dict[str, Any]
     return {**kwargs, "use_cache": False}
 
 
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
+def _unpacked(nothing: None) -> Tensor:
+    raise AssertionError("no backward follows the run on fake tensors")
 
 
 def _tensors(*values: Any) -> Iterator[Tensor]:

@@ -158,6 +158,10 @@ class PipelineExecutor:
             found = self._lanes[(*edge, name)] = _Lane(self.links.pairs[edge], name, slots)
         return found
 
+    def buffers(self) -> list[Tensor]:
+        """Return the memory that messages are sent from."""
+        return [buffer for lane in self._lanes.values() for buffer in lane.outbox.buffers()]
+
     def flush(self) -> None:
         """Wait until everything that was sent has been received."""
         for lane in self._lanes.values():

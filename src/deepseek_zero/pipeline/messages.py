@@ -121,6 +121,10 @@ class Outbox:
             buffers[number].view(tensor.dtype).view(tensor.shape).copy_(tensor.detach())
             pending.append(self.comm.pass_on(buffers[number], None, self.lane, what))
 
+    def buffers(self) -> list[Tensor]:
+        """Return the memory of the slots."""
+        return [buffer for slot in self._slots for buffer in slot]
+
     def flush(self) -> None:
         """Wait until every message has been sent."""
         for slot in range(len(self._slots)):
@@ -202,6 +206,11 @@ class Forms:
     def __init__(self) -> None:
         self._known: dict[tuple[int, Hashable], Form] = {}
         self._seen: dict[tuple[int, Hashable], Form] = {}
+        self._last: dict[int, Form] = {}
+
+    def seen_in_training(self) -> dict[int, Form]:
+        """By stage, the form of what it sent on in the last step that trained."""
+        return dict(self._last)
 
     def known(self, stage: int, key: Hashable) -> Form | None:
         """The form of what a stage sends on; None: it travels with the message.  key: None: it always does."""
@@ -209,6 +218,8 @@ class Forms:
 
     def see(self, stage: int, key: Hashable, form: Form) -> None:
         """Note what a header says, for the steps to come."""
+        if torch.is_grad_enabled():
+            self._last[stage] = form
         if key is not None:
             self._seen[stage, key] = form
 

@@ -184,6 +184,18 @@ class Pipeline:
         """Return the row of the rank that has the last stage, on every rank of this pipeline.  Collective in it."""
         return self.tell_all(row, what)[-1]
 
+    def seen_bytes(self) -> tuple[list[int], list[int]] | None:
+        """Return, by boundary, the bytes of one micro-batch's output and of its gradient, as they were in the last
+        step; 0 of boundaries that this rank has no stage beside.  None before the first step.
+        """
+        forms = self.executor.forms.seen_in_training()
+        if not forms:
+            return None
+        boundaries = range(len(self.staged.placement) - 1)
+        outputs = [sum(each.nbytes for each in forms.get(number, ())) for number in boundaries]
+        grads = [sum(each.nbytes for each in forms.get(number, ()) if each.is_differentiated) for number in boundaries]
+        return outputs, grads
+
     def reset_shapes(self) -> None:
         """Forget what messages held: the next step's have other shapes.  On every rank of the pipeline."""
         self.executor.forms.forget()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import UsageError
+from ..parallel.layers import Vocabulary
 from ..planner.split import set_copy
 from .chain import Chain, without_cache
 from .partition import LayerCost, partition
@@ -362,5 +363,5 @@ def _drop_params(model: nn.Module, cut: Cut, own: Sequence[int], zeros: _Zeros) 
             if id(param) not in kept:
                 zeros.stand_for(module, key, param)
         looks_up = isinstance(module, nn.Embedding) and 0 not in own and module not in inside
-        if looks_up and type(module).forward is nn.Embedding.forward:
+        if looks_up and type(module).forward in (nn.Embedding.forward, Vocabulary.forward):
             module.__dict__["forward"] = _ZeroEmbedding(zeros, int(module.embedding_dim))  # type: ignore[arg-type]

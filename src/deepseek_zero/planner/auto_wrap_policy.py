@@ -6,8 +6,8 @@ no parameter.  It decides from the model alone, the same on every rank, and move
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
@@ -59,18 +59,6 @@ class ModelShape:
 
     units: tuple[UnitShape, ...]
     buffer_bytes: int = 0
-
-    def split(self, splits: Mapping[str, Split], coordinate: int) -> ModelShape:
-        """Return what one rank along "tp" has of a whole model, by name of its parameters."""
-
-        def part(name: str, param: ParamShape) -> ParamShape:
-            return replace(param, shape=splits[name].local_shape(coordinate), split=splits[name])
-
-        units = [
-            replace(unit, params={name: part(name, param) for name, param in unit.params.items()})
-            for unit in self.units
-        ]
-        return replace(self, units=tuple(units))
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:

@@ -19,6 +19,7 @@ from ..base.quantities import format_bytes, format_count
 from ..tiers.tier import Tier
 from .auto_wrap_policy import ModelShape, read_model
 from .memory import STATES, group_bytes, moments_for, total_bytes
+from .pieces import LOSS_BYTES, VERDICT_BYTES, PipelinePlan, TensorPlan
 from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, schedule_units
 from .spec import PlanSettings
@@ -53,6 +54,8 @@ class Plan:
     schedule: Schedule
     update: UpdatePlan | None = None
     module_buffer_bytes: int = 0
+    pipeline: PipelinePlan | None = None
+    tensor: TensorPlan | None = None
 
     # -- bytes
 
@@ -62,7 +65,8 @@ class Plan:
         "weight", "grad", "master", "moments": on the training device, with the small tensors: an element per group that
         parameters expand between uses, and the optimizer's counters.  "secondary": the second copy of weights.  "host",
         "nvme": all that lies there, in whole pages.  "buffers": what the pool keeps, the optimizer's scratch, and what
-        undoes updates in backward.  "module_buffers": the model's own, whole on each rank.
+        undoes updates in backward.  "module_buffers": the model's own, whole on each rank.  "boundaries": slots for
+        what a stage sends, and what sums of layers that ranks share are formed in.
         """
         groups = [group for unit in self.units for group in unit.groups]
         total = total_bytes(groups, moments_per_element=0)
@@ -75,6 +79,9 @@ class Plan:
             total["buffers"] += self.update.scratch_bytes + self.update.undo_bytes
         if self.module_buffer_bytes:
             total["module_buffers"] = self.module_buffer_bytes
+        if self.pipeline is not None or self.tensor is not None:
+            total["boundaries"] = self.pipeline.slot_bytes if self.pipeline is not None else 0
+            total["boundaries"] += self.tensor.scratch_bytes if self.tensor is not None else 0
         return total
 
     def bytes_by_tier(self) -> dict[Tier, int]:
@@ -107,7 +114,21 @@ class Plan:
 
     def volume(self) -> StepVolume:
         """Bytes that this rank sends in a step."""
-        return step_volume(self.units, self.schedule, self.settings, self.mesh.dp_replicate)
+        mesh, pipeline, tensor = self.mesh, self.pipeline, self.tensor
+        found = step_volume(self.units, self.schedule, self.settings, mesh.dp_replicate, pipeline)
+        rows = VERDICT_BYTES * (mesh.world_size - 1) if mesh.world_size > mesh.reduce_size else 0
+        if pipeline is None:
+            return replace(found, rows=found.rows + rows, tensor=tensor.sent_bytes if tensor is not None else 0)
+        is_last = pipeline.placement[-1] == pipeline.rank
+        rows += LOSS_BYTES * ((mesh.pp - 1) + (mesh.reduce_size - 1 if is_last else 0))
+        return replace(
+            found,
+            rows=found.rows + rows,
+            tensor=tensor.sent_bytes if tensor is not None else 0,
+            boundaries=pipeline.sent_bytes,
+            ties=pipeline.tie_bytes(self.units),
+            first_step_headers=pipeline.header_bytes,
+        )
 
     # -- text
 
@@ -120,7 +141,7 @@ class Plan:
         """Return every unit's groups, a line each, and the schedule."""
         lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
-        return [*lines, *self._secondary_line(), f"schedule: {self.schedule}"]
+        return [*lines, *self._secondary_line(), f"schedule: {self.schedule}", *self._piece_lines()]
 
     def _secondary_line(self) -> list[str]:
         """Return which gathers go where, if some groups have a second copy of their weights."""
@@ -132,6 +153,11 @@ class Plan:
             f"second copy of the weights, cut among {inside} of {world} ranks (hpZ): a unit's first gather behind an "
             f"update goes over all {world}, the others stay among {inside}"
         ]
+
+    def _piece_lines(self) -> list[str]:
+        """What is to be said of the axes that cut the model."""
+        found = [each.explain() for each in (self.tensor, self.pipeline) if each is not None]
+        return [line for lines in found for line in lines]
 
     def table(self) -> list[str]:
         """Return the plan in words: rows of units that look alike are told once."""
@@ -149,13 +175,19 @@ class Plan:
         lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
         lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]
         volume = self.volume()
-        lines += ["", "bytes this rank sends in a step"]
-        lines += [
-            f"  {name:<16} {format_bytes(nbytes):>12}"
-            for name, nbytes in (("gathers", volume.gathers), ("reduces", volume.reduces), ("refresh", volume.refresh))
-        ]
+        sent = {"gathers": volume.gathers, "reduces": volume.reduces, "refresh": volume.refresh}
         if volume.inner_gathers:
-            lines.append(f"  {'of which inside':<16} {format_bytes(volume.inner_gathers):>12}")
+            sent["of which inside"] = volume.inner_gathers
+        if self.tensor is not None:
+            sent["sums of layers"] = volume.tensor
+        if self.pipeline is not None:
+            sent |= {"to other stages": volume.boundaries, "tied gradients": volume.ties}
+        if mesh.world_size > mesh.reduce_size:
+            sent["verdict"] = volume.rows
+        lines += ["", "bytes this rank sends in a step"]
+        lines += [f"  {name:<16} {format_bytes(nbytes):>12}" for name, nbytes in sent.items()]
+        if pieces := self._piece_lines():
+            lines += ["", *pieces]
         return lines
 
     def _unit_lines(self) -> list[str]:

@@ -13,11 +13,12 @@ Nothing is allocated and nothing is sent.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .pieces import PipelinePlan
 from .schedule import ActionKind, Schedule
 from .spec import PlanSettings, R, S
 from .units import GroupPlan, UnitPlan
@@ -29,6 +30,8 @@ class StepVolume:
 
     rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
     once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of the weights.
+    tensor: activations and their gradients of layers that ranks share; boundaries: those that stages pass on;
+    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages share.
     """
 
     gathers: int
@@ -37,29 +40,43 @@ class StepVolume:
     rows: int
     first_step_rows: int
     inner_gathers: int = 0
+    tensor: int = 0
+    boundaries: int = 0
+    ties: int = 0
+    first_step_headers: int = 0
 
     @property
     def state_bytes(self) -> int:
-        """Everything that moves weights and gradients."""
+        """Everything that moves weights and gradients between ranks that have the same piece of the model."""
         return self.gathers + self.reduces + self.refresh
 
+    @property
+    def total_bytes(self) -> int:
+        """Everything that every step sends."""
+        return self.state_bytes + self.tensor + self.boundaries + self.ties + self.rows
 
-def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, replicas: int = 1) -> StepVolume:
-    """The volume of one step of `settings.accumulation` micro-batches, forward and backward once each.
 
-    replicas: ranks along dp_replicate.
+def step_volume(
+    units: Sequence[UnitPlan],
+    schedule: Schedule,
+    settings: PlanSettings,
+    replicas: int = 1,
+    pipeline: PipelinePlan | None = None,
+) -> StepVolume:
+    """The volume, between the ranks that have one piece of the model, of one step of `settings.accumulation`
+    micro-batches, forward and backward once each.
+
+    replicas: ranks along dp_replicate.  pipeline: says how often what is gathered, where the model is cut into stages;
+    gradients are then reduced once.
     """
     ranks = next((group.ranks for unit in units for group in unit.groups), 1)
     world = ranks * replicas
-    if world == 1:
-        return StepVolume(0, 0, 0, 0, 0)
     trained = [group for unit in units for group in unit.trained]
     sent: Counter[ActionKind] = Counter()
     gathers: Counter[int] = Counter()  # by unit
-    for walk, times in schedule.passes(settings.accumulation):
-        for action in walk.actions:
-            sent[action.kind] += times * _bytes_of(action.kind, units[action.unit])
-            gathers[action.unit] += times if action.kind is ActionKind.GATHER else 0
+    for kind, number, times in _movements(units, schedule, settings, pipeline):
+        sent[kind] += times * _bytes_of(kind, units[number])
+        gathers[number] += times if kind is ActionKind.GATHER else 0
     found = [_gather_bytes(group, gathers[number]) for number, unit in enumerate(units) for group in unit.sharded]
     inside = sum(inner for _, inner in found)
     return StepVolume(
@@ -70,6 +87,19 @@ def step_volume(units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSet
         first_step_rows=8 * len(units) * (world - 1),
         inner_gathers=inside,
     )
+
+
+def _movements(
+    units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, pipeline: PipelinePlan | None
+) -> Iterator[tuple[ActionKind, int, int]]:
+    """What moves in a step: its kind, the number of its unit, and how often."""
+    if pipeline is None:
+        for walk, times in schedule.passes(settings.accumulation):
+            yield from ((action.kind, action.unit, times) for action in walk.actions)
+        return
+    for number, unit in enumerate(units):
+        yield ActionKind.GATHER, number, pipeline.gathers_of(unit.name)
+        yield from ((kind, number, 1) for kind in (ActionKind.REDUCE, ActionKind.ALL_REDUCE))
 
 
 def _bytes_of(kind: ActionKind, unit: UnitPlan) -> int:

@@ -1,0 +1,93 @@
+"""The plan of a pipeline's rank, without ranks: its stages, its part of the schedule, the bytes of its messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import nn
+
+from ..base.mesh import Mesh
+from ..planner.pieces import PipelinePlan
+from .pipeline import StagedModel
+from .schedule import Kind, PipelineSchedule, Program, make_schedule
+from .stage import Cut, ModelStage
+
+
+def planned_pipeline(
+    staged: StagedModel,
+    mesh: Mesh,
+    trained: Mapping[str, bool],
+    *,
+    schedule: str,
+    group: int | None,
+    micro_batches: int,
+    compute: torch.dtype | None = None,
+    sample: str = "",
+) -> PipelinePlan:
+    """Return what the rank of `mesh` does.  Local and pure.
+
+    staged: the model, cut for this rank.  trained: by name in the whole model, whether a parameter is.  compute: the
+    dtype of activations, where that is not the model's own.  sample: what the chain was found with, in words.
+    """
+    rank = mesh.coordinates["pp"]
+    table = make_schedule(schedule, mesh.pp, staged.virtual, micro_batches, group=group, tied=staged.tied)
+    first = staged.stages[0]
+    cut = first.cut if isinstance(first, ModelStage) else None
+    outputs, grads = _messages(cut, trained, compute) if cut is not None else ((), ())
+    gathers, of_all = _gathers(table.programs[rank], is_tied=bool(table.tied))
+    ties = {
+        name: stages
+        for name, stages in sorted(staged.ties.items())
+        if len({staged.placement[stage] for stage in stages}) > 1
+    }
+    return PipelinePlan(
+        schedule,
+        staged.virtual,
+        group,
+        micro_batches,
+        rank,
+        tuple(staged.placement),
+        tuple(tuple(cut.blocks_of(stage)) if cut is not None else () for stage in range(table.stages)),
+        table.in_flight,
+        gathers,
+        of_all,
+        outputs,
+        grads,
+        sample,
+        ties,
+    )
+
+
+def schedule_of(plan: PipelinePlan) -> PipelineSchedule:
+    """Return the table of actions that a plan names."""
+    return make_schedule(plan.schedule, plan.ranks, plan.virtual, plan.micro_batches, group=plan.group, tied=plan.tied)
+
+
+def trained_parameters(model: nn.Module) -> dict[str, bool]:
+    """By name, whether a parameter is trained."""
+    return {name: param.requires_grad for name, param in model.named_parameters()}
+
+
+def _messages(
+    cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary is trained."""
+    learns = [any(trained[name] for name in cut.params_of(range(stage + 1))) for stage in range(cut.stages - 1)]
+    outputs = [cut.chain.outputs[end - 1].nbytes(compute) for end in cut.bounds[1:-1]]
+    return tuple(outputs), tuple(nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True))
+
+
+def _gathers(program: Program, *, is_tied: bool) -> tuple[dict[int, int], int]:
+    """How often each stage's weights are gathered in a step, and what all stages of a rank use."""
+    found: dict[int, int] = {}
+    gathered: set[int] = set()
+    of_all = 0
+    for action in program:
+        if action.kind is Kind.GATHER:
+            found[action.stage] = found.get(action.stage, 0) + 1
+            of_all += not gathered
+            gathered.add(action.stage)
+        elif action.kind is Kind.RELEASE:
+            gathered.discard(action.stage)
+    return found, 1 if is_tied else of_all

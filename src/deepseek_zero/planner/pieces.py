@@ -1,0 +1,183 @@
+"""What a rank does along the axes that cut a model, in bytes: messages between stages ("pp"), sums of layers ("tp").
+
+Plain numbers: pipeline/planned.py and parallel/volume.py find them, `Plan` tells them beside the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..base.quantities import format_bytes
+from .units import GroupPlan, UnitPlan
+
+HEADER_BYTES = 1024  # describe a message between stages, in the first step whose inputs look so
+VERDICT_BYTES = 16  # a rank's word to all others on norm and overflow, once a step, where pieces are several
+LOSS_BYTES = 8
+
+
+@dataclass(frozen=True)
+class PipelinePlan:
+    """What one rank of a pipeline does in a step.
+
+    schedule, virtual, group, micro_batches: of the table of actions, as pipeline/schedule.py makes it.  rank: along
+    "pp".  placement: by stage, its rank.  blocks: by stage, the full names of its modules.  in_flight: by rank, the
+    most micro-batches that are forward and not yet backward, also the slots that it keeps for messages in each
+    direction.  gathers: by stage of this rank, how often its weights are gathered in a step; of_all: those of what no
+    stage has alone.  outputs, grads: by boundary, bytes of one micro-batch from a stage to the next one, and of its
+    gradient back; empty while nobody knows.  sample: what these are of.  ties: by name, the stages that share a
+    parameter.
+    """
+
+    schedule: str
+    virtual: int
+    group: int | None
+    micro_batches: int
+    rank: int
+    placement: tuple[int, ...]
+    blocks: tuple[tuple[str, ...], ...]
+    in_flight: tuple[int, ...]
+    gathers: Mapping[int, int]
+    of_all: int = 1
+    outputs: tuple[int, ...] = ()
+    grads: tuple[int, ...] = ()
+    sample: str = ""
+    ties: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @property
+    def ranks(self) -> int:
+        """The number of pipeline ranks."""
+        return len(self.in_flight)
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages of this rank, ascending."""
+        return tuple(stage for stage, rank in enumerate(self.placement) if rank == self.rank)
+
+    @property
+    def tied(self) -> tuple[int, ...]:
+        """The stages that share a parameter with another."""
+        return tuple(sorted({stage for stages in self.ties.values() for stage in stages}))
+
+    def seen(self, outputs: Sequence[int], grads: Sequence[int]) -> PipelinePlan:
+        """Return the same plan with the bytes of messages as they were in a step."""
+        return replace(self, outputs=tuple(outputs), grads=tuple(grads), sample="of the last step")
+
+    def boundaries(self) -> list[tuple[int, int, int, int]]:
+        """Return (boundary, bytes of an output that this rank sends over it, bytes of a gradient, neighbour) of each
+        boundary between a stage of this rank and one of another; one of the two is 0.  A boundary has the number of
+        the stage before it.
+        """
+        found = []
+        for number, (output, grad) in enumerate(zip(self.outputs, self.grads, strict=True)):
+            before, behind = self.placement[number], self.placement[number + 1]
+            if before != behind and before == self.rank:
+                found.append((number, output, 0, behind))
+            elif before != behind and behind == self.rank:
+                found.append((number, 0, grad, before))
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of activations and their gradients that this rank sends in a step."""
+        return self.micro_batches * sum(output + grad for _, output, grad, _ in self.boundaries())
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes that describe the messages of the first step."""
+        return self.micro_batches * HEADER_BYTES * sum(output > 0 for _, output, _, _ in self.boundaries())
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of the slots that this rank keeps for what it sends: in each direction of each pair of ranks as many
+        as are in flight, the largest message in each.
+        """
+        lanes: dict[tuple[int, int, bool], int] = {}
+        for number, output, grad, _ in self.boundaries():
+            lane = (self.placement[number], self.placement[number + 1], output > 0)
+            lanes[lane] = max(lanes.get(lane, 0), output + grad)
+        return self.in_flight[self.rank] * sum(lanes.values())
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of received activations that are kept for a backward, at most at once, in the middle of a step."""
+        received = [
+            self.outputs[stage - 1] for stage in self.stages if stage and self.placement[stage - 1] != self.rank
+        ]
+        return self.in_flight[self.rank] * max(received, default=0) if self.outputs else 0
+
+    def tie_bytes(self, units: Sequence[UnitPlan]) -> int:
+        """Bytes of gradients that this rank sends for the parameters that it shares with other stages."""
+        sharers = {name: len({self.placement[stage] for stage in stages}) for name, stages in self.ties.items()}
+        return sum(
+            (sharers[slot.name] - 1) * slot.numel * group.plan.grad.dtype.itemsize
+            for group in _trained(units)
+            for slot in group.layout.slots
+            if slot.name in sharers and group.plan.grad is not None
+        )
+
+    def gathers_of(self, unit: str) -> int:
+        """How often a unit is gathered in a step."""
+        inside = [
+            stage
+            for stage in self.stages
+            if any(unit == name or unit.startswith(f"{name}.") for name in self.blocks[stage])
+        ]
+        return self.gathers[inside[0]] if len(inside) == 1 else self.of_all
+
+    def explain(self) -> list[str]:
+        """Return the pipeline in words."""
+        many, own = self.micro_batches, self.stages
+        lines = [
+            f"pipeline: {self.schedule}, {len(self.placement)} stages on {self.ranks} ranks, {many} micro-batch(es) a "
+            f"step, at most {self.in_flight[self.rank]} in flight here"
+        ]
+        for stage in own:
+            blocks = self.blocks[stage]
+            told = f"{blocks[0]} to {blocks[-1]} ({len(blocks)})" if len(blocks) > 1 else "".join(blocks)
+            lines.append(f"  stage {stage}: {told}")
+        for number, output, grad, there in self.boundaries():
+            what, to = ("activations", number + 1) if output else ("gradients", number)
+            lines.append(
+                f"  {what} to stage {to} on pipeline rank {there}: {format_bytes(output + grad)} a micro-batch, "
+                f"{self.sample}"
+            )
+        if not self.outputs:
+            lines.append("  messages between stages: known after the first step")
+        lines += [
+            f"  {name} is shared by the stages {', '.join(map(str, stages))}: its gradients are added up"
+            for name, stages in self.ties.items()
+            if not set(stages).isdisjoint(own)
+        ]
+        return lines
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """What one rank does along "tp".
+
+    ranks: along the axis.  share_bytes: that this rank sends for as many tokens as there are ranks, forward and
+    backward.  tokens: of a micro-batch; None while nobody knows.  micro_batches: of a step.  scratch_bytes: that sums
+    are formed in.
+    """
+
+    ranks: int
+    share_bytes: int
+    tokens: int | None = None
+    micro_batches: int = 1
+    scratch_bytes: int = 0
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this rank sends for its layers in a step; 0 while the tokens are not known."""
+        return self.micro_batches * self.share_bytes * (self.tokens or 0) // self.ranks
+
+    def explain(self) -> list[str]:
+        """Return the axis in words."""
+        known = f", {self.tokens:,} tokens a micro-batch" if self.tokens is not None else ""
+        sent = format_bytes(self.share_bytes // self.ranks)
+        return [f"tensor parallel: {self.ranks} ranks, {sent} sent for a token{known}"]
+
+
+def _trained(units: Sequence[UnitPlan]) -> list[GroupPlan]:
+    return [group for unit in units for group in unit.trained]
