@@ -41,7 +41,7 @@ from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.links import links_of
 from ..report.monitor import MonitorMaster
-from ..report.picture import draw_plan, places_of
+from ..report.picture import draw
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 from ..sharding.runtime import Runtime
@@ -621,11 +621,10 @@ class Engine(StandsForModule):
     def explain(self, picture: Path | str | None = None) -> str:
         """The plan, and where this rank's steps went since the second one: computing, waiting, updating.  Local.
 
-        picture: where rank 0 also draws plan and schedule, as a PNG.
+        picture: where rank 0 also draws plan and schedule, mesh and pipeline, as a PNG.
         """
         if picture is not None and is_rank_zero():
-            places, about = places_of(self.current_plan()), self.plan().partition("\n")[0]
-            draw_plan(places, self.runtime.executor.schedule, picture, about)
+            draw(self.current_plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
         return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *parked])

@@ -15,11 +15,14 @@ if TYPE_CHECKING:
     from .loop import PlainLoop
     from .pipeline import Pipeline, StagedModel, cut_model
     from .planned import planned_pipeline, schedule_of
+    from .schedule import Kind
     from .stage import MicroBatch, ModelStage, loss_of
     from .ties import Ties
+    from .verify import simulate
 
 __all__ = [
     "Chain",
+    "Kind",
     "Labelled",
     "LayerStages",
     "LayersStage",
@@ -34,6 +37,7 @@ __all__ = [
     "loss_of",
     "planned_pipeline",
     "schedule_of",
+    "simulate",
 ]
 
 __getattr__ = loads_on_first_use(
@@ -44,7 +48,9 @@ __getattr__ = loads_on_first_use(
         "loop": "PlainLoop",
         "pipeline": "Pipeline StagedModel cut_model",
         "planned": "planned_pipeline schedule_of",
+        "schedule": "Kind",
         "stage": "MicroBatch ModelStage loss_of",
         "ties": "Ties",
+        "verify": "simulate",
     },
 )

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, unit_of
 from ..planner.memory import STATES
+from ..planner.pieces import PipelinePlan
 from ..planner.plan import Plan
 from ..planner.schedule import Action, ActionKind, Schedule
 from ..tiers.tier import Tier
+from .mesh_picture import axes_shown, draw_mesh, draw_pipeline, legend_of, shown_places
 from .plots import BLUE, FAINT, GREY, INK, ORANGE, add_titles, new_figure, save_figure, style_axes
 
 TIER_COLOURS = {Tier.DEVICE: BLUE, Tier.HOST: "#3f8f5b", Tier.NVME: ORANGE}
@@ -31,6 +34,7 @@ TIMES = [
     (FAINT, "whole all the time"),
     (INK, "gradients reduced after it"),
 ]
+MESH_TO_PIPELINE = (1, 2.2)  # widths
 WIDTH, FEW = 11.0, 12  # inches; rows up to which each has its number of bytes
 
 
@@ -83,12 +87,31 @@ def strip_of(actions: Sequence[Action]) -> Strip:
     return strip
 
 
-def draw_plan(places: Sequence[UnitPlace], schedule: Schedule, path: Path | str, about: str = "") -> None:
-    """One row per unit, in the order of their use: to the left its bytes, to the right its times."""
+def draw(plan: Plan, path: Path | str) -> None:
+    """Draw a plan as a PNG: its units, and where it has axes, the mesh and the pipeline's schedule below."""
+    draw_plan(places_of(plan), plan.schedule, path, plan.explain()[0], plan.mesh, plan.pipeline)
+
+
+def draw_plan(
+    places: Sequence[UnitPlace],
+    schedule: Schedule,
+    path: Path | str,
+    about: str = "",
+    mesh: Mesh | None = None,
+    pipeline: PipelinePlan | None = None,
+) -> None:
+    """One row per unit, in the order of their use: to the left its bytes, to the right its times.  Below, the ranks of
+    a mesh with several, and the schedule of a pipeline.
+    """
     order, rows = schedule.forward.order, len(places)
     height = max(1.2, min(0.28 * rows, 4 + 0.07 * rows, 16))  # of the rows; inches
-    figure = new_figure(WIDTH, height + 1.9)
-    left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
+    axes_height = _axes_height(mesh, pipeline)
+    figure = new_figure(WIDTH, height + 1.9 + axes_height)
+    above = figure
+    if axes_height:
+        above, below = figure.subfigures(2, 1, height_ratios=(height + 1.9, axes_height))
+        _draw_axes(below, mesh, pipeline)
+    left, right = above.subplots(1, 2, sharey=True, width_ratios=(1, 1.25))
     _draw_bytes(left, [places[unit] for unit in order])
     _draw_times(right, places, schedule)
     add_titles(left, "What rests where", f"on each rank: {_sums(places)}")
@@ -101,6 +124,28 @@ def draw_plan(places: Sequence[UnitPlace], schedule: Schedule, path: Path | str,
     left.set_yticks(shown, [f"{order[row]}  {places[order[row]].name}" for row in shown], fontsize=size)
     left.set_ylim(rows - 0.5, -0.5)
     save_figure(figure, path)
+
+
+def _axes_height(mesh: Mesh | None, pipeline: PipelinePlan | None) -> float:
+    """Inches for the pictures of axes; 0 where there are none."""
+    if mesh is None or mesh.world_size == 1:
+        return 0.0
+    names = axes_shown(mesh)
+    rows = len(shown_places(getattr(mesh, names[0]), mesh.world_size)) if len(names) > 1 else 1
+    grid = 1.3 + 0.34 * rows + 0.2 * len(names)
+    return max(grid, 1.9 + 0.3 * min(pipeline.ranks, 40)) if pipeline is not None else grid
+
+
+def _draw_axes(figure: Any, mesh: Mesh | None, pipeline: PipelinePlan | None) -> None:
+    assert mesh is not None
+    if pipeline is None:
+        draw_mesh(figure.subplots(), mesh)
+        return
+    left, right = figure.subplots(1, 2, width_ratios=MESH_TO_PIPELINE)
+    draw_mesh(left, mesh)
+    draw_pipeline(right, pipeline, (WIDTH - 1.2) * MESH_TO_PIPELINE[1] / sum(MESH_TO_PIPELINE))
+    entries = legend_of(pipeline)
+    _legend(right, entries, 2 if pipeline.virtual > 1 else len(entries))
 
 
 def _draw_bytes(axes: Any, places: Sequence[UnitPlace]) -> None:

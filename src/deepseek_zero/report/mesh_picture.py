@@ -1,0 +1,218 @@
+"""Pictures of a run's axes: who stands where on the mesh, and when each stage of a pipeline computes.
+
+Draws nothing that is not planned elsewhere: places are `Mesh`'s arithmetic, times the schedule's own simulation
+(pipeline/verify.py).  Needs matplotlib, as plots.py does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .. import pipeline
+from ..base.mesh import AXES, Mesh
+from ..planner.pieces import PipelinePlan
+from .plots import BLUE, FAINT, GREY, INK, add_titles, style_axes
+
+FORWARD, BACKWARD = BLUE, "#7b5ea7"
+PALEST = 0.45  # how far towards white the last virtual stage of a rank is
+MOST = 3  # places of an axis that are shown, where there are many ranks: the first ones and the last
+FEW_RANKS = 32
+BACKWARD_FORWARDS = 2.0  # a backward, in forwards
+MESH_POINTS = 190.0  # the width of the picture of a mesh
+LEAST_POINTS = 4.5  # of a number in a picture
+
+
+@dataclass(frozen=True)
+class Place:
+    """One rank in the picture of a mesh.  row, column: in cells; gaps between groups are columns, or rows, too."""
+
+    rank: int
+    row: float
+    column: float
+
+
+def axes_shown(mesh: Mesh) -> list[str]:
+    """The axes of a mesh that have several ranks, from the slowest to the fastest."""
+    return [axis for axis in AXES if getattr(mesh, axis) > 1]
+
+
+def shown_places(size: int, many: int) -> list[int]:
+    """The places of one axis that are shown, of a mesh of so many ranks: all, or the first ones and the last."""
+    return list(range(size)) if many <= FEW_RANKS or size <= MOST else [*range(MOST - 1), size - 1]
+
+
+def places_on(mesh: Mesh) -> list[Place]:
+    """Where each rank stands: the slowest axis goes down, the others go right, the fastest in neighbouring columns."""
+    axes = axes_shown(mesh)
+    down, right = axes[:1], axes[1:]
+    if len(axes) == 1:
+        down, right = [], axes
+    found = []
+    for row, above in enumerate(_coordinates(mesh, down)):
+        column, before = 0.0, None
+        for along in _coordinates(mesh, right):
+            if before is not None:
+                column += 1.0 + _gap(right, before, along)
+            before = along
+            found.append(Place(replace(mesh, rank=0).rank_at(**above, **along), float(row), column))
+    return found
+
+
+def _coordinates(mesh: Mesh, axes: Sequence[str]) -> list[dict[str, int]]:
+    sizes = [shown_places(getattr(mesh, axis), mesh.world_size) for axis in axes]
+    return [dict(zip(axes, found, strict=True)) for found in itertools.product(*sizes)]
+
+
+def _gap(axes: Sequence[str], before: dict[str, int], now: dict[str, int]) -> float:
+    """Room between two neighbours: more where a slower axis moves on, or places are left out."""
+    moved = next(number for number, axis in enumerate(axes) if before[axis] != now[axis])
+    skips = now[axes[moved]] > before[axes[moved]] + 1
+    return 0.35 * (len(axes) - 1 - moved) + (0.5 if skips else 0.0)
+
+
+def draw_mesh(panel: Any, mesh: Mesh) -> None:
+    """Draw a grid of ranks, with the axes' names and this rank marked."""
+    names, places = axes_shown(mesh), places_on(mesh)
+    right = names[1:] if len(names) > 1 else names
+    _bare(panel)
+    widest = max(place.column for place in places)
+    digits = len(str(mesh.world_size - 1))
+    size = max(LEAST_POINTS, min(9.0, MESH_POINTS / (widest + 1.2) / (0.62 * digits + 0.4)))
+    for place in places:
+        is_own = place.rank == mesh.rank
+        style = {"facecolor": BLUE if is_own else FAINT, "edgecolor": "white", "linewidth": 1.0}
+        panel.broken_barh([(place.column - 0.46, 0.92)], (place.row - 0.42, 0.84), **style)
+        look = {"ha": "center", "va": "center", "fontsize": size, "fontweight": "bold" if is_own else "normal"}
+        panel.text(place.column, place.row, str(place.rank), color="white" if is_own else INK, **look)
+    _write_columns(panel, mesh, right, places)
+    rows = sorted({place.row for place in places})
+    if len(names) > 1:
+        shown = shown_places(getattr(mesh, names[0]), mesh.world_size)
+        panel.set_yticks(rows, [f"{names[0]} {number}" for number in shown], fontsize=9)
+    else:
+        panel.set_yticks([])
+    panel.set_xlim(-0.6, max(widest + 0.6, 3.0))
+    panel.set_ylim(rows[-1] + 0.6, -0.65 - 0.5 * len(right))
+    add_titles(panel, "Who stands where", f"{mesh}; rank {mesh.rank} is marked")
+    if len(places) < mesh.world_size:
+        panel.set_xlabel("of longer axes the first places and the last", fontsize=9, color=INK)
+
+
+def _write_columns(panel: Any, mesh: Mesh, axes: Sequence[str], places: Sequence[Place]) -> None:
+    """Name the places of each axis above its columns, the slowest on top, with a line over what stands together."""
+    first = [place for place in places if place.row == 0]
+    coordinates = [replace(mesh, rank=place.rank).coordinates for place in first]
+    for level, axis in enumerate(axes):
+        height = -0.65 - 0.5 * (len(axes) - 1 - level)
+        keys = [tuple(each[name] for name in axes[: level + 1]) for each in coordinates]
+        for key in dict.fromkeys(keys):
+            columns = [place.column for place, own in zip(first, keys, strict=True) if own == key]
+            middle, is_fastest = (columns[0] + columns[-1]) / 2, level == len(axes) - 1
+            if not is_fastest or len(columns) > 1:
+                panel.plot([columns[0] - 0.4, columns[-1] + 0.4], [height + 0.2] * 2, color=GREY, linewidth=0.8)
+            panel.text(middle, height, str(key[-1]), ha="center", va="center", color=INK, fontsize=8.5)
+        panel.text(-0.72, height, axis, ha="right", va="center", color=INK, fontsize=8.5)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One computation in the picture of a pipeline.  start, length: in forwards of a whole rank's stages."""
+
+    rank: int
+    kind: pipeline.Kind
+    chunk: int
+    micro: int
+    start: float
+    length: float
+
+
+def bars_of(plan: PipelinePlan) -> tuple[list[Bar], float, float]:
+    """Return the computations of a step, how long it takes, and the share of that in which ranks are idle.
+
+    A forward of all stages of a rank takes 1, a backward 2; messages take no time.
+    """
+    table = pipeline.schedule_of(plan)
+    line = pipeline.simulate(table, 1.0 / plan.virtual, BACKWARD_FORWARDS / plan.virtual)
+    found = [
+        Bar(
+            span.rank,
+            span.action.kind,
+            table.stages_of(span.rank).index(span.action.stage),
+            span.action.micro or 0,
+            span.start,
+            span.end - span.start,
+        )
+        for span in line.spans
+    ]
+    busy = sum(bar.length for bar in found)
+    return found, line.seconds, 1.0 - busy / (line.seconds * plan.ranks)
+
+
+def draw_pipeline(panel: Any, plan: PipelinePlan, inches: float) -> None:
+    """Draw a row for each pipeline rank, a bar for each forward and backward with its micro-batch's number, and the
+    idle time hatched.  inches: the width of the panel.
+    """
+    bars, length, idle = bars_of(plan)
+    style_axes(panel, along="y", ticks=0)
+    panel.grid(False)
+    panel.spines["bottom"].set_visible(False)
+    for rank in range(plan.ranks):
+        hatched = {"facecolor": "white", "edgecolor": "#d5dbe0", "hatch": "//////", "linewidth": 0.0}
+        panel.broken_barh([(0, length)], (rank - 0.4, 0.8), **hatched)
+        for kind, chunk in itertools.product((pipeline.Kind.FORWARD, pipeline.Kind.BACKWARD), range(plan.virtual)):
+            own = [bar for bar in bars if (bar.rank, bar.kind, bar.chunk) == (rank, kind, chunk)]
+            spans = [(bar.start, bar.length) for bar in own]
+            colour = shade(kind, chunk, plan.virtual)
+            panel.broken_barh(spans, (rank - 0.4, 0.8), facecolor=colour, edgecolor="white", linewidth=0.6)
+    for bar in bars:
+        text = str(bar.micro)
+        size = min(8.5, 72 * inches * bar.length / length / (0.62 * len(text) + 0.25))
+        if size >= LEAST_POINTS:
+            look = {"ha": "center", "va": "center", "color": "white", "fontsize": size}
+            panel.text(bar.start + bar.length / 2, bar.rank, text, **look)
+    step = -(-plan.ranks // 32)
+    labels = [_row_name(plan, rank) for rank in range(0, plan.ranks, step)]
+    panel.set_yticks(range(0, plan.ranks, step), labels, fontsize=9)
+    for label in panel.get_yticklabels()[plan.rank // step : plan.rank // step + 1]:
+        label.set_fontweight("bold")
+        label.set_color(BLUE)
+    panel.set_ylim(plan.ranks - 0.4, -0.6)
+    panel.set_xlim(0, length)
+    panel.set_xticks([])
+    panel.set_xlabel("time of one step, a backward taken as two forwards", fontsize=9)
+    name = f"{plan.schedule}, {plan.micro_batches} micro-batches"
+    name += f", {plan.virtual} stages on each rank" if plan.virtual > 1 else ""
+    add_titles(panel, "When stages compute", f"{name}: ranks are idle {idle:.0%} of the time (hatched)")
+
+
+def legend_of(plan: PipelinePlan) -> list[tuple[str, str]]:
+    """The colours of a pipeline's picture, and what they are."""
+    found = []
+    for kind, word in ((pipeline.Kind.FORWARD, "forward"), (pipeline.Kind.BACKWARD, "backward")):
+        for chunk in range(plan.virtual):
+            where = f", stage {chunk + 1} of the rank" if plan.virtual > 1 else " of a micro-batch"
+            found.append((shade(kind, chunk, plan.virtual), word + where))
+    return found
+
+
+def shade(kind: pipeline.Kind, chunk: int, virtual: int) -> str:
+    """The colour of a computation: paler for the later stages of a rank."""
+    colour = FORWARD if kind is pipeline.Kind.FORWARD else BACKWARD
+    paler = PALEST * chunk / max(1, virtual - 1)
+    channels = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
+    return "#" + "".join(f"{round(each + (255 - each) * paler):02x}" for each in channels)
+
+
+def _row_name(plan: PipelinePlan, rank: int) -> str:
+    stages = [str(stage) for stage, there in enumerate(plan.placement) if there == rank]
+    return f"pp {rank}" if len(stages) == 1 else f"pp {rank}: stages {', '.join(stages)}"
+
+
+def _bare(panel: Any) -> None:
+    for side in ("top", "right", "left", "bottom"):
+        panel.spines[side].set_visible(False)
+    panel.tick_params(length=0, colors=GREY, labelcolor=INK)
+    panel.set_xticks([])
