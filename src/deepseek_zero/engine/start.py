@@ -35,7 +35,7 @@ from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
 from .piece_plans import PiecePlans, no_example, plan_pieces
 from .planning import look_at, stated_budgets, update_of, with_useful_copies
-from .settings import placement_settings_of, plan_settings_of
+from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
 
 @dataclass
@@ -244,7 +244,8 @@ def plan(
     shape, parts = look_at(chosen, settings, model, optimizer, given)
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1:
-        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1)
+        rows = pipeline_settings_of(chosen).parts if axes.pp > 1 else None
+        settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=rows or 1)
         own, pieces = plan_pieces(chosen, model, axes, example)
         shape = read_model(own, settings)
     near = hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.optim.sharded import ShardedOptimizer
@@ -366,6 +367,16 @@ def test_two_losses_of_two_calls_may_be_added_up() -> None:
     found, expected = (run_ranks(2, lambda rank, apart=apart: body(rank, apart=apart)) for apart in (False, True))
     for weights, others in zip(found, expected, strict=True):
         assert all(torch.equal(value, others[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize(("parts", "dtype"), [(None, torch.bfloat16), (4, torch.float32)])
+def test_a_plan_adds_up_the_gradients_of_parts_as_of_an_accumulation(parts: int | None, dtype: torch.dtype) -> None:
+    config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 2}, "pipeline": {"micro_batches": parts}}
+    batch = {"tokens": batch_of(0, 0, 0).tokens, "targets": batch_of(0, 0, 0).targets}
+    model, make = gpt(), OPTIMIZERS["adamw"]
+    found = deepseek_zero.plan(model, config, ranks=2, mesh={"pp": 2}, optimizer=make, example=batch)
+    groups = [group for unit in found.units for group in unit.groups]
+    assert groups and {group.plan.grad.dtype for group in groups if group.plan.grad is not None} == {dtype}
 
 
 def test_rows_are_cut_and_joined() -> None:
