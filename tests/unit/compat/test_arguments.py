@@ -318,3 +318,21 @@ def test_a_value_is_shown_as_repr_shows_it_and_cut() -> None:
 
     for value in ("x" * 10**6, [0] * 10**6, {n: n for n in range(10**5)}, circular(), deep(5000), Bad(), 10**5000):
         assert len(shown(value)) <= LONGEST_SHOWN
+
+
+def test_an_optimizer_that_accelerate_wrapped_before_is_the_one_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerator.prepare wraps it first where ParallelismConfig has tensor-parallel ranks."""
+
+    class AcceleratedOptimizer(torch.optim.Optimizer):
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+    monkeypatch.setitem(sys.modules, "accelerate.optimizer", SimpleNamespace(AcceleratedOptimizer=AcceleratedOptimizer))
+    model = torch.nn.Linear(2, 2)
+    inside = torch.optim.AdamW(model.parameters(), lr=0.5)
+    engine, *_ = dz.initialize(model=model, optimizer=AcceleratedOptimizer(inside), config={"train_batch_size": 1})
+    assert engine.client_optimizer is inside
+    assert engine.get_lr() == [0.5]
+    engine(torch.ones(1, 2)).sum().backward()
+    engine.step()
+    engine.destroy()

@@ -76,6 +76,7 @@ def initialize(
     parameters = None
     if model_parameters is not None:
         parameters = parameters_of("initialize", "model_parameters", model_parameters)
+    optimizer = _without_accelerates_wrapper(optimizer)
     source, origin = choose_source(config, config_params, args)
     # Behind DeepSpeed's name stand programs written for it: they put keys of their own into the configuration, and ask
     # torch.distributed for their rank even where they are alone.
@@ -164,6 +165,14 @@ def refuse_miscount() -> None:
         'pass kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] to Accelerator, or start one process; '
         "docs/how-to/accelerate.md and trainer.md have programs that run.",
     )
+
+
+def _without_accelerates_wrapper(optimizer: Any) -> Any:
+    """Return the optimizer in an AcceleratedOptimizer: accelerate wraps it before it calls `initialize` where its
+    ParallelismConfig has tensor-parallel ranks, and wraps what comes back again.  accelerate is not imported for it.
+    """
+    kind: Any = getattr(sys.modules.get("accelerate.optimizer"), "AcceleratedOptimizer", ())
+    return optimizer.optimizer if isinstance(optimizer, kind) else optimizer
 
 
 def _counted_by_accelerate() -> int | None:
