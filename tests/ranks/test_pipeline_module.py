@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import deepseek_zero
@@ -81,3 +84,26 @@ def test_a_list_of_layers_trains_as_one_process_does(stage: int) -> None:
 def test_a_mesh_that_the_list_does_not_have_is_refused() -> None:
     with pytest.raises(UsageError, match="PipelineModule"):
         engine_of(module_of(2), 1, {"pp": 1, "dp_shard": 2})
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_files_hold_the_layers_of_all_stages(stage: int, tmp_path: Path) -> None:
+    """Each rank has built its own layers alone."""
+    folder = [str(tmp_path)]
+    dist.broadcast_object_list(folder)
+    where = Path(folder[0])
+    engine = engine_of(module_of(2), stage)
+    engine.train_batch(batches_of(0))
+    written = load_file(next(engine.export(where / "stages").glob("*.safetensors")))
+    assert list(written) == ["tied_modules.embed.weight"] + [
+        f"{n}.{p}" for n in (1, 2, 3, 5) for p in ("weight", "bias")
+    ]
+    engine.save_checkpoint(where)
+    whole = engine_of(module_of(1), 0, {"dp_replicate": 2})
+    whole.load_checkpoint(where)
+    for name, param in whole.module.named_parameters():
+        assert torch.equal(param, written[name]), name
+    engine.load_weights(where / "stages")
+    expected = whole.eval_batch(batches_of(3)).item()
+    assert engine.eval_batch(batches_of(3)).item() == pytest.approx(expected, rel=1e-6)

@@ -98,7 +98,7 @@ def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None,
     settings = pipeline_settings_of(config)
     if chain is not None:
         _take_values(model, comm.along["pp"])
-    remember_names(model)
+    remember_names(model, None if chain is not None else comm.along["pp"])
     staged = pipeline.cut_model(
         model,
         chain,
