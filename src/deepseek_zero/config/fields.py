@@ -48,7 +48,8 @@ class About(TypedDict, total=False):
     example: a valid value off the default.  needs: other keys that must be set for it to matter.  requires: an
     optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto: numbers that
     say "auto".  also: values that count as the default. effect: "check" when the key verifies the run instead of
-    changing its parts.  inf: what an infinite number means.
+    changing its parts.  inf: what an infinite number means.  instead: what a run does without a key that is not built,
+    where that is right as well: behind DeepSpeed's name it does so, with a warning.
     """
 
     example: Any
@@ -60,6 +61,7 @@ class About(TypedDict, total=False):
     also: tuple[Any, ...]
     effect: str
     inf: int | None
+    instead: str
     auto_is_value: bool
     off_when: str
     gt: float
@@ -80,6 +82,7 @@ class Section(BaseModel):
     # Dotted keys that switch the section on; while all rest at their defaults nothing else in it is read.
     gate: ClassVar[tuple[str, ...]] = ()
     part: ClassVar[Milestone | None] = None
+    instead: ClassVar[str] = ""  # of every key of the section that is not built, as `About` has it
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return a key as a dict would: clients of DeepSpeed read `engine.config.get("zero_optimization",
@@ -125,7 +128,7 @@ class FieldRow:
 
     default: as documented ("auto: ..." where it is found).  switch: the dotted keys that must be on for a later key
     to be read.  needs: keys an effective key needs beside it.  effect: "parts", or "check" where the key only
-    verifies the run.
+    verifies the run.  instead: as `About` has it.
     """
 
     path: str
@@ -141,6 +144,7 @@ class FieldRow:
     effect: str = "parts"
     auto: str = ""
     switch: tuple[str, ...] = ()
+    instead: str = ""
 
 
 @cache
@@ -176,13 +180,15 @@ def _rows(model: type[Section], prefix: str, switch: tuple[str, ...], part: str)
         path = prefix + name
         about = declared(info)
         if about:
-            yield _row(path, info, about, tuple(key for key in switch if key != path), part)
+            yield _row(path, info, about, tuple(key for key in switch if key != path), part, model.instead)
         inner = subsection(info)
         if inner is not None:
             yield from _rows(inner, path + ".", switch if not about else (path,), part)
 
 
-def _row(path: str, info: FieldInfo, about: dict[str, Any], switch: tuple[str, ...], part: str) -> FieldRow:
+def _row(
+    path: str, info: FieldInfo, about: dict[str, Any], switch: tuple[str, ...], part: str, instead: str
+) -> FieldRow:
     status = Status(about["status"])
     return FieldRow(
         path=path,
@@ -198,6 +204,7 @@ def _row(path: str, info: FieldInfo, about: dict[str, Any], switch: tuple[str, .
         effect=about.get("effect", "parts"),
         auto=about.get("auto", ""),
         switch=switch if status is Status.LATER else (),
+        instead=about.get("instead", instead) if status is Status.LATER else "",
     )
 
 

@@ -36,12 +36,13 @@ NONE_GIVEN = "DeepSpeed requires --deepspeed_config to specify configuration fil
 def load(source: Source, *, origin: str | None = None, unknown: Literal["error", "warn"] = "error") -> RawConfig:
     """Read and check a configuration; return it with "auto" left open.
 
-    origin: its name in messages.  unknown: whether unknown keys raise or warn.  Raises one ConfigError (NotBuiltError
+    origin: its name in messages.  unknown: whether unknown keys raise or warn, and those that are known, not built and
+    not needed for a right result.  Raises one ConfigError (NotBuiltError
     where nothing else is wrong) that lists every problem.
     """
     speak()  # every door but `init_distributed` begins by reading a configuration
     document = read(source, origin)
-    problems = Problems(document.source)
+    problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
         names = list(document.duplicates)
         problems.add("", f"Duplicate keys in DeepSpeed config: {shown(names)}", "keep one of each", names)
@@ -201,6 +202,10 @@ def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
             if path := lookup(values, f"{key}.nvme_path"):
                 paths[name] = path
             continue
+        if stage < least and problems.goes_on:
+            problems.warn(f"{key}.device", f"{device} is left out, as DeepSpeed does: it needs stage {least} or more")
+            values["zero_optimization"][name]["device"] = "none"
+            continue
         if stage < least:
             problems.add(
                 f"{key}.device",
@@ -331,7 +336,8 @@ def _not_built(
         if inner is not None and not declared(info):
             _not_built(inner, value, f"{prefix}{name}.", part, problems)
         elif _is_off_default(info, value):
-            _report(prefix + name, value, declared(info)["reason"] or part, "", problems)
+            instead = declared(info).get("instead") or model.instead
+            _report(prefix + name, value, declared(info)["reason"] or part, "", instead, problems)
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
@@ -340,7 +346,8 @@ def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: s
     for key in model.gate:
         value = lookup(values, key)
         if value is not None and _is_off_default(_field(model, key), value):
-            _report(prefix + key, value, part, f" (with {others})" if others else "", problems)
+            instead = declared(_field(model, key)).get("instead") or model.instead
+            _report(prefix + key, value, part, f" (with {others})" if others else "", instead, problems)
 
 
 def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
@@ -352,7 +359,10 @@ def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:
             yield from (f"{name}.{key}" for key in _stated(inner, value))
 
 
-def _report(key: str, value: Any, part: str | None, beside: str, problems: Problems) -> None:
+def _report(key: str, value: Any, part: str | None, beside: str, instead: str, problems: Problems) -> None:
+    if problems.goes_on and instead:
+        problems.warn(key, f"{shown(value)}{beside} is not built; {instead}")
+        return
     planned = f"it comes with {part}" if part != Milestone.UNPLANNED else "it is not planned"
     fix = "remove the key, or leave it at its default"
     problems.found.append(Problem(key, f"is not built{beside}: {planned}", fix, value, not_built=True))

@@ -92,9 +92,13 @@ class Problem:
 
 @dataclass
 class Problems:
-    """The problems and warnings met while one configuration is read; ignored: keys that change nothing, and why."""
+    """The problems and warnings met while one configuration is read; ignored: keys that change nothing, and why.
+
+    goes_on: what DeepSpeed accepts is no problem where the run is right without it.
+    """
 
     source: str
+    goes_on: bool = False
     found: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)

@@ -27,7 +27,9 @@ What a key does today:
 
 - **effective**: it changes the run.
 - **accepted**: it is read and ignored, for the reason given.
-- **later**: it is known and not built; moved off its default it is an error. Where a section has a switch (`enabled`,
+- **later**: it is known and not built; moved off its default it is an error, but for
+  programs that import `deepspeed`: where "until then" says what a run does without the key, they get a warning and go
+  on. Where a section has a switch (`enabled`,
   ...), its other keys are not read while the switch is off.
 """
 
@@ -79,7 +81,7 @@ def _meaning(row: FieldRow) -> str:
         return f"{row.sentence} Without effect: {row.reason}."
     if row.status is Status.LATER:
         when = "Not planned." if row.reason == Milestone.UNPLANNED else f"Comes with {row.reason}."
-        return f"{row.sentence} {when}"
+        return f"{row.sentence} {when}" + (f" Until then: {row.instead}." if row.instead else "")
     return row.sentence + needs
 
 

@@ -20,6 +20,8 @@ from .raw_config import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
 
+_EXACT_WEIGHTS = "weights travel exactly"
+_EXACT_GRADS = "gradients travel exactly"
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
 _AHEAD = {
@@ -330,15 +332,21 @@ class ZeroOptimization(Section):
         needs=_STAGE_3,
         ge=1,
     )
-    zero_quantized_weights: bool = later(False, "Gather weights as int8 blocks (qwZ).", Milestone.SPEED, example=True)
+    zero_quantized_weights: bool = later(
+        False, "Gather weights as int8 blocks (qwZ).", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
+    )
     zero_quantized_nontrainable_weights: bool = later(
-        False, "Gather frozen weights as int8 blocks.", Milestone.SPEED, example=True
+        False, "Gather frozen weights as int8 blocks.", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
     )
     zero_quantized_gradients: bool = later(
-        False, "Reduce gradients as int4 blocks (qgZ).", Milestone.SPEED, example=True
+        False, "Reduce gradients as int4 blocks (qgZ).", Milestone.SPEED, example=True, instead=_EXACT_GRADS
     )
     zeropp_loco_param: LocoParam | None = later(
-        None, "Error feedback for compressed gradients (LoCo).", Milestone.SPEED, example={"err_beta": 0.5}
+        None,
+        "Error feedback for compressed gradients (LoCo).",
+        Milestone.SPEED,
+        example={"err_beta": 0.5},
+        instead=_EXACT_GRADS,
     )
     mics_shard_size: int = effective(
         -1,
@@ -368,7 +376,11 @@ class ZeroOptimization(Section):
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are never split into smaller units.")
     zenflow: Zenflow | None = later(
-        None, "Asynchronous offload by importance of gradient columns.", Milestone.TIERS, example={"topk_ratio": 0.2}
+        None,
+        "Asynchronous offload by importance of gradient columns.",
+        Milestone.TIERS,
+        example={"topk_ratio": 0.2},
+        instead="every column is updated at every step",
     )
 
 
@@ -438,7 +450,11 @@ class Fp16(Section):
     )
     min_loss_scale: float = effective(1.0, "The dynamic scale never falls below this.", example=4.0, needs=_FP16)
     fp16_master_weights_and_grads: bool = later(
-        False, "Keep master weights and gradients in fp16.", Milestone.TIERS, example=True
+        False,
+        "Keep master weights and gradients in fp16.",
+        Milestone.TIERS,
+        example=True,
+        instead="they are kept in fp32",
     )
 
 
@@ -527,7 +543,11 @@ class TorchAutocast(Section):
         "bf16", "The autocast dtype.", auto="bf16 where the hardware has it, else fp16", example="fp16", needs=_AUTOCAST
     )
     lower_precision_safe_modules: tuple[str, ...] = later(
-        (), "Module classes whose gradients travel in the autocast dtype.", Milestone.SPEED, example=["torch.nn.Linear"]
+        (),
+        "Module classes whose gradients travel in the autocast dtype.",
+        Milestone.SPEED,
+        example=["torch.nn.Linear"],
+        instead="gradients travel in their own dtype",
     )
 
 
@@ -600,7 +620,11 @@ class Comet(Section):
 
 class ParallelWrite(Section):
     pipeline_stage: bool = later(
-        False, "Write the layers of a pipeline stage from all its ranks.", Milestone.CHECKPOINTS, example=True
+        False,
+        "Write the layers of a pipeline stage from all its ranks.",
+        Milestone.CHECKPOINTS,
+        example=True,
+        instead="each rank writes its slices in any case",
     )
 
 
@@ -672,7 +696,11 @@ class Checkpoint(Section):
         True, "Serialise through torch.save's zip format.", "our shards are written without pickle in either case"
     )
     writer: Writer | None = later(
-        None, "DeepSpeed's own file writer.", Milestone.CHECKPOINTS, example={"type": "PYTHON"}
+        None,
+        "DeepSpeed's own file writer.",
+        Milestone.CHECKPOINTS,
+        example={"type": "PYTHON"},
+        instead="files are written by the library's own writer",
     )
 
 
@@ -715,7 +743,11 @@ class Records(Section):
 
 class ActivationCheckpointing(Section):
     partition_activations: bool = later(
-        False, "Spread kept activations over tensor-parallel ranks.", Milestone.PARALLEL, example=True
+        False,
+        "Spread kept activations over tensor-parallel ranks.",
+        Milestone.PARALLEL,
+        example=True,
+        instead="each rank keeps its own",
     )
     cpu_checkpointing: bool = effective(
         False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
@@ -766,7 +798,13 @@ class Aio(Section):
     thread_count: int = accepted(1, "Older name of intra_op_parallelism.", "a transfer has one thread")
     single_submit: bool = accepted(False, "One request at a time.", "each thread has one request")
     overlap_events: bool = accepted(True, "Submit while waiting.", "it always does")
-    use_gds: bool = later(False, "Disk straight to the GPU.", Milestone.UNPLANNED, example=True)
+    use_gds: bool = later(
+        False,
+        "Disk straight to the GPU.",
+        Milestone.UNPLANNED,
+        example=True,
+        instead="states travel through host memory",
+    )
 
 
 _TENSOR = {"tensor_parallel.autotp_size": 2}
@@ -829,7 +867,13 @@ class TensorParallel(Section):
         "Leave layers in host memory until they are cut.",
         "always so: layers are cut where they are, and a rank's parts alone go to the training device",
     )
-    kernel_inject: bool = later(False, "Replace layers by fused kernels.", Milestone.UNPLANNED, example=True)
+    kernel_inject: bool = later(
+        False,
+        "Replace layers by fused kernels.",
+        Milestone.UNPLANNED,
+        example=True,
+        instead="layers keep their own kernels",
+    )
     sequence: bool | None = effective(
         None,
         "Ours. Shard activations over tokens between the split layers of a block, in training (Megatron's sequence "
@@ -954,6 +998,7 @@ class Pipeline(Section):
 class Compile(Section):
     gate: ClassVar[tuple[str, ...]] = ("deepcompile",)
     part: ClassVar[Milestone | None] = Milestone.SPEED
+    instead: ClassVar[str] = "engine.compile compiles each block, collectives stay outside"
     deepcompile: bool = later(False, "Insert the collectives into the compiled graph.", example=True)
     passes: tuple[str, ...] | None = later(None, "Compiler passes by name.", example=["z3"])
     offload_parameters: bool = later(False, "Offload weights from the graph.", example=True)
@@ -976,6 +1021,7 @@ class Compile(Section):
 class CommsLogger(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.CLIENTS
+    instead: ClassVar[str] = "nothing is logged; `records` has the bytes of every step"
     enabled: bool = later(False, "Log every collective with size and time.", example=True)
     verbose: bool = later(False, "Print each as it happens.", example=True)
     prof_all: bool = later(True, "Profile all kinds.", example=False)
@@ -986,6 +1032,7 @@ class CommsLogger(Section):
 class Autotuning(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.UNPLANNED
+    instead: ClassVar[str] = "the run trains with the configuration as it stands"
     enabled: bool = later(False, "Search for a fast configuration by experiments.", example=True)
     fast: bool = later(True, "Tune micro-batch sizes only.", example=False)
     results_dir: str | None = later(None, "Directory of results.", example="results")
@@ -1029,6 +1076,7 @@ class Elasticity(Section):
 
 class SparseAttention(Section):
     part: ClassVar[Milestone | None] = Milestone.ATTENTION
+    instead: ClassVar[str] = "the model attends as it is written"
     mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later(
         "fixed", "The pattern of blocks.", example="bigbird"
     )
@@ -1051,6 +1099,7 @@ class SparseAttention(Section):
 class HybridEngine(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.UNPLANNED
+    instead: ClassVar[str] = "the model generates with its own forward"
     enabled: bool = later(False, "Switch between training and inference kernels.", example=True)
     max_out_tokens: int = later(512, "Longest generated text.", unit="tokens", example=64)
     inference_tp_size: int = later(1, "Ranks that share a layer in inference.", unit="ranks", example=2)
@@ -1091,6 +1140,7 @@ class DataEfficiency(Section):
 class Nebula(Section):
     gate: ClassVar[tuple[str, ...]] = _ON
     part: ClassVar[Milestone | None] = Milestone.UNPLANNED
+    instead: ClassVar[str] = "checkpoints are saved to the folder that the program names"
     enabled: bool = later(False, "Save through the Azure Nebula service.", example=True)
     enable_nebula_load: bool = later(True, "Load through it.", example=False)
     load_path: str | None = later(None, "Older name of nebula_load_path.", example="a")
@@ -1267,7 +1317,11 @@ class Config(Section):
     )
     compile: Compile = section(Compile, "DeepCompile.")
     sparse_attention: SparseAttention | None = later(
-        None, "Block-sparse attention.", Milestone.ATTENTION, example={"mode": "fixed"}
+        None,
+        "Block-sparse attention.",
+        Milestone.ATTENTION,
+        example={"mode": "fixed"},
+        instead="the model attends as it is written",
     )
     autotuning: Autotuning = section(Autotuning, "Search for a configuration.")
     elasticity: Elasticity = section(Elasticity, "Batch sizes for many numbers of ranks.")

@@ -45,6 +45,7 @@ DECIDED_LATER = (
     "zero_optimization.offload_param.device",
     "zero_optimization.offload_optimizer.device",
     "checkpoint.layout",
+    "sequence_parallel.attention",
 )
 _GIVEN_ONLY = (
     "zero_optimization.zenflow.",

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError
-from deepseek_zero.config import Config, Facts, RawConfig, choose_source, resolve
+from deepseek_zero.config import Config, Facts, RawConfig, choose_source, off_default_config, resolve
 from deepseek_zero.config import load as checks_room
 from deepseek_zero.config.layer_specs import layer_rules
 from deepseek_zero.config.load import load
@@ -313,6 +313,28 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     text = complaint(given, NotBuiltError)
     assert f"1. {key} = " in text
     assert "is not built" in text
+
+
+GOES_ON = [row.path for row in Config.field_table() if row.instead]
+
+
+@pytest.mark.parametrize("path", GOES_ON)
+def test_behind_deepspeeds_name_a_run_goes_on_where_it_is_right_without_a_key(path: str) -> None:
+    given = off_default_config(path)
+    with pytest.raises(NotBuiltError, match="is not built"):
+        load(given)
+    notes = load(given, unknown="warn").notes
+    assert any("is not built" in note for note in notes)
+
+
+def test_behind_deepspeeds_name_a_tier_without_its_stage_is_left_out() -> None:
+    given = zero(stage=2, offload_param={"device": "cpu"}, offload_optimizer={"device": "cpu"})
+    with pytest.raises(ConfigError, match="needs stage 3"):
+        load(given)
+    raw = load(given, unknown="warn")
+    assert raw.get("zero_optimization.offload_param.device") == "none"
+    assert raw.get("zero_optimization.offload_optimizer.device") == "cpu"
+    assert given["zero_optimization"]["offload_param"] == {"device": "cpu"}  # the caller's own
 
 
 @pytest.mark.parametrize(
