@@ -14,8 +14,6 @@ import argparse
 import copy
 import os
 import sys
-import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from benchmarks.cells import CONTEXT, VOCABULARY, Cell
 from benchmarks.model import GPT, build_model
-from benchmarks.systems.common import take_a_core
+from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.base.mesh import Mesh, init_distributed
 from deepseek_zero.comm.collectives import Comm
@@ -120,13 +118,6 @@ class Contest:
         for module in (self.model, *self.parts):
             for each in module.parameters():
                 each.grad = None
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def measure(cell: Cell, rounds: int, comm: Comm) -> list[str]:

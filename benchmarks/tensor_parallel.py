@@ -15,7 +15,6 @@ import copy
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
-from benchmarks.systems.common import take_a_core
+from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.base.mesh import init_distributed
 from deepseek_zero.comm.collectives import Comm
@@ -100,13 +99,6 @@ def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor
     for block in found["dtensor"].model.layers:  # type: ignore[union-attr]
         parallelize_module(block, mesh, plan)
     return found, ids, comm
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
 
 
 def measure_steps(cell: str, rounds: int) -> str:

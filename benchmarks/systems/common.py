@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -53,6 +54,14 @@ def take_a_core(rank: int, size: int) -> int:
     if size <= len(cores):
         os.sched_setaffinity(0, {cores[rank]})
     return len(cores)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """This rank's seconds of some work that all ranks begin together.  Collective."""
+    dist.barrier()
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
 
 
 def backward_all(

@@ -173,6 +173,11 @@ def declared(info: FieldInfo) -> dict[str, Any]:
     return info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
 
 
+def instead_of(model: type[Section], info: FieldInfo) -> str:
+    """Return what a run does without a key of a section that is not built, where that is right; else nothing."""
+    return str(declared(info).get("instead", model.instead))
+
+
 def _rows(model: type[Section], prefix: str, switch: tuple[str, ...], part: str) -> Iterator[FieldRow]:
     part = model.part.value if model.part else part
     switch = tuple(prefix + name for name in model.gate) or switch
@@ -180,7 +185,7 @@ def _rows(model: type[Section], prefix: str, switch: tuple[str, ...], part: str)
         path = prefix + name
         about = declared(info)
         if about:
-            yield _row(path, info, about, tuple(key for key in switch if key != path), part, model.instead)
+            yield _row(path, info, about, tuple(key for key in switch if key != path), part, instead_of(model, info))
         inner = subsection(info)
         if inner is not None:
             yield from _rows(inner, path + ".", switch if not about else (path,), part)
@@ -204,7 +209,7 @@ def _row(
         effect=about.get("effect", "parts"),
         auto=about.get("auto", ""),
         switch=switch if status is Status.LATER else (),
-        instead=about.get("instead", instead) if status is Status.LATER else "",
+        instead=instead if status is Status.LATER else "",
     )
 
 

@@ -18,7 +18,7 @@ from pydantic.fields import FieldInfo
 
 from ..base.errors import ConfigError, shown
 from ..base.log import log_first, log_once, speak
-from .fields import Milestone, Section, Status, advice, declared, subsection
+from .fields import Milestone, Section, Status, advice, declared, instead_of, subsection
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
 from .raw_config import Problem, Problems, RawConfig, lookup
@@ -336,18 +336,17 @@ def _not_built(
         if inner is not None and not declared(info):
             _not_built(inner, value, f"{prefix}{name}.", part, problems)
         elif _is_off_default(info, value):
-            instead = declared(info).get("instead") or model.instead
-            _report(prefix + name, value, declared(info)["reason"] or part, "", instead, problems)
+            _report(prefix + name, value, declared(info)["reason"] or part, "", instead_of(model, info), problems)
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:
     """Yield one problem per switch that is on; the other keys of the section are named in it."""
     others = ", ".join(key for key in _stated(model, values) if key not in model.gate)
     for key in model.gate:
-        value = lookup(values, key)
-        if value is not None and _is_off_default(_field(model, key), value):
-            instead = declared(_field(model, key)).get("instead") or model.instead
-            _report(prefix + key, value, part, f" (with {others})" if others else "", instead, problems)
+        value, info = lookup(values, key), _field(model, key)
+        if value is not None and _is_off_default(info, value):
+            beside = f" (with {others})" if others else ""
+            _report(prefix + key, value, part, beside, instead_of(model, info), problems)
 
 
 def _stated(model: type[Section], values: Mapping[str, Any]) -> Iterator[str]:

@@ -17,7 +17,7 @@ from ..planner.layout import SUM_TILE_NUMEL
 from ..planner.pieces import PipelinePlan, TensorPlan
 from ..planner.plan import Plan
 from ..planner.split import set_split
-from .settings import pipeline_settings_of, policy_of, tensor_settings_of
+from .settings import PipelineSettings, pipeline_settings_of, policy_of, tensor_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -110,6 +110,22 @@ def _is_own(layer: parallel.LayerTraffic, staged: pipeline.StagedModel) -> bool:
     return any(stage == each.index for each in staged.stages)
 
 
+def stages_of(
+    settings: PipelineSettings, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh
+) -> pipeline.StagedModel:
+    """Leave of a model one rank's stages, as `pipeline.cut_model` does by these settings.  Local."""
+    return pipeline.cut_model(
+        model,
+        chain,
+        mesh,
+        partition=settings.partition,
+        schedule=settings.schedule,
+        virtual=settings.virtual,
+        group=settings.group,
+        micro_batches=settings.micro_batches,
+    )
+
+
 def layer_traffic(config: Config, model: nn.Module, mesh: Mesh) -> list[parallel.LayerTraffic]:
     """Return what a rank sends along "tp" for each region of layers of a whole model.  Local; changes nothing."""
     if mesh.tp == 1:
@@ -148,17 +164,7 @@ def plan_pieces(config: Config, model: nn.Module, mesh: Mesh, example: Any) -> t
                 "Each rank builds its own layers, and the shapes of others are not here.",
                 "build the list with that stage's topology, or plan the rank of this stage.",
             )
-        said = pipeline_settings_of(config)
-        staged = pipeline.cut_model(
-            own,
-            chain,
-            mesh,
-            partition=said.partition,
-            schedule=said.schedule,
-            virtual=said.virtual,
-            group=said.group,
-            micro_batches=said.micro_batches,
-        )
+        staged = stages_of(pipeline_settings_of(config), own, chain, mesh)
     return own, plans_of(config, mesh, staged, trained, traffic, sample)
 
 

@@ -22,7 +22,7 @@ from ..planner.split import set_split
 from ..sharding.runtime import Runtime
 from ..sharding.wrap import refuse_sliced
 from .data import compare_first_batch, compare_stages
-from .piece_plans import PiecePlans, Sample, layer_traffic, plans_of
+from .piece_plans import PiecePlans, Sample, layer_traffic, plans_of, stages_of
 from .settings import PipelineSettings, pipeline_settings_of, sequence_settings_of, tensor_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
@@ -99,16 +99,7 @@ def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None,
     if chain is not None:
         _take_values(model, comm.along["pp"])
     remember_names(model, None if chain is not None else comm.along["pp"])
-    staged = pipeline.cut_model(
-        model,
-        chain,
-        mesh,
-        partition=settings.partition,
-        schedule=settings.schedule,
-        virtual=settings.virtual,
-        group=settings.group,
-        micro_batches=settings.micro_batches,
-    )
+    staged = stages_of(settings, model, chain, mesh)
     ties = pipeline.Ties(comm.whole, mesh, staged.placement, staged.ties)
     if isinstance(model, pipeline.LayerStages):
         remember_same_names(model, model.same_names)
