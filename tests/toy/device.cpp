@@ -57,6 +57,18 @@ struct Stream {
 };
 struct Event { int64_t stream, upto, clock; };
 std::recursive_mutex busy;
+// Held while this file's state is used.  Copying a tensor that Python knows may ask for the interpreter's lock, so who
+// waits for this one lets go of that one: two threads would wait for each other.
+struct Lock {
+  Lock() {
+    if (busy.try_lock()) return;
+    PyThreadState* python = PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+    busy.lock();
+    if (python) PyEval_RestoreThread(python);
+  }
+  ~Lock() { busy.unlock(); }
+  Lock(const Lock&) = delete;
+};
 std::map<int64_t, Stream> streams;
 thread_local int64_t current = 0;
 int64_t clock_ = 0, late = 0;  // operations of the default stream; copies that happened when they were waited for
@@ -76,7 +88,7 @@ void queue(Stream& stream, std::function<void()> job) {
 // Memory that was freed when the default stream had been told to wait: it is free for what that stream does afterwards.
 std::map<const void*, Block*> freed;
 void compute() {  // an operation is about to run in the current stream
-  std::lock_guard lock(busy);
+  Lock lock;
   clock_ += current == 0;
   drain(streams[current], streams[current].queued);
   if (!streams[0].jobs.empty()) return;
@@ -87,7 +99,7 @@ void compute() {  // an operation is about to run in the current stream
   freed.clear();
 }
 void give(void* context) {
-  std::lock_guard lock(busy);
+  Lock lock;
   auto* block = static_cast<Block*>(context);
   held -= block->nbytes;
   if (!streams[0].jobs.empty()) {
@@ -112,33 +124,33 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream exchangeStream(c10::Stream s) const override { return of(std::exchange(current, s.id())); }
   c10::DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void** event, const c10::Stream& s, const c10::DeviceIndex, const c10::EventFlag) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     if (*event == nullptr) *event = new Event;
     *static_cast<Event*>(*event) = {s.id(), streams[s.id()].queued, clock_};
   }
   void block(void* event, const c10::Stream& s) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     auto seen = *static_cast<Event*>(event);
     if (seen.stream == 0) streams[s.id()].seen = std::max(streams[s.id()].seen, seen.clock);
     queue(streams[s.id()], [seen] { drain(streams[seen.stream], seen.upto); });
   }
   bool queryEvent(void* event) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     auto* seen = static_cast<Event*>(event);
     return streams[seen->stream].done >= seen->upto;
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryStream(const c10::Stream& s) const override { return streams[s.id()].done == streams[s.id()].queued; }
   void synchronizeStream(const c10::Stream& s) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     drain(streams[s.id()], streams[s.id()].queued);
   }
   void synchronizeEvent(void* event) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     drain(streams[static_cast<Event*>(event)->stream], static_cast<Event*>(event)->upto);
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    std::lock_guard lock(busy);
+    Lock lock;
     for (auto& [id, stream] : streams) drain(stream, stream.queued);
   }
   static c10::Stream of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(kToy, 0), id); }
@@ -198,7 +210,7 @@ void copy_late(const Place& from, const Place& into) {
   into.seen().copy_(from.seen());
 }
 Tensor copy_from(const Tensor& self, const Tensor& dst, bool non_blocking) {
-  std::lock_guard lock(busy);
+  Lock lock;
   if (current == 0 || !non_blocking) {
     compute();
     as_cpu(dst).copy_(as_cpu(self));
