@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.checkpoint.piece import remember_names
+from deepseek_zero.checkpoint.piece import remember_names, state_names
 from deepseek_zero.planner.split import Split, set_split, split_of
 
 WIDTH, HIDDEN, VOCABULARY, BLOCKS = 8, 10, 11, 4
@@ -152,7 +152,7 @@ def piece_of(mesh: Mesh, seed: int = 5, *, pads: bool = True) -> MadePiece:
     model = SplitModel()
     model.norm.get_buffer("count").fill_(seed)
     splits = splits_of(model, mesh.tp, pads=pads)
-    remember_names(model)
+    remember_names(model, state_names(model))
     if mesh.tp > 1:
         for name, param in model.named_parameters():
             param.data = cut(param.data, splits[name], mesh.coordinates["tp"])

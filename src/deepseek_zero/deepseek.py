@@ -23,7 +23,7 @@ from .base.errors import UsageError, shown
 from .base.given import refuse
 from .base.log import log_once
 from .base.mesh import current_mesh
-from .compat.deepspeed.leaf_modules import leaf_module_names
+from .compat.deepspeed.before_initialize import leaf_module_names
 from .config import resolve
 from .config.keywords import ZeroKeywords
 from .config.load import load
@@ -31,8 +31,7 @@ from .engine import exporting
 from .engine.assemble import assemble
 from .engine.engine import Parts, StandsForModule
 from .engine.mesh_statements import choose_mesh, statements_of
-from .engine.optimizer import adopting, granularities
-from .engine.pieces import forget_others
+from .engine.optimizer import adopting, forget_others, granularities
 from .engine.start import Request, example_of, facts_of, parameters_of
 from .optim.registry import resolve_optimizer
 from .optim.sharded import ShardedOptimizer

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from deepseek_zero.base.errors import ModelMismatchError, PeerError
-from deepseek_zero.comm.agreement import run_on_all_ranks
+from deepseek_zero.comm.agreement import AllRanks
 from deepseek_zero.comm.collectives import scatter
 from tests.in_process import Deadlock, Rank, World, run_ranks
 
@@ -158,11 +158,9 @@ def test_ranks_find_evidence_where_time_passes() -> None:
     assert any(isinstance(error, PeerError) and "ranks called different collectives" in str(error) for error in found)
 
     def fails(rank: Rank) -> None:
-        def act() -> None:
+        with AllRanks(rank.comm, "acting"):
             if rank.index == 1:
                 raise OSError("no room")
-
-        run_on_all_ranks(rank.comm, "acting", act)
 
     first, second = World[None](2).outcomes(fails)
     assert isinstance(first, PeerError) and "rank 1 failed in 'acting': OSError: no room" in str(first)

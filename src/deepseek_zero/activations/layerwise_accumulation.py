@@ -38,8 +38,8 @@ class LayerwiseAccumulation:
     def __init__(self, runtime: Runtime) -> None:
         self.micro_batches, self.samples = runtime.settings.layerwise_micro_batches, 0
         self._runtime = weakref.ref(runtime)
-        cut = [unit for unit in runtime.units if len(runtime.executor.forwards(unit)) > 1]
-        self._forwards = [LayerwiseForward(self, unit) for unit in cut]
+        forwards = runtime.executor.schedule.forward.computes
+        self._forwards = [LayerwiseForward(self, unit) for unit in runtime.units if len(forwards[unit.number]) > 1]
         # Behind the runtime's own hook, so that other ranks hear of a batch that this one refuses.
         self._handle = runtime.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 

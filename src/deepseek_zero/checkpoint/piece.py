@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from ..base.device import is_persistent_buffer
 from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh, mesh_of
-from ..comm.collectives import Comm
 from ..planner.layout import Shape
 from ..planner.split import split_of
 from ..sharding.param_group import ParamInfo
@@ -58,18 +57,8 @@ class Piece:
         return member.slot.shape if split is None else split.shape
 
 
-def remember_names(model: nn.Module, stages: Comm | None = None) -> None:
-    """Let a model know the whole model's names for good: before other stages' modules are taken out of it, or where
-    each rank has built its stage alone, from all of them.
-
-    stages: the ranks along "pp", of which each has a part; None: the model is whole here, and the call is local.
-    """
-    names = state_names(model)
-    if stages is not None:
-        found: dict[str, str] = {}
-        for text in stages.all_gather_text(json.dumps(names), "names of all stages"):
-            found.update(json.loads(text))
-        names = found
+def remember_names(model: nn.Module, names: dict[str, str]) -> None:
+    """Let a model know the whole model's names (`state_names`) for good, before other stages are taken out.  Local."""
     model.__dict__[WHOLE_NAMES] = names
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from ..base.errors import DeepSeekZeroError, ModelMismatchError, PeerError
 from .collectives import Comm
@@ -34,12 +34,21 @@ def agree(comm: Comm, lines: Sequence[str], what: str, why: str, fix: str) -> No
     raise ModelMismatchError(f"ranks differ in {what}: rank 0 has '{a}', rank {different} has '{b}'.", why, fix)
 
 
-def run_on_all_ranks(comm: Comm, what: str, action: Callable[[], T]) -> T:
-    """Call a function that may fail on one rank alone; then raise its error there, and `PeerError` elsewhere.
-    Collective.
+class AllRanks:
+    """Around what may fail on one rank alone: leaving raises its error there, and `PeerError` elsewhere.  Collective.
+
+    what: is done inside, for the error of the other ranks.
     """
-    done, _ = gather_outcomes(comm, what, action, lambda _: "")
-    return done
+
+    def __init__(self, comm: Comm, what: str) -> None:
+        self._comm, self._what = comm, what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: Any, problem: BaseException | None, _trace: Any) -> None:
+        if problem is None or isinstance(problem, Exception):  # a rank that is told to end tells by ending
+            _hear(self._comm, self._what, {"said": ""} if problem is None else _told(problem), PeerError, problem)
 
 
 def gather_outcomes(
@@ -49,7 +58,7 @@ def gather_outcomes(
     say: Callable[[T], str],
     failure: type[DeepSeekZeroError] = PeerError,
 ) -> tuple[T, list[str]]:
-    """Call as `run_on_all_ranks` does, and return every rank's text. Collective.
+    """Call a function under `AllRanks`, and return what it returned with what every rank says of that.  Collective.
 
     failure: the error to raise if another rank failed. This rank raises it too, unless its own error is of that kind
     already; if `failure` is `PeerError`, its own error is always raised.
@@ -59,12 +68,26 @@ def gather_outcomes(
         done = action()
         answer = {"said": say(done)}
     except Exception as error:  # whatever it is, the other ranks must hear of it
-        problem = error
-        answer = {"error": str(error) if isinstance(error, DeepSeekZeroError) else f"{type(error).__name__}: {error}"}
-    heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]
-    if problem is not None and (failure is PeerError or isinstance(problem, failure)):
+        problem, answer = error, _told(error)
+    said = _hear(comm, what, answer, failure, problem)
+    if problem is not None:
         raise problem
-    for rank, each in enumerate(heard):
-        if "error" in each:
-            raise failure(f"rank {rank} failed in '{what}': {each['error']}") from problem
-    return done, [each["said"] for each in heard]
+    return done, said
+
+
+def _told(problem: BaseException) -> dict[str, str]:
+    """Return what other ranks hear of an error."""
+    known = isinstance(problem, DeepSeekZeroError)
+    return {"error": str(problem) if known else f"{type(problem).__name__}: {problem}"}
+
+
+def _hear(
+    comm: Comm, what: str, answer: dict[str, str], failure: type[DeepSeekZeroError], problem: BaseException | None
+) -> list[str]:
+    """Return what all ranks say; raise where another rank failed, unless this one raises its own.  Collective."""
+    heard = [json.loads(text) for text in comm.all_gather_text(json.dumps(answer), what)]
+    if problem is None or not (failure is PeerError or isinstance(problem, failure)):
+        for rank, each in enumerate(heard):
+            if "error" in each:
+                raise failure(f"rank {rank} failed in '{what}': {each['error']}") from problem
+    return [each.get("said", "") for each in heard]

@@ -75,15 +75,14 @@ def _parts(shape: Any, kind: str) -> int | None:
     return blocks if type(blocks) is int and blocks > 0 and rest == -1 else None
 
 
-def layer_rules(found: Mapping[str, Any] | None, model_type: str | None) -> tuple[tuple[str, str, int], ...]:
-    """Return the rules of a `partition_config` that was checked: pattern, row, column or skip, blocks.
-
-    model_type: of the model; a spec for other models is left out.
+def layer_rules(found: Mapping[str, Any] | None) -> tuple[tuple[str, str, int, tuple[str, ...]], ...]:
+    """Return the rules of a `partition_config` that was checked: pattern, row, column or skip, blocks, and the
+    `model_type` of each model that it is for (none: of all).
     """
     rules = []
     for spec in (found or {}).get("layer_specs", []):
         kinds, kind = spec.get("model_types"), str(spec.get("partition_type", "column")).lower()
-        if not kinds or model_type in kinds:
-            parts = _parts(spec["shape"], kind) if spec.get("shape") is not None else 1
-            rules += [(pattern, kind, parts or 1) for pattern in spec["patterns"]]
+        types = (kinds,) if isinstance(kinds, str) else tuple(kinds or ())
+        parts = _parts(spec["shape"], kind) if spec.get("shape") is not None else 1
+        rules += [(pattern, kind, parts or 1, types) for pattern in spec["patterns"]]
     return tuple(rules)

@@ -17,18 +17,20 @@ from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
-from ..comm.agreement import agree, run_on_all_ranks
+from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
+from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
-from ..planner.spec import S
+from ..planner.spec import PlanSettings, S
 from ..precision.policy import Policy
-from ..sharding.wrap import check_room, open_tiers, refuse_wrapped, wrap_model
+from ..sharding.ties import refuse_owned, tie_shared
+from ..sharding.wrap import check_room, open_tiers, wrap_model
 from .determinism import Determinism
 from .engine import Parts
-from .optimizer import Client
-from .pieces import cut_along_axes, forget_others
-from .planning import look_at, plan_run
+from .optimizer import Client, OptimizerParts, optimizer_parts
+from .pieces import cut_along_axes
+from .planning import plan_run
 from .preemption import Preemption
 from .saving import Saver
 from .settings import (
@@ -67,19 +69,18 @@ def assemble(
     example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence: what is said of
     ranks along "sp".
     """
-    refuse_wrapped(model)
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
+    with AllRanks(world, "looking at the model's parameters"):
+        refuse_owned(model, "tp" if mesh.tp > 1 else None)
+        tie_shared(model)
     comm = world.lay_out(mesh)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
-    stages = pieces.stages
-    settings = plan_settings_of(config, leaf_modules)
+    stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
-        params = forget_others(model, client, params)
         settings = replace(settings, reduces_once=True, row_parts=stages.settings.parts or 1)
-    shape, chosen = run_on_all_ranks(
-        comm, "looking at the model's parameters", lambda: look_at(config, settings, model, client, params)
-    )
+    with AllRanks(comm, "reading the model and its optimizer"):
+        shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
     capabilities = comm.capabilities() + number_formats(plan.settings.policy, mesh.device)
@@ -129,7 +130,8 @@ def assemble(
         release_with(runtime, parts.recompute)
     parts.vertical = LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
     if config.deterministic:
-        parts.determinism = run_on_all_ranks(comm, "deterministic algorithms", lambda: Determinism(mesh.device))
+        with AllRanks(comm, "deterministic algorithms"):
+            parts.determinism = Determinism(mesh.device)
     capabilities += tiers.capabilities() + (parts.recompute.capabilities() if parts.recompute is not None else [])
     parts.capabilities = Capabilities.of_ranks(
         comm.all_gather_text(as_text(capabilities), "what each rank's machine grants")
@@ -137,6 +139,24 @@ def assemble(
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts
+
+
+def look_at(
+    config: Config,
+    settings: PlanSettings,
+    model: nn.Module,
+    client: Client,
+    params: Sequence[Any] | None,
+    *,
+    is_part: bool = False,
+) -> tuple[ModelShape, OptimizerParts]:
+    """Return what a plan needs of a model and of its optimizer.
+
+    client, params: as `assemble` takes them.  is_part: as `optimizer_parts` takes it.  Local.  UsageError where the
+    optimizer holds a parameter that the model does not have, or where `settings` name modules that it does not have.
+    """
+    optimizer = optimizer_parts(config, model, client, params, is_part=is_part)
+    return read_model(model, settings), optimizer
 
 
 def number_formats(policy: Policy, device: torch.device) -> list[Capability]:
@@ -165,4 +185,5 @@ def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:
     """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing."""
     if settings == RecomputeSettings():
         return None
-    return run_on_all_ranks(comm, "opening the nvme_path of activations", lambda: configure(settings))
+    with AllRanks(comm, "opening the nvme_path of activations"):
+        return configure(settings)

@@ -4,20 +4,16 @@ first batch where several ranks must be given the same one.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from ..base.errors import BatchMismatchError
 from ..base.mesh import Mesh
-from ..base.nested import map_tensors
-from ..comm.collectives import Comm
 
 
 def to_device(value: Any, device: torch.device) -> Any:
@@ -131,61 +127,3 @@ class ShardedLoader:
 
 def _all(batch: Any) -> Any:
     return batch
-
-
-def compare_first_batch(model: nn.Module, comm: Comm) -> None:
-    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.  Local.
-
-    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's words, where their
-    tensors differ: each would compute its part of another batch.
-    """
-
-    def compare(module: nn.Module, args: Any, kwargs: Any) -> None:
-        hook.remove()
-        if (found := _difference((args, kwargs), comm)) is not None:
-            raise BatchMismatchError(
-                "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure "
-                f"consistency: {found}.",
-                "Ranks along tp compute parts of one batch.",
-                "shard data over mesh.data_size by mesh.data_index, not over the world by rank.",
-            )
-
-    hook = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
-
-
-def compare_stages(batch: Any, comm: Comm) -> None:
-    """Raise BatchMismatchError, on every rank of a pipeline, where their batches differ.  Collective in it.
-
-    comm: of the ranks along "pp".
-    """
-    if (found := _difference(batch, comm)) is not None:
-        raise BatchMismatchError(
-            f"the ranks of a pipeline were given different batches: {found}.",
-            "Every stage runs the model's forward on the same inputs; accelerate and the Trainer give each others.",
-            "shard data over mesh.data_size by mesh.data_index, not over the world by rank, as the engine's own loader "
-            "does (training_data).",
-        )
-
-
-def _difference(batch: Any, comm: Comm) -> str | None:
-    """Say in which ranks of a communicator tensors differ, None where they are alike.  Collective in it."""
-    told = comm.all_gather_text(_fingerprint(batch), "the first batch")
-    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
-    if other is None:
-        return None
-    return f"rank {comm.ranks[0]} was given {told[0]}, rank {comm.ranks[other]} {told[other]}"
-
-
-def _fingerprint(value: Any) -> str:
-    """Say what the tensors of a batch are: shapes, dtypes, and a digest of what they hold."""
-    digest, shapes = hashlib.sha256(), list[str]()
-
-    def look(tensor: Tensor) -> Tensor:
-        shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
-        if tensor.layout is torch.strided and not tensor.is_meta:
-            plain = tensor.detach().cpu().contiguous()
-            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-        return tensor
-
-    map_tensors(value, look)
-    return f"{', '.join(shapes) or 'no tensors'} (sha256 {digest.hexdigest()[:12]})"

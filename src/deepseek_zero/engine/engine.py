@@ -30,7 +30,7 @@ from ..base.log import log_once, logger
 from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
-from ..comm.agreement import run_on_all_ranks
+from ..comm.agreement import AllRanks
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..planner.plan import Plan
@@ -289,11 +289,8 @@ class Engine(StandsForModule):
         self.optimizer: ShardedOptimizer | None = parts.optimizer
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
-        self.observer = run_on_all_ranks(
-            parts.runtime.comm,
-            "opening the run's records",
-            lambda: Observer(parts.observer_settings, mesh.device),
-        )
+        with AllRanks(parts.runtime.comm, "opening the run's records"):
+            self.observer = Observer(parts.observer_settings, mesh.device)
         if parts.observer_settings.dump_state:
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0

@@ -39,11 +39,16 @@ class OptimizerParts:
     planned: tuple[ParamGroupPlan, ...] = ()
 
 
-def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None) -> OptimizerParts:
+def optimizer_parts(
+    config: Config, model: nn.Module, client: Client, params: Sequence[Any] | None, *, is_part: bool = False
+) -> OptimizerParts:
     """Return what the optimizer is made of; nothing where neither the client nor the configuration has one.
 
-    params: parameters or parameter groups to train; None: all that require gradients.
+    params: parameters or parameter groups to train; None: all that require gradients.  is_part: the model has some of a
+    pipeline's stages, and what is trained of others is left out.
     """
+    if is_part:
+        params = forget_others(model, client, params)
     if callable(client) and not isinstance(client, Optimizer):
         made = client(_groups(model, params))
         if not isinstance(made, Optimizer):
@@ -71,6 +76,21 @@ def optimizer_parts(config: Config, model: nn.Module, client: Client, params: Se
     defaults = {key: value for key, value in spec.defaults.items() if key in MOMENT_OPTIONS}
     cut = granularities(spec.cls, groups)
     return OptimizerParts(spec.cls, groups, spec.build, cut, planned_groups(model, groups, cut, defaults))
+
+
+def forget_others(model: nn.Module, optimizer: Any, params: Sequence[Any] | None) -> Sequence[Any] | None:
+    """Leave out of an optimizer's groups, and return without, the parameters that other stages have."""
+    own = {id(param) for param in model.parameters()}
+
+    def kept(members: Sequence[Any]) -> list[Any]:
+        return [each for each in members if id(each[1] if isinstance(each, tuple) else each) in own]
+
+    if isinstance(optimizer, Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = kept(group["params"])
+    if params is None or not any(isinstance(each, Mapping) for each in params):
+        return None if params is None else kept(params)
+    return [{**each, "params": kept(each["params"])} if isinstance(each, Mapping) else each for each in params]
 
 
 def planned_groups(

@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from ..base.device import free_device_bytes
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..comm.agreement import run_on_all_ranks
+from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
 from ..optim.sharded import update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
-from ..planner.auto_wrap_policy import ModelShape, read_model
+from ..planner.auto_wrap_policy import ModelShape
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
-from ..sharding.ties import refuse_complex, tie_shared
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
-from .optimizer import Client, OptimizerParts, optimizer_parts
+from .optimizer import OptimizerParts
 from .settings import placement_settings_of, step_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
-
-
-def look_at(
-    config: Config, settings: PlanSettings, model: nn.Module, client: Client, params: Sequence[Any] | None
-) -> tuple[ModelShape, OptimizerParts]:
-    """Return what a plan needs of a model and of its optimizer; ties parameters over one memory first.
-
-    client, params: as `assemble` takes them.  Local.  UsageError where parameters are complex or overlap in part, where
-    the optimizer holds one that the model does not have, or where `settings` name modules that it does not have.
-    """
-    refuse_complex(model)
-    tie_shared(model)
-    optimizer = optimizer_parts(config, model, client, params)
-    return read_model(model, settings), optimizer
 
 
 def plan_run(
@@ -64,9 +47,8 @@ def plan_run(
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         return plan_shape(shape, settings, mesh, machine, update, placement)
     machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
-    found = run_on_all_ranks(
-        comm, "placing states", lambda: plan_shape(shape, settings, mesh, machine, update, placement)
-    )
+    with AllRanks(comm, "placing states"):
+        found = plan_shape(shape, settings, mesh, machine, update, placement)
     log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
     return found
 

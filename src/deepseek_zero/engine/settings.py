@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 
 from .. import parallel
 from ..activations.recompute import RecomputeSettings
@@ -299,14 +298,14 @@ def memory_settings_of(config: Config) -> MemorySettings:
     )
 
 
-def tensor_settings_of(config: Config, model: nn.Module | None = None) -> parallel.ParallelSettings:
-    """What is said of the split over tensor-parallel ranks.  model: for rules that name its `config.model_type`."""
-    section, model_type = config.tensor_parallel, getattr(getattr(model, "config", None), "model_type", None)
-    summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1) for name in section.injection_policy_tuple or ())
+def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
+    """What is said of the split over tensor-parallel ranks."""
+    section = config.tensor_parallel
+    summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1, ()) for name in section.injection_policy_tuple or ())
     given = section.partition_config or {}
     return parallel.ParallelSettings(
         loss=section.loss,
-        layers=(*layer_rules(given, model_type), *summed),
+        layers=(*layer_rules(given), *summed),
         uses_other_rules=given.get("use_default_specs", True),
         is_strict=given.get("strict_mode", False),
         preset=section.preset_model,

@@ -28,13 +28,14 @@ from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
 from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
-from .assemble import assemble
+from ..sharding.ties import tie_shared
+from .assemble import assemble, look_at
 from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .piece_plans import PiecePlans, no_example, plan_pieces
-from .planning import look_at, stated_budgets, update_of, with_useful_copies
+from .pieces import PiecePlans, no_example, plan_pieces
+from .planning import stated_budgets, update_of, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
 
@@ -241,6 +242,7 @@ def plan(
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
+    tie_shared(model)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
     pieces = PiecePlans()
     if axes.pp > 1 or axes.tp > 1:

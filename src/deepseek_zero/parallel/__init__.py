@@ -12,13 +12,14 @@ from ..base.lazy import loads_on_first_use
 if TYPE_CHECKING:
     from .apply import parallelize
     from .layers import Layer, TensorAxis
-    from .plans import ParallelSettings, choose
+    from .plans import ParallelPlan, ParallelSettings, choose
     from .sequence_model import SequenceSettings, own_part, share_sequences
     from .volume import LayerTraffic, traffic_of
 
 __all__ = [
     "Layer",
     "LayerTraffic",
+    "ParallelPlan",
     "ParallelSettings",
     "SequenceSettings",
     "TensorAxis",
@@ -34,7 +35,7 @@ __getattr__ = loads_on_first_use(
     {
         "apply": "parallelize",
         "layers": "Layer TensorAxis",
-        "plans": "ParallelSettings choose",
+        "plans": "ParallelPlan ParallelSettings choose",
         "sequence_model": "SequenceSettings own_part share_sequences",
         "volume": "LayerTraffic traffic_of",
     },

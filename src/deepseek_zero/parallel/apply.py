@@ -28,15 +28,18 @@ KINDS = {
 }
 
 
-def parallelize(model: nn.Module, comm: Comm, settings: ParallelSettings | None = None) -> dict[str, Split]:
+def parallelize(
+    model: nn.Module, comm: Comm, settings: ParallelSettings | None = None, plan: ParallelPlan | None = None
+) -> dict[str, Split]:
     """Cut a whole model in place; return where each parameter's elements are, by the model's names.
 
-    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. Values are the first
-    rank's. Afterwards this rank's parameters are its own parts, and the first forward compares its inputs with those of
-    the other ranks. Collective; refusals are raised before anything is cut.
+    comm: of the ranks of the tensor-parallel axis, all of which call this with an equal model. plan: as `choose` made
+    it of the model and the settings; None: it is made here. Values are the first rank's. Afterwards this rank's
+    parameters are its own parts, and the first forward compares its inputs with those of the other ranks. Collective;
+    refusals are raised before anything is cut.
     """
     settings = settings or ParallelSettings()
-    plan = choose(model, comm.size, settings)
+    plan = plan or choose(model, comm.size, settings)
     _take_values(model, plan, comm)
     streams = Streams(comm.rank, comm.device) if has_dropout(model) else None
     axis = TensorAxis(TensorGroup(comm), streams)

@@ -1,50 +1,57 @@
-"""Compares a model's first inputs between the ranks of a tensor-parallel axis: all of them read the same data."""
+"""A look at the first batch of ranks that must be given the same one: along "tp", and the stages of a pipeline."""
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import ModelMismatchError
+from ..base.errors import BatchMismatchError
 from ..base.nested import map_inputs
 from ..comm.collectives import Comm
 
 
 def compare_first_inputs(model: nn.Module, comm: Comm) -> None:
-    """Make the model's first forward compare its inputs with those of the other ranks, once; it is collective then.
+    """Have the model's first forward compare what the ranks of a tensor-parallel axis were given.  Local.
 
-    It raises ModelMismatchError on every rank where they differ.
+    comm: of these ranks.  That forward raises BatchMismatchError on each of them, in DeepSpeed's words, where their
+    tensors differ: each would compute its part of another batch.
     """
 
     def compare(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        own = torch.tensor([_checksum((args, kwargs))])
-        found = comm.all_gather_rows(own, "the first inputs")[:, 0]
-        others = [comm.ranks[rank] for rank in range(comm.size) if found[rank] != found[0]]
-        if others:
-            raise ModelMismatchError(
-                f"Data inconsistency within the TP group: rank {others[0]}'s inputs are not rank {comm.ranks[0]}'s.",
-                "Ranks along the axis tp compute parts of the same layers, for the same samples.",
-                "give ranks of one data coordinate the same batches: shard the data by data coordinate, not by rank.",
+        hook.remove()
+        if (found := difference((args, kwargs), comm)) is not None:
+            raise BatchMismatchError(
+                "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure "
+                f"consistency: {found}.",
+                "Ranks along tp compute parts of one batch.",
+                "shard data over mesh.data_size by mesh.data_index, not over the world by rank.",
             )
 
-    handle = model.register_forward_pre_hook(compare, with_kwargs=True)
+    hook = model.register_forward_pre_hook(compare, prepend=True, with_kwargs=True)
 
 
-def _checksum(inputs: Any) -> int:
-    """Return a checksum of every tensor's shape and bytes, in their order."""
-    found = 0
+def difference(batch: Any, comm: Comm) -> str | None:
+    """Say in which ranks of a communicator the tensors of a batch differ, None where they are alike.  Collective."""
+    told = comm.all_gather_text(_fingerprint(batch), "the first batch")
+    other = next((rank for rank, text in enumerate(told) if text != told[0]), None)
+    if other is None:
+        return None
+    return f"rank {comm.ranks[0]} was given {told[0]}, rank {comm.ranks[other]} {told[other]}"
 
-    def add(tensor: Tensor) -> Tensor:
-        nonlocal found
-        found = zlib.crc32(str((tuple(tensor.shape), tensor.dtype)).encode(), found)
-        if not tensor.is_meta:
-            values = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            found = zlib.crc32(values.numpy().tobytes(), found)
+
+def _fingerprint(batch: Any) -> str:
+    """Say what the tensors of a batch are: shapes, dtypes, and a digest of what they hold."""
+    digest, shapes = hashlib.sha256(), list[str]()
+
+    def look(tensor: Tensor) -> Tensor:
+        shapes.append(f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}")
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            plain = tensor.detach().cpu().contiguous()
+            digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         return tensor
 
-    map_inputs(inputs, add)
-    return found
+    map_inputs(batch, look)
+    return f"{', '.join(shapes) or 'no tensors'} (sha256 {digest.hexdigest()[:12]})"

@@ -56,15 +56,16 @@ class ParallelSettings:
     """What a caller says about the split. Plain values: the doors read them from their own words.
 
     loss: "split" computes the loss from split logits in training, which then has none to show; "gathered" gathers
-    them. layers: (pattern, style, parts) by `re.match` of a parameter's name, before every other rule; style "row",
-    "column" or "skip", parts of a fused projection. uses_other_rules: whether the rest of the rules follows; is_strict:
-    a layer that is left whole is an error. preset: a family's table, whatever the model calls itself. sequence:
-    activations sharded over tokens between the regions of a block, in training. grain: feed-forward layers and
-    vocabularies are cut at multiples of it, where every rank gets one.
+    them. layers: (pattern, style, parts, model types) by `re.match` of a parameter's name, before every other rule;
+    style "row", "column" or "skip", parts of a fused projection, and the models that it is for (none named: all).
+    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole is an error. preset:
+    a family's table, whatever the model calls itself. sequence: activations sharded over tokens between the regions of
+    a block, in training. grain: feed-forward layers and vocabularies are cut at multiples of it, where every rank gets
+    one.
     """
 
     loss: Literal["split", "gathered"] = "split"
-    layers: tuple[tuple[str, str, int], ...] = ()
+    layers: tuple[tuple[str, str, int, tuple[str, ...]], ...] = ()
     uses_other_rules: bool = True
     is_strict: bool = False
     preset: str | None = None
@@ -177,13 +178,13 @@ def choose(model: nn.Module, ranks: int, settings: ParallelSettings | None = Non
 
 def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[str, Choice]:
     """Return the layers that a rule matches, by name in the order of the model."""
-    own = _own_plan(model)
+    own, model_type = _own_plan(model), _model_type(model)
     known, names = FAMILIES.get(family, ()), NAMES
     if settings.preset:
         own = {}
     found: dict[str, Choice] = {}
     for name, module in model.named_modules():
-        choice = _by_config(name, module, settings)
+        choice = _by_config(name, module, settings, model_type)
         if choice is None and settings.uses_other_rules:
             plain = name.replace("base_model.model.", "").removesuffix(ADAPTED)
             choice = _by_own_plan(name, plain, module, own)
@@ -202,11 +203,11 @@ def _matched(model: nn.Module, settings: ParallelSettings, family: str) -> dict[
     return found
 
 
-def _by_config(name: str, module: nn.Module, settings: ParallelSettings) -> Choice | None:
+def _by_config(name: str, module: nn.Module, settings: ParallelSettings, model_type: str) -> Choice | None:
     if not is_matrix(module):
         return None
-    for pattern, style, parts in settings.layers:
-        if re.match(pattern, f"{name}.weight"):
+    for pattern, style, parts, model_types in settings.layers:
+        if (not model_types or model_type in model_types) and re.match(pattern, f"{name}.weight"):
             if style not in ("row", "column", "skip"):
                 raise UsageError(
                     f"partition_type {shown(style)} of '{pattern}' is none.", fix="use row, column or skip."
@@ -260,6 +261,10 @@ def _family(model: nn.Module, settings: ParallelSettings) -> str:
                 f"preset_model {shown(settings.preset)} is not known.", fix=f"use one of {', '.join(sorted(FAMILIES))}."
             )
         return found
+    return _model_type(model)
+
+
+def _model_type(model: nn.Module) -> str:
     return str(getattr(getattr(model, "config", None), "model_type", ""))
 
 
@@ -523,7 +528,11 @@ def _split_vocabulary(
 ) -> None:
     """Split the embedding of the tokens and the layer that gives logits, where the model tells which they are."""
     taken = {id(choice.module) for choice in plan.choices}
-    skipped = {name for name, module in model.named_modules() if _by_config(name, module, settings) is not None}
+    skipped = {
+        name
+        for name, module in model.named_modules()
+        if _by_config(name, module, settings, _model_type(model)) is not None
+    }
     names = {id(module): name for name, module in model.named_modules()}
     stated = [choice for choice in choices.values() if choice.style in ("vocabulary", "head")]
     found: list[Choice] = []

@@ -11,7 +11,7 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .chain import Chain, find_chain
-    from .layers import Labelled, LayersStage, LayerStages
+    from .layers import Labelled, LayersStage, LayerStages, names_of_stages
     from .loop import PlainLoop
     from .pipeline import Pipeline, StagedModel, cut_model
     from .planned import planned_pipeline, schedule_of
@@ -35,6 +35,7 @@ __all__ = [
     "cut_model",
     "find_chain",
     "loss_of",
+    "names_of_stages",
     "planned_pipeline",
     "schedule_of",
     "simulate",
@@ -44,7 +45,7 @@ __getattr__ = loads_on_first_use(
     __name__,
     {
         "chain": "Chain find_chain",
-        "layers": "Labelled LayersStage LayerStages",
+        "layers": "Labelled LayersStage LayerStages names_of_stages",
         "loop": "PlainLoop",
         "pipeline": "Pipeline StagedModel cut_model",
         "planned": "planned_pipeline schedule_of",

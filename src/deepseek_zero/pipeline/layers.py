@@ -7,7 +7,8 @@ on the cut; what several places share is built once for each stage, as "tied_mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..base.errors import NotBuiltError, UsageError, article, shown
+from ..comm.collectives import Comm
 from ..planner.split import set_copy
 from .partition import LayerCost, partition
 from .stage import Received
@@ -284,3 +286,14 @@ def _built(layer: LayerSpec) -> nn.Module:
 
 def _trainable(module: nn.Module) -> int:
     return sum(param.numel() for param in module.parameters() if param.requires_grad)
+
+
+def names_of_stages(own: Mapping[str, str], stages: Comm) -> dict[str, str]:
+    """Return the names in the state dicts of all stages, each rank of which has built its own alone.  Collective.
+
+    own: this rank's, each with the first name of the same tensor.  stages: the ranks along "pp".
+    """
+    found: dict[str, str] = {}
+    for text in stages.all_gather_text(json.dumps(own), "names of all stages"):
+        found.update(json.loads(text))
+    return found

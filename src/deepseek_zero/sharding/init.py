@@ -26,7 +26,7 @@ from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, scatter
 from ..precision.policy import cast_master
 from .sharded_parameter import owner_of, reshard, set_owner, unshard
-from .ties import refuse_complex, tie_shared
+from .ties import tie_shared
 
 NUMBERS = itertools.count()
 
@@ -105,6 +105,9 @@ class InitShard:
     def name_of(self, param: nn.Parameter) -> str:
         return f"a parameter of shape {tuple(self.shape)} under zero.Init"
 
+    def is_in_engine(self) -> bool:
+        return False
+
 
 class Init:
     """Context in which modules are built sharded.  Collective: every rank builds the same model.
@@ -159,7 +162,6 @@ class Init:
     def shard(self, module: nn.Module) -> None:
         """Cut every parameter of a complete module that is still whole.  Collective."""
         self.reshard_pinned()
-        refuse_complex(module)
         tie_shared(module, [param for shard in self.awake if (param := shard.param()) is not None])
         with torch.no_grad():
             for param in _whole_params(module):

@@ -351,6 +351,10 @@ class ParamGroup:
     def name_of(self, param: nn.Parameter) -> str:
         return self.members[self.index[id(param)]].name
 
+    def is_in_engine(self) -> bool:
+        runtime = self.runtime()
+        return runtime is not None and not runtime.is_destroyed
+
     def write_param(self, param: nn.Parameter, value: Tensor) -> None:
         """Write this rank's part of a whole new value into weight and master. Every rank must do it."""
         if self.weight.symmetric is not None:  # others may still be reading the old one

@@ -32,6 +32,10 @@ class Owner(Protocol):
 
     def name_of(self, param: nn.Parameter) -> str: ...
 
+    def is_in_engine(self) -> bool:
+        """Whether an engine that is alive holds the parameter."""
+        ...
+
 
 # Attributes and methods that say something about a parameter without reading its elements.
 SAFE = frozenset(

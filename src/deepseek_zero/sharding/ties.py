@@ -1,5 +1,5 @@
 """Parameters before a model is cut: one Parameter where two are the same view of one memory, an error where they
-overlap in part, or hold numbers that are not real.
+overlap in part, hold numbers that are not real, or are somebody's already.
 
 Two Parameters over one storage (`b.weight = nn.Parameter(a.weight.data)`) are tied through their memory.  Cutting
 copies values into flat buffers, which would part them without a word.
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..base.errors import UsageError
-from .sharded_parameter import ShardedParameter
+from ..base.errors import NotBuiltError, UsageError
+from .sharded_parameter import ShardedParameter, owner_of
 
 TIED_TO = "_zero_tied_to"
 
@@ -38,12 +38,35 @@ class Place:
         return isinstance(self.tensor, nn.Parameter)
 
 
+def refuse_owned(model: nn.Module, split: str | None = None) -> None:
+    """Raise UsageError where a parameter belongs to an engine already, or NotBuiltError where it is a slice of what
+    will be split over a mesh axis, too.  Local.
+
+    split: the axis; None: no such axis.
+    """
+    for name, param in model.named_parameters():
+        owner = owner_of(param)
+        if owner is not None and owner.is_in_engine():
+            raise UsageError(
+                f"parameter '{name}' already belongs to an engine.",
+                "A parameter lives in one engine at a time.",
+                "call destroy() on the first engine, or build the second from its own copy of the model.",
+            )
+        if owner is not None and split is not None:
+            raise NotBuiltError(
+                f"a model built under zero.Init is not split over mesh axis {split}.",
+                "Its parameters are slices of whole ones, and the split would need other slices.",
+                "build it without zero.Init; initialize() leaves each rank its own part, in slices.",
+            )
+
+
 def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
     """Let Parameters that are the same view of one memory be one Parameter: the first in the model's order.
 
     known: parameters outside the model that come before its own.  Local; UsageError, before anything changes, where
-    memory is shared in part, or one of two is frozen.  Parameters on the meta device share none.
+    numbers are complex, memory is shared in part, or one of two is frozen.  Parameters on the meta device share none.
     """
+    _refuse_complex(model)
     one: dict[int, nn.Parameter] = {}
     for together in _overlapping([*_places_of_known(known), *_places(model)]):
         views: dict[tuple[Any, ...], Place] = {}
@@ -90,7 +113,7 @@ def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def refuse_complex(model: nn.Module) -> None:
+def _refuse_complex(model: nn.Module) -> None:
     """Raise if a parameter holds complex numbers: sums, masters and moments are those of real ones.  Local."""
     for name, param in model.named_parameters():
         if param.dtype.is_complex:

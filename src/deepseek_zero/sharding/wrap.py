@@ -13,8 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..base.errors import NotBuiltError, UsageError
-from ..comm.agreement import agree, run_on_all_ranks
+from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
@@ -29,30 +28,6 @@ from .executor import Unit
 from .init import materialise
 from .param_group import ParamGroup, build_group
 from .runtime import Runtime
-from .sharded_parameter import owner_of
-
-
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise if a parameter belongs to an engine already; local, before any collective."""
-    for name, param in model.named_parameters():
-        owner = owner_of(param)
-        runtime = owner.runtime() if isinstance(owner, ParamGroup) else None
-        if runtime is not None and not runtime.is_destroyed:
-            raise UsageError(
-                f"parameter '{name}' already belongs to an engine.",
-                "A parameter lives in one engine at a time.",
-                "call destroy() on the first engine, or build the second from its own copy of the model.",
-            )
-
-
-def refuse_sliced(model: nn.Module, axis: str) -> None:
-    """Raise NotBuiltError for a model that was built in slices and is to be split over an axis, too; local."""
-    if any(owner_of(param) is not None for param in model.parameters()):
-        raise NotBuiltError(
-            f"a model built under zero.Init is not split over mesh axis {axis}.",
-            "Its parameters are slices of whole ones, and the split would need other slices.",
-            "build it without zero.Init; initialize() leaves each rank its own part, in slices.",
-        )
 
 
 def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = None) -> Runtime:
@@ -123,7 +98,8 @@ def open_tiers(plan: Plan, settings: MemorySettings, comm: Comm, chunk_numel: in
     if Tier.HOST in wanted:
         memories[Tier.HOST] = HostMemory(pinned=settings.pins_host and plan.mesh.device.type == "cuda")
     if Tier.NVME in wanted:
-        memories[Tier.NVME] = run_on_all_ranks(comm, "opening nvme_path", lambda: Disk(settings.path, settings.disk))
+        with AllRanks(comm, "opening nvme_path"):
+            memories[Tier.NVME] = Disk(settings.path, settings.disk)
     for memory in memories.values():
         memory.traffic.clock = comm.meter.clock
     return Tiers(memories, chunk_numel, DeviceBudget(chosen.device_bytes))
@@ -134,12 +110,9 @@ def check_room(plan: Plan, tiers: Tiers, comm: Comm) -> None:
     if not tiers.memories:
         return
     needed = plan.bytes_by_tier()
-
-    def ask() -> None:
+    with AllRanks(comm, "asking for room"):
         for tier, memory in tiers.memories.items():
             memory.check_room(needed[tier], ranks_of_this_host())
-
-    run_on_all_ranks(comm, "asking for room", ask)
 
 
 def _as_they_get_values(model: nn.Module, plan: Plan, params: Mapping[str, nn.Parameter], comm: Comm) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..base.log import logger
-from ..compat.deepspeed.leaf_modules import (
+from ..compat.deepspeed.before_initialize import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
     set_z3_leaf_modules,

@@ -14,19 +14,19 @@ import deepseek_zero
 from deepseek_zero.base.errors import ConfigError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed import groups
+from deepseek_zero.compat.deepspeed.before_initialize import tensor_parallel_statement, tp_model_init
 from deepseek_zero.compat.deepspeed.mpu import (
     accelerate_statements,
     mesh_param_statement,
     mpu_statement,
-    pipeline_statement,
 )
+from deepseek_zero.compat.deepspeed.pipe import PipelineModule
 from deepseek_zero.compat.deepspeed.pipe_topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from deepseek_zero.compat.deepspeed.tensor_parallel import requested, tensor_parallel_statement, tp_model_init
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import mesh_statements
 from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh
@@ -101,7 +101,7 @@ def test_a_world_of_one_takes_an_mpu() -> None:
 
 def test_a_topology_and_its_grid_state_stages_and_who_is_where(every_axis: None) -> None:
     def saying(topology: ProcessTopology) -> MeshStatement:
-        return pipeline_statement(SimpleNamespace(topology=lambda: topology))  # type: ignore[arg-type]
+        return PipelineModule.mesh_statement(SimpleNamespace(topology=lambda: topology))  # type: ignore[arg-type]
 
     world, mesh = Mesh().on_world(8), Mesh(pp=2, tp=2).on_world(8)
     ours = saying(PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=2))
@@ -136,11 +136,12 @@ def test_accelerates_parallelism_is_heard_but_for_its_data_axes(monkeypatch: pyt
 def test_tp_model_init_records_and_initialize_compares() -> None:
     model = nn.Linear(2, 2)
     assert tp_model_init(model, 2, torch.bfloat16, config={"x": 1}) is model
-    asked = requested(model)
-    assert asked is not None and requested(nn.Linear(2, 2)) is None
+    assert tensor_parallel_statement(nn.Linear(2, 2), load({}), has_mpu=False) is None
 
     def statement(config: dict[str, Any], has_mpu: bool = False) -> MeshStatement:
-        return tensor_parallel_statement(asked, load(config), has_mpu)
+        found = tensor_parallel_statement(model, load(config), has_mpu)
+        assert found is not None
+        return found
 
     assert statement({"bf16": {"enabled": True}}).axes == {"tp": 2}
     assert statement({"tensor_parallel": {"autotp_size": 2}}, has_mpu=True).axes == {"tp": 2}

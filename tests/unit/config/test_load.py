@@ -435,6 +435,10 @@ def test_rules_are_those_for_the_model() -> None:
         ]
     }
     load({"tensor_parallel": {"partition_config": found}})
-    assert layer_rules(found, "gpt2") == ((".*qkv.weight$", "column", 3), (".*norm.*", "skip", 1))
-    assert layer_rules(found, "llama")[1:3] == ((".*o.weight$", "row", 1), (".*down.weight$", "row", 1))
-    assert layer_rules(None, None) == ()
+    assert layer_rules(found) == (
+        (".*qkv.weight$", "column", 3, ()),
+        (".*o.weight$", "row", 1, ("llama",)),
+        (".*down.weight$", "row", 1, ("llama",)),
+        (".*norm.*", "skip", 1, ()),
+    )
+    assert layer_rules(None) == ()

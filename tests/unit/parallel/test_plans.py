@@ -68,15 +68,17 @@ def test_heads_stay_whole_and_the_first_ranks_take_more() -> None:
 
 
 def test_partition_config_comes_first() -> None:
-    layers = ((r".*\.(up|down)\.weight", "skip", 1),)
+    layers = ((r".*\.(up|down)\.weight", "skip", 1, ()),)
     plan = choose(Net(), 2, ParallelSettings(layers=layers))
     assert all("attention" in name for name in kinds(plan))
-    alone = ParallelSettings(layers=((r".*\.up\.", "column", 1), (r".*\.down\.", "row", 1)), uses_other_rules=False)
+    alone = ParallelSettings(
+        layers=((r".*\.up\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())), uses_other_rules=False
+    )
     assert set(kinds(choose(Net(), 2, alone))) == {f"blocks.{n}.{name}" for n in range(2) for name in ("up", "down")}
 
 
 def test_a_column_that_no_row_closes_is_refused_by_name() -> None:
-    wished = ParallelSettings(layers=((r".*\.up\.", "column", 1),), uses_other_rules=False)
+    wished = ParallelSettings(layers=((r".*\.up\.", "column", 1, ()),), uses_other_rules=False)
     with pytest.raises(UsageError, match=r"layer 'blocks\.0\.\S+' cannot be split as partition_config says: "):
         choose(Net(), 2, wished)
     named_only = Net()
@@ -88,7 +90,7 @@ def test_a_column_that_no_row_closes_is_refused_by_name() -> None:
 
 def test_widths_that_do_not_meet_are_refused_by_name() -> None:
     wished = ParallelSettings(
-        layers=((r".*attention\.q\.", "column", 1), (r".*\.down\.", "row", 1)), uses_other_rules=False
+        layers=((r".*attention\.q\.", "column", 1, ()), (r".*\.down\.", "row", 1, ())), uses_other_rules=False
     )
     with pytest.raises(UsageError, match=r"'blocks\.0\.down' cannot be split.*it reads 20"):
         choose(Net(), 2, wished)

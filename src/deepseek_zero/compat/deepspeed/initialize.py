@@ -29,13 +29,12 @@ from ...engine.start import Request, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import groups
+from .before_initialize import leaf_module_names, tensor_parallel_statement
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
-from .leaf_modules import leaf_module_names
-from .mpu import accelerate_statements, mesh_param_statement, mpu_statement, pipeline_statement
+from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
 from .parameters import ParameterOffload, show_ds_names
-from .tensor_parallel import requested, tensor_parallel_statement
 
 if TYPE_CHECKING:
     from .configuration import Configuration
@@ -87,14 +86,14 @@ def initialize(
     if unchanged:
         refuse_miscount()
     statements = [*accelerate_statements()] if unchanged else []
-    asked = requested(model)
-    if asked is not None:
-        statements.append(tensor_parallel_statement(asked, raw, mpu is not None))
+    if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
+        statements.append(asked)
     if mpu is not None:
         statements.append(mpu_statement(mpu))
-    engine_class = getattr(type(model), "engine_class", DeepSpeedEngine)  # a PipelineModule has its own
-    if engine_class is not DeepSpeedEngine:
-        statements.append(pipeline_statement(model))
+    listed: Any = model if hasattr(model, "mesh_statement") else None  # a PipelineModule
+    if listed is not None:
+        statements.append(listed.mesh_statement())
+    engine_class = DeepSpeedEngine if listed is None else listed.engine_class
     if mesh_param is not None:
         statements.append(mesh_param_statement(mesh_param))
     request = Request(

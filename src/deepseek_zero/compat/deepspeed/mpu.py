@@ -1,5 +1,4 @@
-"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, a PipelineModule, accelerate's
-state.
+"""Others' words for where ranks stand, each a MeshStatement: an `mpu`, `mesh_param`, accelerate's state.
 
 An mpu ("model parallel unit": Megatron's, DeepSpeed's grid, a client's own) is any object or module with getters; READ
 has their names.  Its sizes and this rank's places are read once, on every rank, and compared with the mesh.
@@ -96,16 +95,6 @@ def mesh_param_statement(mesh_param: Any) -> MeshStatement:
         wanted = "a pair (data-parallel ranks, sequence-parallel ranks)"
         raise refuse("initialize", "mesh_param", mesh_param, wanted, "pass for example mesh_param=(2, 2), or mesh=.")
     return MeshStatement("mesh_param=", {"sp": mesh_param[1]}, data_size=mesh_param[0])
-
-
-def pipeline_statement(module: Any) -> MeshStatement:
-    """What a PipelineModule's topology says: stages, tensor-parallel ranks where it has that axis, who is where."""
-    topology = module.topology()
-    words = {"pp": "pipe", "tp": "model"}
-    axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}
-    ranks = map(topology.get_coord, range(topology.world_size()))
-    places = tuple({axis: int(getattr(here, words[axis])) for axis in axes} for here in ranks)
-    return MeshStatement("PipelineModule", axes, places=places)
 
 
 def accelerate_statements() -> tuple[MeshStatement, ...]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from ...base.device import default_device
 from ...base.errors import UsageError
 from ...base.mesh import Mesh
+from ...engine.mesh_statements import MeshStatement
 from ...pipeline.layers import LayerSpec, LayerStages, TiedLayerSpec
 from ...pipeline.partition import balanced, uniform
 from . import activation_checkpointing
@@ -103,6 +104,14 @@ class PipelineModule(LayerStages):
         self.global_rank, self.world_size = grid.global_rank, world_size
         self.stage_id, self.dynamic_shape = grid.stage_id, dynamic_shape
         self.to(default_device())
+
+    def mesh_statement(self) -> MeshStatement:
+        """What the topology says: stages, tensor-parallel ranks where it has that axis, who is where."""
+        topology, words = self.topology(), {"pp": "pipe", "tp": "model"}
+        axes = {axis: size for axis, word in words.items() if (size := topology.get_dim(word))}
+        ranks = map(topology.get_coord, range(topology.world_size()))
+        places = tuple({axis: int(getattr(here, words[axis])) for axis in axes} for here in ranks)
+        return MeshStatement("PipelineModule", axes, places=places)
 
     @property
     def mesh(self) -> Mesh:

@@ -26,7 +26,7 @@ __getattr__, __dir__ = stand_in(
         "deepseek_zero.compat.deepspeed.arguments": "add_tuning_arguments",
         "deepseek_zero.compat.deepspeed.pipe": "PipelineModule",
         "deepseek_zero.compat.deepspeed.pipe_engine": "PipelineEngine",
-        "deepseek_zero.compat.deepspeed.tensor_parallel": "tp_model_init",
+        "deepseek_zero.compat.deepspeed.before_initialize": "tp_model_init",
     },
     rooms=(
         "accelerator checkpoint checkpointing comm constants elasticity launcher monitor ops pipe profiling "

@@ -1,18 +1,31 @@
-"""DeepSpeed's leaf modules: blocks that travel as one piece (mixtures of experts), marked before wrapping.
+"""What DeepSpeed's calls say of a model before it is wrapped: which blocks are leaves, and that layers are to be split.
 
-The mark is DeepSpeed's own attribute, `_z3_leaf = True` on the module, which clients test.  The doors hand the names of
-the marked modules down when they wrap a model (`leaf_module_names`); nothing below them reads the mark.
-`deepseek_zero.utils` re-exports what users know.
+Leaf modules travel as one piece (mixtures of experts).  Their mark is DeepSpeed's own attribute, `_z3_leaf = True` on
+the module, which clients test.  The doors hand the names of the marked modules down when they wrap a model
+(`leaf_module_names`); nothing below them reads the mark.  `deepseek_zero.utils` re-exports what users know.
+
+`tp_model_init` records what is asked for, and `initialize` of the same model does it.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
-from ...base.errors import UsageError
+from ...base.errors import ConfigError, UsageError
+from ...base.given import refuse, whole_number
+from ...config import RawConfig
+from ...engine.mesh_statements import MeshStatement
 from ...sharding.sharded_parameter import owner_of
+
+_SIZE = "tensor_parallel.autotp_size"
+_DTYPES = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
 
 
 def set_z3_leaf_modules(
@@ -104,3 +117,64 @@ def _refuse_wrapped(module: nn.Module) -> None:
             "Leaf modules decide where the model is cut.",
             "mark leaf modules before initialize, or name them in zero_optimization.leaf_module.",
         )
+
+
+@dataclass(frozen=True)
+class TensorParallelRequest:
+    """What `tp_model_init` was given.  ranks: of tp_group; None without one."""
+
+    tp_size: int
+    dtype: torch.dtype | None = None
+    ranks: tuple[int, ...] | None = None
+
+
+_asked: weakref.WeakKeyDictionary[nn.Module, TensorParallelRequest] = weakref.WeakKeyDictionary()
+
+
+def tp_model_init(
+    model: nn.Module,
+    tp_size: int,
+    dtype: torch.dtype | None,
+    config: Any = None,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> nn.Module:
+    """Ask for tensor parallelism of a model over so many ranks; returns the model as it is.  Local.
+
+    `initialize` splits it: its layers are whole until then.  dtype: compared with the configuration's.  config: not
+    read: the one given to `initialize` is.  tp_group: the ranks that share a layer, compared with the mesh's.
+    """
+    if not isinstance(model, nn.Module):
+        raise refuse("tp_model_init", "model", model, "the model that initialize() will get", "pass a torch.nn.Module.")
+    whole_number("tp_model_init", "tp_size", tp_size, 1)
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise refuse("tp_model_init", "dtype", dtype, "a torch.dtype", "pass for example torch.bfloat16.")
+    ranks = None
+    if tp_group is not None:
+        ranks = tuple(dist.get_process_group_ranks(tp_group))
+        if len(ranks) != tp_size:
+            raise UsageError(
+                f"tp_model_init(tp_size={tp_size}) was given a tp_group of {len(ranks)} ranks.",
+                "They are the same ranks.",
+                "leave tp_group out.",
+            )
+    _asked[model] = TensorParallelRequest(tp_size, dtype, ranks)
+    return model
+
+
+def tensor_parallel_statement(model: nn.Module, raw: RawConfig, has_mpu: bool) -> MeshStatement | None:
+    """Return what `tp_model_init` recorded of a model, None where it did not; ConfigError in DeepSpeed's words where
+    the configuration says otherwise.
+    """
+    asked = _asked.get(model)
+    if asked is None:
+        return None
+    if asked.ranks is not None and has_mpu:
+        raise ConfigError("tp_model_init provided tp_group; deepspeed.initialize must not receive mpu.")
+    stated = raw.get(_SIZE, 0)
+    if stated not in (0, asked.tp_size):
+        raise ConfigError(f"Conflicting {_SIZE} in config ({stated}) and tp_model_init ({asked.tp_size}).")
+    for key, dtype in _DTYPES.items():
+        if raw.get(key) is True and asked.dtype not in (None, dtype):
+            raise ConfigError(f"Conflicting dtype in config ({dtype}) and tp_model_init ({asked.dtype}).")
+    return MeshStatement("tp_model_init", {"tp": asked.tp_size}, groups={"tp": asked.ranks} if asked.ranks else {})
