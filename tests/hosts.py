@@ -1,0 +1,242 @@
+"""Hosts on one machine, each with its own network, host name, processes, /dev/shm and IPC, on one switch.
+
+    with hosts(2, rate="1gbit") as (h0, h1):
+        ranks = [h0.run(command, env), h1.run(command, env)]
+
+Root makes them, from namespaces.  The first process of a host reads a pipe of ours until it ends, so that a host ends
+with the process that made it, however that one ends, and takes its processes, mounts and network along: nothing has a
+name that could be left behind.  What hosts share is the kernel, the clock and the file systems but /dev/shm.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from tests.needs import need
+
+NETWORK = ipaddress.ip_network("10.77.0.0/24")
+PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
+BURST_SECONDS, LEAST_BURST, QUEUE = 2e-3, 1 << 16, "20ms"  # of a limited link
+UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+LISTENS = "0A"  # the kernel's word in /proc/net/tcp
+END_SECONDS = 10.0
+# The first process of its namespace: it takes in orphans that have ended, as bash does while it reads.
+HOST = """
+hostname "$1" && mount -t tmpfs -o size=4g,mode=1777 shm /dev/shm && printf %s "$2" > /dev/shm/hosts \\
+    && mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts && ip link set lo up && echo ready && read -r _
+"""
+SWITCH = "ip link add br0 type bridge && ip link set br0 up && echo ready && read -r _"
+
+
+class Process(subprocess.Popen[str]):
+    """A program on a host.  Signals reach the program itself; it ends with this handle's process at the latest."""
+
+    def send_signal(self, sig: int) -> None:
+        inside = _children(self.pid) if self.poll() is None else []
+        for pid in inside:
+            os.kill(pid, sig)
+        if not inside or sig == signal.SIGCONT:  # nsenter stops with its child, and waits to be continued itself
+            super().send_signal(sig)
+
+
+class Host:
+    """One host.  name: "h0", "h1", ...; address: on the switch; pid: of its first process, as seen from outside."""
+
+    def __init__(self, number: int, switch: Namespace, start: Namespace) -> None:
+        self.number, self.name, self.address = number, f"h{number}", str(NETWORK[number + 1])
+        self._switch, self._start, self._port = switch, start, f"p{number}"
+        self.pid = start.first
+        self._running: list[Process] = []
+        switch.ip(
+            f"link add {self._port} type veth peer name v0 netns {self.pid}",
+            f"link set {self._port} master br0 up",
+        )
+        start.ip(f"addr add {self.address}/{NETWORK.prefixlen} dev v0", "link set v0 up")
+
+    def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Process:
+        """Start a program in this folder, with this process's environment and `env`.
+
+        options: Popen's; without them both outputs come through one pipe, as text.
+        """
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, **options}
+        inside = [*self._start.enter, f"--wdns={options.pop('cwd', os.getcwd())}"]
+        # With the handle's process it ends, too: a kill of that one would reach nobody else.
+        inside += ["setpriv", "--pdeathsig", "KILL", "--", *command]
+        process = Process(inside, env={**os.environ, **(env or {})}, **options)
+        self._running.append(process)
+        return process
+
+    def cut(self) -> None:
+        """Lose every packet to and from this host from now on; nobody is told, and its link stays up."""
+        self._switch.ip(f"link set {self._port} nomaster")
+
+    def heal(self) -> None:
+        """End a cut."""
+        self._switch.ip(f"link set {self._port} master br0")
+
+    def limit(self, rate: str | None) -> None:
+        """Limit the link to what tc calls a rate ("100mbit"), each way; None: no limit."""
+        for namespace, device in ((self._start, "v0"), (self._switch, self._port)):
+            if rate is None:
+                namespace.call("tc", "qdisc", "del", "dev", device, "root")
+                continue
+            burst = max(LEAST_BURST, int(bits_per_second(rate) / 8 * BURST_SECONDS))
+            words = f"qdisc replace dev {device} root tbf rate {rate} burst {burst} latency {QUEUE}"
+            namespace.call("tc", *words.split())
+
+    def kill(self) -> None:
+        """End the host as a loss of power does: no packet says that its programs are gone."""
+        self.cut()
+        self._start.end()
+
+    def sent_bytes(self) -> int:
+        """Return the bytes that have left its interface, headers included."""
+        return self._counter(8)
+
+    def received_bytes(self) -> int:
+        """Return the bytes that have come in."""
+        return self._counter(0)
+
+    def ports(self) -> set[tuple[str, int]]:
+        """Return where its programs listen for TCP: addresses and ports; "::" and "0.0.0.0" mean all addresses."""
+        found = set()
+        for table, is_little in (("tcp", 4), ("tcp6", 16)):
+            for line in Path(f"/proc/{self.pid}/net/{table}").read_text().splitlines()[1:]:
+                place, state = line.split()[1], line.split()[3]
+                if state == LISTENS:
+                    address, port = place.split(":")
+                    found.add((_address(address, is_little), int(port, 16)))
+        return found
+
+    def pids(self) -> list[int]:
+        """Return its processes but the first, as seen from outside."""
+        mine = os.readlink(f"/proc/{self.pid}/ns/pid")
+        return [pid for pid in _pids() if pid != self.pid and _link(pid, "pid") == mine]
+
+    def close(self) -> None:
+        self._start.end()
+        for process in self._running:
+            process.kill()
+            process.wait(END_SECONDS)
+            for pipe in (process.stdin, process.stdout, process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+    def _counter(self, column: int) -> int:
+        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
+        counters = next(line.split(":", 1)[1] for line in lines if line.strip().startswith("v0:"))
+        return int(counters.split()[column])
+
+
+class Namespace:
+    """The namespaces of a host or of the switch, and the process in them that keeps them.
+
+    enter: the words before a command that is to run inside.  first: that process, as seen from outside.
+    """
+
+    def __init__(self, script: str, *arguments: str, kinds: Sequence[str]) -> None:
+        flags = [f"--{kind}" for kind in kinds]
+        own_pids = ["--fork", "--mount-proc"] if "pid" in kinds else []
+        self._process = subprocess.Popen(
+            ["unshare", *flags, *own_pids, "bash", "-c", script, "bash", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdout is not None and self._process.stderr is not None
+        self.first = self._process.pid
+        try:
+            if self._process.stdout.readline() != "ready\n":
+                raise OSError(f"no namespace: {self._process.stderr.read().strip()}")
+            if own_pids:
+                (self.first,) = _children(self._process.pid)
+        except BaseException:
+            self.end()
+            raise
+        self.enter = ["nsenter", f"--target={self.first}", *flags]
+
+    def ip(self, *commands: str) -> None:
+        """Run commands of ip's inside."""
+        self.call("ip", "-batch", "-", text="\n".join(commands))
+
+    def call(self, *command: str, text: str = "") -> None:
+        """Run a program inside and wait for it; OSError with its own words if it fails."""
+        done = subprocess.run([*self.enter, *command], input=text, capture_output=True, text=True)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)} {text!r}: {done.stderr.strip()}")
+
+    def end(self) -> None:
+        """End every process inside at once, as far as they have pids of their own; calls after the first do nothing."""
+        if self._process.returncode is not None:
+            return
+        with suppress(ProcessLookupError):
+            os.kill(self.first, signal.SIGKILL)  # without its first process the kernel ends all others
+        self._process.wait(END_SECONDS)
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+@contextmanager
+def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
+    """Make so many hosts on one switch; they end with the block.  Skips the test without root or the programs.
+
+    rate: of every link, each way, in tc's words ("100mbit", "1gbit"); None: as fast as the machine.
+    """
+    need(os.geteuid() == 0, "root, to make hosts of namespaces")
+    need(all(map(shutil.which, PROGRAMS)), f"{', '.join(PROGRAMS)} (iproute2 and util-linux)")
+    need(subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode == 0, "leave to make namespaces")
+    with ExitStack() as stack:
+        lines = ["127.0.0.1 localhost", *(f"{NETWORK[number + 1]} h{number}" for number in range(count))]
+        names = "".join(f"{line}\n" for line in lines)
+        switch = Namespace(SWITCH, kinds=("net",))
+        stack.callback(switch.end)
+        found = []
+        for number in range(count):
+            kinds = ("net", "uts", "mount", "ipc", "pid")
+            start = Namespace(HOST, f"h{number}", names, kinds=kinds)
+            stack.callback(start.end)
+            found.append(Host(number, switch, start))
+            stack.callback(found[-1].close)
+            if rate is not None:
+                found[-1].limit(rate)
+        yield found
+
+
+def bits_per_second(rate: str) -> int:
+    """Return a rate in tc's words as a number."""
+    unit = next(unit for unit in UNITS if rate.endswith(unit))
+    return int(float(rate.removesuffix(unit)) * UNITS[unit])
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _link(pid: int, kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/ns/{kind}")
+    except OSError:  # it has ended
+        return ""
+
+
+def _address(text: str, nbytes: int) -> str:
+    """An address out of /proc/net/tcp: words of four bytes, each in the machine's order."""
+    words = [bytes.fromhex(text[start : start + 8])[::-1] for start in range(0, 2 * nbytes, 8)]
+    return str(ipaddress.ip_address(b"".join(words)))
