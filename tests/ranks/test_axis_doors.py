@@ -18,7 +18,7 @@ import deepseek_zero
 from deepseek_zero.base.errors import BatchMismatchError, NotBuiltError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.compat.deepspeed import groups
-from deepseek_zero.compat.deepspeed.tensor_parallel import tp_model_init
+from deepseek_zero.compat.deepspeed.before_initialize import tp_model_init
 from deepseek_zero.sharding.runtime import Runtime
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import deepseek_zero as dz
 from deepseek_zero.base.errors import LONGEST_SHOWN, DeepSeekZeroError, shown
-from deepseek_zero.compat.deepspeed.tensor_parallel import tp_model_init
+from deepseek_zero.compat.deepspeed.before_initialize import tp_model_init
 from deepseek_zero.optimizer import ZeroOptimizer
 
 ADAMW = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
