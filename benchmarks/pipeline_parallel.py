@@ -5,7 +5,7 @@
 
 One core for each rank, everything interleaved in one run, minima of the rounds.  `work` is what the heavier rank
 computes: its stages' forwards and backwards alone, without messages or waiting.  The bound is
-work x (1 + (P - 1) / (v m)).  Leaves a table.
+work x (1 + (P - 1) / (v m)).  Needs matplotlib.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import copy
 import os
 import sys
+import time
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from benchmarks.cells import CONTEXT, VOCABULARY, Cell
 from benchmarks.model import GPT, build_model
+from benchmarks.plot import Panel, draw_panels
 from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.base.mesh import Mesh, init_distributed
@@ -37,12 +39,15 @@ from deepseek_zero.pipeline.executor import PipelineExecutor
 from deepseek_zero.pipeline.messages import Links
 from deepseek_zero.pipeline.schedule import PipelineSchedule, make_schedule
 from deepseek_zero.pipeline.stage import cut_chain, take_stages
+from deepseek_zero.pipeline.verify import verify
 
 RESULTS = Path(__file__).parent / "results" / "pipeline_parallel.md"
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MANY = 8  # micro-batches, of one sequence each
 WAYS = (("1f1b", 1), ("interleaved", 2))
+GOALS = {"1f1b": 1.10, "interleaved": 1.15}  # of a step over its bound
+PLANNED = (("1f1b", 1), ("interleaved", 4), ("breadth_first", 4))
 
 
 class Part(nn.Module):
@@ -120,8 +125,10 @@ class Contest:
                 each.grad = None
 
 
-def measure(cell: Cell, rounds: int, comm: Comm) -> list[str]:
-    """Rows: milliseconds of a step of each, the slower rank's; and microseconds of an action beside the work."""
+def measure(cell: Cell, rounds: int, comm: Comm) -> tuple[list[str], list[Panel]]:
+    """Rows: milliseconds of a step of each, the slower rank's; and microseconds of an action beside the work.  And
+    their picture.
+    """
     model = build_model(cell.shape).to(DTYPES[cell.dtype])
     contests = {way: Contest(model, *way, comm) for way in WAYS}
     best: dict[tuple[Any, str], float] = {}
@@ -132,7 +139,7 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> list[str]:
                 took = seconds_of(getattr(contest, name))
                 if number:
                     best[way, name] = min(best.get((way, name), took), took)
-    rows = []
+    rows, panels = [], []
     for way, contest in contests.items():
         times = torch.tensor([best[way, name] for name in ("work", "ours", "torch")], dtype=torch.float64)
         dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -145,7 +152,19 @@ def measure(cell: Cell, rounds: int, comm: Comm) -> list[str]:
             f"| {cell.name} | {way[0]} | {ms} | **{ours / bound:.2f}** | {theirs / bound:.2f} | {theirs / ours:.2f} | "
             f"{actions} | {over[0]} | {over[1]} |"
         )
-    return rows
+        bars = [("ours", ours / bound), ("torch", theirs / bound)]
+        panels.append(Panel(f"{cell.name}, {way[0]}: step over its bubble bound", bars, GOALS[way[0]]))
+    return rows, panels
+
+
+def measure_plan(stages: int) -> str:
+    """A row: CPU milliseconds in which one process makes and proves the programs of a pipeline of so many ranks."""
+    took = []
+    for name, virtual in PLANNED:
+        began = time.process_time()
+        verify(make_schedule(name, stages, virtual, 64))
+        took.append(f"{1e3 * (time.process_time() - began):.0f}")
+    return f"| {stages} | {' | '.join(took)} |"
 
 
 def main() -> None:
@@ -170,9 +189,21 @@ def main() -> None:
         "| actions | us an action, ours | torch |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
+    panels: list[Panel] = []
     for name in given.cells.split(","):
-        lines += measure(Cell.parse(name), given.rounds, comm)
+        rows, drawn = measure(Cell.parse(name), given.rounds, comm)
+        lines, panels = lines + rows, panels + drawn
+    lines += [
+        "",
+        "To make and prove the programs of 64 micro-batches (of 16,384 ranks: 8 x 16 x 128), CPU milliseconds of one",
+        "process.",
+        "",
+        f"| pipeline ranks | {' | '.join(f'{name}, v={virtual}' for name, virtual in PLANNED)} |",
+        f"|---{'|---' * len(PLANNED)}|",
+        *(measure_plan(stages) for stages in (8, 16, 128)),
+    ]
     if dist.get_rank() == 0:
+        draw_panels("Pipelines on two CPU ranks, 8 micro-batches", panels, given.out.with_suffix(".png"))
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
     dist.barrier()

@@ -5,7 +5,7 @@
 
 One core for each rank, everything interleaved in one run, minima of the rounds. `half` is half of the whole model's
 step, `mute` the step of ranks that compute their parts and never talk: what is whole on every rank (norms, residuals)
-is in it twice. Needs transformers. Leaves a table.
+is in it twice. Needs transformers and matplotlib. Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a file, by a launcher
 
+from benchmarks.plot import Panel, draw_panels
 from benchmarks.systems.common import seconds_of, take_a_core
 from deepseek_zero.base.memory import keep_freed_memory
 from deepseek_zero.base.mesh import init_distributed
@@ -37,6 +38,7 @@ from deepseek_zero.parallel.group import TensorGroup
 RESULTS = Path(__file__).parent / "results" / "tensor_parallel.md"
 CPU = torch.device("cpu")
 SIZES = {"10m": (256, 8, 4, 688, 1024, 256), "125m": (768, 12, 12, 2048, 32000, 1024)}
+GOALS = {"fp32": 1.10, "bf16": 1.20}  # of 125m
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -101,8 +103,8 @@ def systems(size: str, dtype: torch.dtype) -> tuple[dict[str, nn.Module], Tensor
     return found, ids, comm
 
 
-def measure_steps(cell: str, rounds: int) -> str:
-    """One row: milliseconds of a forward and backward of each system, the best of the rounds."""
+def measure_steps(cell: str, rounds: int) -> tuple[str, Panel]:
+    """One row: milliseconds of a forward and backward of each system, the best of the rounds; and its picture."""
     size, dtype = cell.split("-")
     models, ids, comm = systems(size, DTYPES[dtype])
     best: dict[str, float] = {}
@@ -120,12 +122,15 @@ def measure_steps(cell: str, rounds: int) -> str:
     dist.all_reduce(times, dist.ReduceOp.MAX)
     whole, mute, ours, dtensor = (1e3 * each for each in times.tolist())
     ratios = f"{2 * ours / whole:.2f} | {ours / mute:.2f} | {dtensor / ours:.2f}"
-    return f"| {cell} | {whole:.0f} | {mute:.0f} | {ours:.0f} | {dtensor:.0f} | {ratios} | {sent / 1e6:.1f} |"
+    row = f"| {cell} | {whole:.0f} | {mute:.0f} | {ours:.0f} | {dtensor:.0f} | {ratios} | {sent / 1e6:.1f} |"
+    over = [("ours", ours), ("ours, never talking", mute), ("DTensor", dtensor)]
+    goal = GOALS[dtype] if size == "125m" else None
+    return row, Panel(f"{cell}: step over half of one process's", [(name, 2 * ms / whole) for name, ms in over], goal)
 
 
-def measure_sums(repeats: int = 300) -> list[str]:
-    """Rows: microseconds of a sum and of one addition of two such tensors in this process."""
-    group, rows = TensorGroup(Comm(CPU)), []
+def measure_sums(repeats: int = 300) -> tuple[list[str], Panel]:
+    """Rows, and their picture: microseconds of a sum and of one addition of two such tensors in this process."""
+    group, rows, bars = TensorGroup(Comm(CPU)), [], []
     for nbytes in (1 << 16, 3 << 20):
         for name, dtype in DTYPES.items():
             numel = nbytes // dtype.itemsize
@@ -142,7 +147,8 @@ def measure_sums(repeats: int = 300) -> list[str]:
             rows.append(
                 f"| {nbytes >> 10} KiB {name} | {least:.0f} | {median:.0f} | {add:.0f} | {least / (add + 20):.2f} |"
             )
-    return rows
+            bars.append((f"ours, {nbytes >> 10} KiB {name}", least / (add + 20)))
+    return rows, Panel("a sum over two ranks, over one addition + 20 µs", bars, 1.5)
 
 
 def main() -> None:
@@ -155,6 +161,8 @@ def main() -> None:
     init_distributed("gloo")
     take_a_core(dist.get_rank(), dist.get_world_size())
     keep_freed_memory()
+    steps = [measure_steps(cell, given.rounds) for cell in given.cells.split(",")]
+    sums, summed = measure_sums()
     lines = [
         "# Tensor parallelism on two CPU ranks",
         "",
@@ -163,17 +171,19 @@ def main() -> None:
         "",
         "| cell | whole | mute | ours | DTensor | ours / half | ours / mute | DTensor / ours | MB sent |",
         "|---|---|---|---|---|---|---|---|---|",
-        *(measure_steps(cell, given.rounds) for cell in given.cells.split(",")),
+        *(row for row, _ in steps),
         "",
         "A sum over both ranks, in microseconds, beside one addition of two such tensors within a rank.",
         "",
         "| sum | least | median | addition | least / (addition + 20) |",
         "|---|---|---|---|---|",
-        *measure_sums(),
+        *sums,
     ]
     if dist.get_rank() == 0:
         given.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print("\n".join(lines))
+        panels = [*(panel for _, panel in steps), summed]
+        draw_panels("Tensor parallelism on two CPU ranks", panels, given.out.with_suffix(".png"))
     dist.barrier()
 
 
