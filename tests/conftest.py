@@ -4,6 +4,7 @@
     @pytest.mark.ranks("world")                 the size is the parametrised argument `world`
     @pytest.mark.ranks(2, timeout=20)           seconds before the ranks that did not answer are named and ended
     @pytest.mark.ranks(2, fresh=True)           in processes of its own, ended afterwards
+    @pytest.mark.ranks(4, hosts=2)              ranks 0 and 1 on one host, 2 and 3 on another (tests/hosts.py); as root
     @pytest.mark.ranks(3, dies=[1])             rank 1 must die during the test; the others must pass (implies fresh)
 
 The test is a plain module-level function; its arguments must be picklable (parametrised values; tmp_path, one for all
@@ -29,7 +30,7 @@ from tests.rank_pool import Outcome, RankPool, Task, seed_everything
 
 log.install()  # pytest has configured logging, so a door would leave it at that
 
-POOLS = pytest.StashKey[dict[int, RankPool]]()
+POOLS = pytest.StashKey[dict[tuple[int, int], RankPool]]()  # by ranks and hosts
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,13 @@ class RanksMark:
     timeout: float = 60.0
     fresh: bool = False
     dies: tuple[int, ...] | list[int] = ()
+    hosts: int = 1
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "ranks(size, timeout=60, fresh=False, dies=()): run the body on every rank")
+    config.addinivalue_line(
+        "markers", "ranks(size, timeout=60, fresh=False, dies=(), hosts=1): run the body on every rank"
+    )
     config.stash[POOLS] = {}
     config.add_cleanup(lambda: [pool.close() for pool in config.stash[POOLS].values()])
 
@@ -78,7 +82,8 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     task = _task(pyfuncitem)
     pools = pyfuncitem.config.stash[POOLS]
     own = mark.fresh or bool(mark.dies)
-    pool = RankPool(size) if own else pools.pop(size, None) or RankPool(size)
+    pool = None if own else pools.pop((size, mark.hosts), None)
+    pool = RankPool(size, mark.hosts) if pool is None else pool
     try:
         outcome = pool.run(task, mark.timeout)
     except BaseException:  # Ctrl-C, pytest-timeout: the ranks may still be busy
@@ -87,7 +92,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if own or outcome.failed:
         pool.close()
     else:
-        pools[size] = pool
+        pools[size, mark.hosts] = pool
     _judge(outcome, mark)
     return True
 

@@ -10,6 +10,7 @@ name that could be left behind.  What hosts share is the kernel, the clock and t
 
 from __future__ import annotations
 
+import ctypes
 import ipaddress
 import os
 import shutil
@@ -22,10 +23,12 @@ from typing import Any
 
 from tests.needs import need
 
+DEVICE = "v0"  # the network interface of every host
 NETWORK = ipaddress.ip_network("10.77.0.0/24")
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "setpriv")
 BURST_SECONDS, LEAST_BURST, QUEUE = 2e-3, 1 << 16, "20ms"  # of a limited link
 UNITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
+RECEIVED, SENT = 0, 8  # columns of bytes in /proc/net/dev
 LISTENS = "0A"  # the kernel's word in /proc/net/tcp
 END_SECONDS = 10.0
 # The first process of its namespace: it takes in orphans that have ended, as bash does while it reads.
@@ -56,10 +59,10 @@ class Host:
         self.pid = start.first
         self._running: list[Process] = []
         switch.ip(
-            f"link add {self._port} type veth peer name v0 netns {self.pid}",
+            f"link add {self._port} type veth peer name {DEVICE} netns {self.pid}",
             f"link set {self._port} master br0 up",
         )
-        start.ip(f"addr add {self.address}/{NETWORK.prefixlen} dev v0", "link set v0 up")
+        start.ip(f"addr add {self.address}/{NETWORK.prefixlen} dev {DEVICE}", f"link set {DEVICE} up")
 
     def run(self, command: Sequence[str], env: Mapping[str, str] | None = None, **options: Any) -> Process:
         """Start a program in this folder, with this process's environment and `env`.
@@ -84,7 +87,7 @@ class Host:
 
     def limit(self, rate: str | None) -> None:
         """Limit the link to what tc calls a rate ("100mbit"), each way; None: no limit."""
-        for namespace, device in ((self._start, "v0"), (self._switch, self._port)):
+        for namespace, device in ((self._start, DEVICE), (self._switch, self._port)):
             if rate is None:
                 namespace.call("tc", "qdisc", "del", "dev", device, "root")
                 continue
@@ -99,11 +102,11 @@ class Host:
 
     def sent_bytes(self) -> int:
         """Return the bytes that have left its interface, headers included."""
-        return self._counter(8)
+        return self._counter(SENT)
 
     def received_bytes(self) -> int:
         """Return the bytes that have come in."""
-        return self._counter(0)
+        return self._counter(RECEIVED)
 
     def ports(self) -> set[tuple[str, int]]:
         """Return where its programs listen for TCP: addresses and ports; "::" and "0.0.0.0" mean all addresses."""
@@ -131,9 +134,7 @@ class Host:
                     pipe.close()
 
     def _counter(self, column: int) -> int:
-        lines = Path(f"/proc/{self.pid}/net/dev").read_text().splitlines()
-        counters = next(line.split(":", 1)[1] for line in lines if line.strip().startswith("v0:"))
-        return int(counters.split()[column])
+        return _counters(f"/proc/{self.pid}/net/dev")[column]
 
 
 class Namespace:
@@ -212,10 +213,33 @@ def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
         yield found
 
 
+def enter_host(pid: int) -> None:
+    """Move this process into the network, name and IPC of a host; it keeps its place among processes and its mounts.
+
+    pid: of the host's first process.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind in ("net", "uts", "ipc"):
+        with open(f"/proc/{pid}/ns/{kind}") as namespace:
+            if libc.setns(namespace.fileno(), 0):
+                raise OSError(ctypes.get_errno(), f"cannot enter {namespace.name}")
+
+
+def sent_from_here() -> int:
+    """Return the bytes that have left this process's host, headers included."""
+    return _counters("/proc/self/net/dev")[SENT]
+
+
 def bits_per_second(rate: str) -> int:
     """Return a rate in tc's words as a number."""
     unit = next(unit for unit in UNITS if rate.endswith(unit))
     return int(float(rate.removesuffix(unit)) * UNITS[unit])
+
+
+def _counters(path: str) -> list[int]:
+    lines = Path(path).read_text().splitlines()
+    mine = next(line.split(":", 1)[1] for line in lines if line.strip().startswith(f"{DEVICE}:"))
+    return [int(counter) for counter in mine.split()]
 
 
 def _children(pid: int) -> list[int]:

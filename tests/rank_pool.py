@@ -21,6 +21,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing import connection, get_context
@@ -34,12 +35,15 @@ import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
 from deepseek_zero.comm.transports import base
+from tests.hosts import DEVICE, enter_host
+from tests.hosts import hosts as make_hosts
 
 SEED = 1234
 START_SECONDS = 240.0
 POLL_SECONDS = 0.2  # between looks at the notice board: errors between ranks of one machine need no more
 GRACE_SECONDS = 3.0  # what the other ranks get once one has failed: they may be waiting for it inside a collective
 GROUP_TIMEOUT = timedelta(minutes=30)  # longer than any test: the pool's own limit is the one that speaks
+PORT_ON_HOSTS = 29500  # of the store that rank 0 keeps where the parent's own cannot be reached
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,18 @@ class Task:
     function: str
     arguments: bytes
     filters: bytes
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank is.  host: the first process of its host, 0: this machine.  store: the world's address and port.
+
+    local: variables of the ranks of a host, which a launcher may leave out.
+    """
+
+    host: int
+    store: tuple[str, int]
+    local: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,21 +97,23 @@ def seed_everything() -> None:
 
 
 class RankPool:
-    """A world of `size` processes, started by the constructor and ended by `close`."""
+    """A world of `size` processes, started by the constructor and ended by `close`.
 
-    def __init__(self, size: int) -> None:
+    hosts: among which they are dealt in runs (tests/hosts.py); 1: this machine.
+    """
+
+    def __init__(self, size: int, hosts: int = 1) -> None:
         self.size = size
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+        self._hosts = ExitStack()
+        places = self._places(hosts)
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True)
         context, environment = get_context("forkserver"), dict(os.environ)
         context.set_forkserver_preload(["tests.preloaded"])
         pairs = [context.Pipe() for _ in range(size)]
         self._pipes = [ours for ours, _ in pairs]
         self._processes = [
-            context.Process(
-                target=_serve, args=(rank, size, self._store.port, theirs, str(self._stacks(rank)), environment)
-            )
-            for rank, (_, theirs) in enumerate(pairs)
+            context.Process(target=_serve, args=(rank, size, place, theirs, str(self._stacks(rank)), environment))
+            for rank, ((_, theirs), place) in enumerate(zip(pairs, places, strict=True))
         ]
         for process, (_, theirs) in zip(self._processes, pairs, strict=True):
             process.start()
@@ -121,7 +139,17 @@ class RankPool:
             if process.is_alive():
                 process.kill()
                 process.join()
+        self._hosts.close()
         self._folder.cleanup()
+
+    def _places(self, hosts: int) -> list[Place]:
+        if hosts == 1:
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=GROUP_TIMEOUT)
+            numbers = [{"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(self.size)} for rank in range(self.size)]
+            return [Place(0, ("127.0.0.1", self._store.port), local) for local in numbers]
+        machines = self._hosts.enter_context(make_hosts(hosts))
+        pids = [machines[rank * hosts // self.size].pid for rank in range(self.size)]
+        return [Place(pid, (machines[0].address, PORT_ON_HOSTS), {"GLOO_SOCKET_IFNAME": DEVICE}) for pid in pids]
 
     def _collect(self, timeout: float) -> Outcome:
         outcome = Outcome()
@@ -157,7 +185,7 @@ class RankPool:
 
 
 def _serve(
-    rank: int, size: int, port: int, pipe: connection.Connection, stacks: str, environment: dict[str, str]
+    rank: int, size: int, place: Place, pipe: connection.Connection, stacks: str, environment: dict[str, str]
 ) -> None:
     """The life of one rank: join the world, then run tasks until the parent closes the pipe.
 
@@ -167,18 +195,21 @@ def _serve(
     os.environ.update(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends the ranks
     faulthandler.register(signal.SIGUSR1, file=open(stacks, "w"), all_threads=True)  # noqa: SIM115 (open for life)
+    if place.host:
+        enter_host(place.host)
+    address, port = place.store
     os.environ |= {
+        **place.local,
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
-        "LOCAL_WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a second init_process_group("env://") joins the parent's store too
     }
     torch.set_num_threads(1)
     base.POLL_SECONDS = POLL_SECONDS
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    keeps = bool(place.host) and rank == 0
+    store = dist.TCPStore(address, port, is_master=keeps, wait_for_workers=False, timeout=GROUP_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=GROUP_TIMEOUT)
     pipe.send(Answer("ok"))
     while True:

@@ -127,11 +127,14 @@ class Gloo(CopyingTransport):
         tag = self.tags.begin(cid)
         completion = _Completion(cid.arrived)
         try:
-            for peer, (outgoing, incoming) in messages.items():
-                if outgoing.numel():
-                    works.append(dist.isend(outgoing, group=self.group, group_dst=self.ranks[peer], tag=tag))
+            # Every receive before any send: gloo tells a sender over the same connection that there is room for its
+            # message, and that notice queues behind what this rank is sending already: one direction at a time.
+            for peer, (_, incoming) in messages.items():
                 if incoming.numel():
                     works.append(dist.irecv(incoming, group=self.group, group_src=self.ranks[peer], tag=tag))
+            for peer, (outgoing, _) in messages.items():
+                if outgoing.numel():
+                    works.append(dist.isend(outgoing, group=self.group, group_dst=self.ranks[peer], tag=tag))
         except RuntimeError as caught:
             raise _gloo_error(caught) from None
         finally:
