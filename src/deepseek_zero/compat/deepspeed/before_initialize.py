@@ -162,11 +162,11 @@ def tp_model_init(
     return model
 
 
-def tensor_parallel_statement(model: nn.Module, raw: RawConfig, has_mpu: bool) -> MeshStatement | None:
+def tensor_parallel_statement(model: Any, raw: RawConfig, has_mpu: bool) -> MeshStatement | None:
     """Return what `tp_model_init` recorded of a model, None where it did not; ConfigError in DeepSpeed's words where
     the configuration says otherwise.
     """
-    asked = _asked.get(model)
+    asked = _asked.get(model) if isinstance(model, nn.Module) else None  # else `Request` refuses it
     if asked is None:
         return None
     if asked.ranks is not None and has_mpu:
