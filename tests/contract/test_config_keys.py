@@ -296,6 +296,18 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         for name in ("partition", "schedule", "virtual", "group", "micro_batches", "activation_checkpoint_interval")
     },
     "sequence_parallel.attention": settings_differ("sequence_parallel.attention", sequence_settings_of),
+    **{  # one rank sends nothing: tests/ranks/test_codecs.py sees what several do
+        f"zero_optimization.{name}": settings_differ(f"zero_optimization.{name}", plan_settings_of)
+        for name in (
+            "zero_quantized_weights",
+            "zero_quantized_gradients",
+            "compression.weights.bits",
+            "compression.weights.block",
+            "compression.gradients.bits",
+            "compression.gradients.block",
+            "compression.min_numel",
+        )
+    },
     "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,
     "dp_degree": verifies_the_ranks,

@@ -571,22 +571,40 @@ def _do_nothing(received: Sequence[Tensor]) -> None:
     """Leave the received pieces in place."""
 
 
+Decode = Callable[[Tensor, int, int, Tensor], None]  # write elements [start, stop) of a piece into an fp32 tensor
+
+
 def ordered_sum(
-    pieces: Sequence[Tensor], out: Tensor, scratch: Tensor, *, divisor: float = 1.0, add: bool = False
+    pieces: Sequence[Tensor],
+    out: Tensor,
+    scratch: Tensor,
+    *,
+    divisor: float = 1.0,
+    add: bool = False,
+    decode: Decode | None = None,
 ) -> None:
     """out = (pieces[0] + pieces[1] + ...) / divisor, summed in that order in fp32, rounded once; `add`: out += that.
 
-    pieces: one per rank, one-dimensional, all of out's length, any float dtype.  scratch: fp32; its size is the tile's.
+    pieces: one per rank, one-dimensional, all of out's length, any float dtype; with `decode`, what it makes these of.
+    scratch: fp32; its size is the tile's, and with `decode` twice that.
     This is the sum order of the truth contract; a native reduce-scatter keeps neither the order nor fp32 partials.
     """
     is_pair = len(pieces) == 2 and not add and _adds_in_fp32(out.dtype, *(piece.dtype for piece in pieces))
     halves = math.frexp(divisor)[0] == 0.5  # multiplying by 1 / divisor is exact, and faster
-    for start in range(0, out.numel(), scratch.numel()):
-        stop = min(start + scratch.numel(), out.numel())
-        into, (first, *others) = out[start:stop], [piece[start:stop] for piece in pieces]
-        if is_pair and halves:
-            total = torch.add(first, others[0], out=into)
+    tile = scratch.numel() if decode is None else scratch.numel() // 2
+    for start in range(0, out.numel(), tile):
+        stop = min(start + tile, out.numel())
+        into = out[start:stop]
+        if decode is not None:
+            total, summand = scratch[: stop - start], scratch[tile : tile + stop - start]
+            decode(pieces[0], start, stop, total)
+            for piece in pieces[1:]:
+                decode(piece, start, stop, summand)
+                total.add_(summand)
+        elif is_pair and halves:
+            total = torch.add(pieces[0][start:stop], pieces[1][start:stop], out=into)
         else:
+            first, *others = [piece[start:stop] for piece in pieces]
             total = scratch[: stop - start].copy_(first)
             for piece in others:
                 total.add_(piece)

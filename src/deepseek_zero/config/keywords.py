@@ -170,6 +170,43 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
     """Share of the cores that update on the host."""
 
 
+class WeightCodesKeywords(TypedDict, total=False):
+    """Keys of `zero_optimization.compression.weights`."""
+
+    bits: Literal[8] | Auto | None
+    """Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8."""
+    block: Literal[32, 64, 128, 256, 512] | Auto | None
+    """Weights that share a scale."""
+    difference: bool | Auto | None
+    """Send what weights differ from those that all ranks have (stages 1 and 2)."""
+
+
+class GradientCodesKeywords(TypedDict, total=False):
+    """Keys of `zero_optimization.compression.gradients`."""
+
+    bits: Literal[8, 4] | Auto | None
+    """Reduce gradients of matrices as blocks of integers of so many bits; zero_quantized_gradients says 4."""
+    block: Literal[32, 64, 128, 256, 512] | Auto | None
+    """Gradients that share a scale; 256 for 8 bits, 128 for 4 where nothing is said."""
+    inside_bits: Literal[16, 8] | Auto | None
+    """Bits of sums that stay inside a host."""
+    error_feedback: Literal["off", "bf16", "int8"] | Auto | None
+    """Add what a rank's codes left out to its next gradients."""
+
+
+class CompressionKeywords(TypedDict, total=False):
+    """Keys of `zero_optimization.compression`."""
+
+    weights: WeightCodesKeywords | Auto | None
+    """How weights are coded between ranks."""
+    gradients: GradientCodesKeywords | Auto | None
+    """How gradients are coded between ranks."""
+    min_numel: float | Auto | None
+    """A unit whose matrices have fewer elements together travels as it is."""
+    auto: bool | Auto | None
+    """Choose codes by what link and codecs are measured to take."""
+
+
 class LocoParamKeywords(TypedDict, total=False):
     """Keys of `zero_optimization.zeropp_loco_param`."""
 
@@ -275,11 +312,13 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     update goes over all ranks.
     """
     zero_quantized_weights: bool | Auto | None
-    """Gather weights as int8 blocks (qwZ)."""
+    """Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more."""
     zero_quantized_nontrainable_weights: bool | Auto | None
-    """Gather frozen weights as int8 blocks."""
+    """Keep frozen weights as int8 blocks."""
     zero_quantized_gradients: bool | Auto | None
-    """Reduce gradients as int4 blocks (qgZ)."""
+    """Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more."""
+    compression: CompressionKeywords | Auto | None
+    """Matrices in fewer bits on their way between ranks."""
     zeropp_loco_param: LocoParamKeywords | Auto | None
     """Error feedback for compressed gradients (LoCo)."""
     mics_shard_size: float | Auto | None

@@ -21,9 +21,11 @@ from .raw_config import AutoDecision
 Device = Literal["none", "cpu", "nvme", "auto"]
 
 _EXACT_WEIGHTS = "weights travel exactly"
-_EXACT_GRADS = "gradients travel exactly"
+_NO_FEEDBACK = "what codes of gradients leave out is not added to the next ones"
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
+_CODED_WEIGHTS = {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True}
+_CODED_GRADS = {"zero_optimization.zero_quantized_gradients": True}
 _AHEAD = {
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "cpu",
@@ -162,6 +164,64 @@ class LocoParam(Section):
     part: ClassVar[Milestone | None] = Milestone.SPEED
     err_beta: float = later(0.8, "Weight of the old error in the error feedback.", example=0.5, ge=0, le=1)
     reset_T: int = later(1024, "Steps after which the error is forgotten.", unit="steps", example=16, ge=1)
+
+
+Block = Literal[32, 64, 128, 256, 512]
+
+
+class WeightCodes(Section):
+    bits: Literal[8] | None = effective(
+        None,
+        "Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8.",
+        unit="bits",
+        example=8,
+        needs=_STAGE_3,
+    )
+    block: Block = effective(256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS)
+    difference: bool = later(
+        False,
+        "Send what weights differ from those that all ranks have (stages 1 and 2).",
+        Milestone.SPEED,
+        example=True,
+    )
+
+
+class GradientCodes(Section):
+    bits: Literal[8, 4] | None = effective(
+        None,
+        "Reduce gradients of matrices as blocks of integers of so many bits; zero_quantized_gradients says 4.",
+        unit="bits",
+        example=8,
+    )
+    block: Block | None = effective(
+        None,
+        "Gradients that share a scale; 256 for 8 bits, 128 for 4 where nothing is said.",
+        unit="elements",
+        example=64,
+        needs=_CODED_GRADS,
+    )
+    inside_bits: Literal[16, 8] = later(
+        16, "Bits of sums that stay inside a host.", Milestone.SPEED, unit="bits", example=8
+    )
+    error_feedback: Literal["off", "bf16", "int8"] = later(
+        "off", "Add what a rank's codes left out to its next gradients.", Milestone.SPEED, example="bf16"
+    )
+
+
+class Compression(Section):
+    weights: WeightCodes = section(WeightCodes, "How weights are coded between ranks.")
+    gradients: GradientCodes = section(GradientCodes, "How gradients are coded between ranks.")
+    min_numel: int = effective(
+        16_384,
+        "A unit whose matrices have fewer elements together travels as it is.",
+        unit="elements",
+        example=0,
+        needs=_CODED_GRADS,
+        ge=0,
+    )
+    auto: bool = later(
+        False, "Choose codes by what link and codecs are measured to take.", Milestone.SPEED, example=True
+    )
 
 
 class Zenflow(Section):
@@ -332,21 +392,25 @@ class ZeroOptimization(Section):
         needs=_STAGE_3,
         ge=1,
     )
-    zero_quantized_weights: bool = later(
-        False, "Gather weights as int8 blocks (qwZ).", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
+    zero_quantized_weights: bool = effective(
+        False,
+        "Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more.",
+        example=True,
+        needs=_STAGE_3,
     )
     zero_quantized_nontrainable_weights: bool = later(
-        False, "Gather frozen weights as int8 blocks.", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
+        False, "Keep frozen weights as int8 blocks.", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
     )
-    zero_quantized_gradients: bool = later(
-        False, "Reduce gradients as int4 blocks (qgZ).", Milestone.SPEED, example=True, instead=_EXACT_GRADS
+    zero_quantized_gradients: bool = effective(
+        False, "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.", example=True
     )
+    compression: Compression = section(Compression, "Matrices in fewer bits on their way between ranks.")
     zeropp_loco_param: LocoParam | None = later(
         None,
         "Error feedback for compressed gradients (LoCo).",
         Milestone.SPEED,
         example={"err_beta": 0.5},
-        instead=_EXACT_GRADS,
+        instead=_NO_FEEDBACK,
     )
     mics_shard_size: int = effective(
         -1,

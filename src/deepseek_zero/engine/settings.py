@@ -19,8 +19,9 @@ from ..checkpoint.catalogue import Retention
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
-from ..planner.spec import PlanSettings
+from ..planner.spec import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
+from ..precision.codecs import Blocks
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
@@ -118,6 +119,23 @@ def policy_of(config: Config) -> Policy:
     )
 
 
+WEIGHT_BITS, GRADIENT_BITS = 8, 4  # of zero_quantized_weights and zero_quantized_gradients
+GRADIENT_BLOCK = {8: 256, 4: 128}
+
+
+def compression_of(config: Config) -> Compression:
+    """How matrices are coded between ranks: our section, and DeepSpeed's keys where it says nothing."""
+    zero = config.zero_optimization
+    weights, gradients = zero.compression.weights, zero.compression.gradients
+    weight_bits = weights.bits or (WEIGHT_BITS if zero.zero_quantized_weights else None)
+    grad_bits = gradients.bits or (GRADIENT_BITS if zero.zero_quantized_gradients else None)
+    return Compression(
+        weights=Blocks(weight_bits, weights.block) if weight_bits else None,
+        gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits]) if grad_bits else None,
+        min_numel=zero.compression.min_numel,
+    )
+
+
 def is_open(config: Config, key: str) -> bool:
     """Return whether nobody stated this key of `zero_optimization`: left out, or "auto"."""
     decided = {decision.key for decision in config.decisions}
@@ -148,6 +166,7 @@ def plan_settings_of(config: Config, leaf_modules: tuple[str, ...] = ()) -> Plan
         delayed_update=zero.offload_optimizer.delayed_update_after is not None,
         layerwise_micro_batches=zero.vertical_micro_batches,
         secondary_ranks=zero.zero_hpz_partition_size,
+        compression=compression_of(config),
         unused_is_error=not zero.ignore_unused_parameters,
         tunes=tuple(name for name, key in TUNED.items() if is_open(config, key)),
         unit_names=tuple(config.units),

@@ -141,7 +141,23 @@ class Plan:
         """Return every unit's groups, a line each, and the schedule."""
         lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
-        return [*lines, *self._secondary_line(), f"schedule: {self.schedule}", *self._piece_lines()]
+        said = [*self._secondary_line(), *self._coded_line()]
+        return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
+
+    def uncoded(self) -> Plan:
+        """Return this plan with every state sent as it is: what codecs are compared with."""
+        return replace(self, units=tuple(unit.uncoded() for unit in self.units))
+
+    def _coded_line(self) -> list[str]:
+        """Return the bytes of a step with and without codes, if some matrices are coded on their way."""
+        groups = [group for unit in self.units for group in unit.groups if group.is_coded]
+        if not groups:
+            return []
+        sent, exact = self.volume().state_bytes, self.uncoded().volume().state_bytes
+        return [
+            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in {len(groups)} groups; a "
+            f"step sends {format_bytes(sent)} of states instead of {format_bytes(exact)} ({exact / sent:.2f} x less)"
+        ]
 
     def _secondary_line(self) -> list[str]:
         """Return which gathers go where, if some groups have a second copy of their weights."""
@@ -170,7 +186,7 @@ class Plan:
             f"{'units':<32} {'elements':>14}  states",
         ]
         lines += self._unit_lines()
-        lines += ["", *copied] if (copied := self._secondary_line()) else []
+        lines += ["", *said] if (said := [*self._secondary_line(), *self._coded_line()]) else []
         lines += ["", "bytes of this rank between steps"]
         lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
         lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]

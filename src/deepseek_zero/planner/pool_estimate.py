@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..base.device import CPU
+from ..precision.codecs import Cast
 from ..tiers.tier import Tier
 from .layout import SUM_TILE_NUMEL, FlatLayout, messages_of
 from .schedule import ActionKind, Schedule, schedule_units
@@ -55,6 +56,7 @@ class _StepReplay:
     ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
+    coded: dict[int, list[Size]] = field(default_factory=dict)  # by unit: messages of its weights, until it is used
     all_reducing: list[Size] = field(default_factory=list)  # buffers of the sum over replicas under way
     # Of its groups: room for a message, how many there are, how many are under way at once.
     staged: list[tuple[Size, int, int]] = field(default_factory=list)
@@ -68,10 +70,14 @@ class _StepReplay:
             match action.kind:
                 case ActionKind.GATHER:
                     self.ledger.take(self._gathered(unit))
+                    self._send_weights(action.unit)
                 case ActionKind.RELEASE:
                     self.ledger.give(self._gathered(unit))
                 case ActionKind.BACKWARD if action is schedule.backward.computes[action.unit][0]:
+                    self._use(action.unit)
                     self.ledger.take(self._partials(unit))
+                case ActionKind.FORWARD:
+                    self._use(action.unit)
                 case ActionKind.REDUCE:
                     self._reduce(unit)
                 case ActionKind.ALL_REDUCE if unit.trained:
@@ -110,18 +116,29 @@ class _StepReplay:
         """Weights on the device are seen where they lie if all ranks can; others need room here."""
         return [gathered_size(group) for group in unit.sharded if not (self.in_place and _is_seen(group))]
 
+    def _send_weights(self, number: int) -> None:
+        """Weights that are coded travel in a buffer of their own."""
+        wires = [(group.weight_wire, group.padded_numel) for group in self.units[number].sharded if _is_coded(group)]
+        if sizes := [(wire.dtype, wire.length(numel)) for wire, numel in wires]:
+            self.coded[number] = sizes
+            self.ledger.take([*sizes, self.scratch])
+            self.ledger.give([self.scratch])
+
+    def _use(self, number: int) -> None:
+        self.ledger.give(self.coded.pop(number, []))
+
     def _partials(self, unit: UnitPlan) -> list[Size]:
         """Sharded gradients are collected in a lent buffer, whole ones where they stay."""
-        return [self._travel(group) for group in unit.trained if _is_cut(group)]
+        return [(group.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
 
     def _travel(self, group: GroupPlan) -> Size:
-        return group.travel_dtype, group.padded_numel
+        return group.grad_wire.dtype, group.grad_wire.length(group.padded_numel)
 
     def _reduce(self, unit: UnitPlan) -> None:
         self._wait_in_flight()
         self.is_reducing = any(group.ranks > 1 or _is_cut(group) for group in unit.trained)
         for group in unit.trained:
-            held = [self._travel(group)] if _is_cut(group) else []  # the partial gradient, taken in backward
+            held = [(group.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).in_flight
             taken += [] if self.in_place else [self._inbox(group)] * under_way
@@ -136,8 +153,8 @@ class _StepReplay:
             self._wait_in_flight()
 
     def _is_copied(self, group: GroupPlan) -> bool:
-        """Whether a whole gradient travels in another dtype than it is kept in."""
-        return not _is_cut(group) and group.plan.grad is not None and self._travel(group)[0] != group.plan.grad.dtype
+        """Whether a gradient travels as another than it is collected."""
+        return group.grad_wire != Cast(group.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
@@ -152,7 +169,7 @@ class _StepReplay:
     def _inbox(self, group: GroupPlan) -> Size:
         """One message from every other rank."""
         message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
-        return self._travel(group)[0], message * (group.ranks - 1)
+        return group.grad_wire.dtype, group.grad_wire.length(message) * (group.ranks - 1)
 
     def _wait_in_flight(self) -> None:
         if self.is_reducing:
@@ -178,7 +195,12 @@ def gathered_size(group: GroupPlan) -> Size:
 
 def _is_seen(group: GroupPlan) -> bool:
     """Whether a weight lies in symmetric memory where there is some."""
-    return group.plan.weight.tier is Tier.DEVICE and group.plan.secondary is None
+    return group.plan.weight.tier is Tier.DEVICE and group.plan.secondary is None and not _is_coded(group)
+
+
+def _is_coded(group: GroupPlan) -> bool:
+    """Whether gathers are of codes."""
+    return group.plan.weight.wire is not None
 
 
 def _is_cut(group: GroupPlan) -> bool:

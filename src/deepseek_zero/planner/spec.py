@@ -31,6 +31,7 @@ from functools import cached_property
 import torch
 
 from ..base.mesh import INNER_AXES, SHARD_AXES
+from ..precision.codecs import Blocks, Cast, Codec
 from ..precision.policy import Policy
 from ..tiers.budget import NO_LIMIT
 from ..tiers.tier import Tier
@@ -70,13 +71,13 @@ TRANSITIONS: dict[tuple[Placement, Placement], Movement] = {
 class Spec:
     """How one state of one group of parameters is kept.
 
-    wire: the dtype it travels in, None: its own.  axes: over whose ranks it is cut, where it is.
+    wire: how it is written for its way between ranks, None: as it is.  axes: over whose ranks it is cut, where it is.
     """
 
     placement: Placement
     dtype: torch.dtype
     tier: Tier = Tier.DEVICE
-    wire: torch.dtype | None = None
+    wire: Codec | None = None
     axes: tuple[str, ...] = SHARD_AXES
 
     def numel(self, padded_numel: int, ranks: int) -> int:
@@ -85,7 +86,8 @@ class Spec:
 
     def __str__(self) -> str:
         among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
-        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}{among}"
+        coded = f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
+        return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}{among}{coded}"
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,18 @@ class UnitTiers:
 
 
 @dataclass(frozen=True)
+class Compression:
+    """How matrices are coded between ranks.
+
+    weights, gradients: None: as they are.  min_numel: a unit whose matrices have fewer elements is not coded.
+    """
+
+    weights: Blocks | None = None
+    gradients: Blocks | None = None
+    min_numel: int = 0
+
+
+@dataclass(frozen=True)
 class PlanSettings:
     """What a plan is made from, free of any configuration file.  Sizes count elements.
 
@@ -200,6 +214,7 @@ class PlanSettings:
     row_parts: that a micro-batch is cut into by its rows, whose gradients add up as those of an accumulation do.
     layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.  secondary_ranks: neighbours
     among which a second copy of sharded weights is cut (hpZ); 1, or as many as share slices: there is none.
+    compression: of matrices on their way between the ranks that share slices.
     """
 
     stage: int = 3
@@ -225,6 +240,7 @@ class PlanSettings:
     row_parts: int = 1
     layerwise_micro_batches: int = 1
     secondary_ranks: int = 1
+    compression: Compression = Compression()
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -254,8 +270,17 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
     return float(ranks) if settings.prescale else settings.predivide
 
 
-def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, persistent: bool, ranks: int) -> ShardPlan:
+def plan_for(
+    settings: PlanSettings,
+    dtype: torch.dtype,
+    *,
+    trainable: bool,
+    persistent: bool,
+    ranks: int,
+    is_coded: bool = False,
+) -> ShardPlan:
     """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that share slices.
+    is_coded: the compression of the settings is for them.
 
     On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage, unless it
     lies in another memory.  A master that is the weight itself lies where the weight does.  Weights that rest in
@@ -263,10 +288,12 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
     """
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
-    weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier)
+    compression = settings.compression if is_coded else Compression()
+    coded_as = compression.weights if weight_place is S else None
+    weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
     secondary = None
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
-        secondary = replace(weight, axes=INNER_AXES)
+        secondary = replace(weight, axes=INNER_AXES, wire=None)  # it is what was decoded, and stays among neighbours
     if not trainable:
         return ShardPlan(weight, secondary=secondary)
     policy = settings.policy
@@ -278,6 +305,7 @@ def plan_for(settings: PlanSettings, dtype: torch.dtype, *, trainable: bool, per
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
-    grad = Spec(P, grad_dtype, wire=policy.reduce) if in_place else Spec(S, grad_dtype, tier, policy.reduce)
+    wire = compression.gradients or (Cast(policy.reduce) if policy.reduce is not None else None)
+    grad = Spec(P, grad_dtype, wire=wire) if in_place else Spec(S, grad_dtype, tier, wire)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary)

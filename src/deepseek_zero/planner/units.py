@@ -13,6 +13,7 @@ import torch
 
 from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
+from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
 from .layout import LAYOUTS, FlatLayout, Shape
 from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
@@ -24,7 +25,7 @@ class GroupKey:
 
     split: how they lie along "tp", "" without that axis.  is_counted: whether these elements count in norms and
     checkpoints, or another rank along "tp" holds them too.  sharers: coordinates along "tp" whose gradients are
-    summands of one.
+    summands of one.  is_coded: they are compressed on their way between ranks.
     """
 
     dtype: torch.dtype
@@ -34,6 +35,7 @@ class GroupKey:
     split: str = ""
     is_counted: bool = True
     sharers: tuple[int, ...] = ()
+    is_coded: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,16 +83,38 @@ class GroupPlan:
         return [slot.name for slot in self.layout.slots]
 
     @property
-    def travel_dtype(self) -> torch.dtype:
-        """The dtype gradients of this group are sent in."""
+    def summand_dtype(self) -> torch.dtype:
+        """The dtype in which a rank collects what it adds to the sum of gradients."""
         assert self.plan.grad is not None
-        own = self.plan.weight.dtype if self.plan.grad.placement is S else self.plan.grad.dtype
-        return self.plan.grad.wire or own
+        if self.plan.grad.placement is not S:
+            return self.plan.grad.dtype
+        return self.plan.grad.wire.dtype if isinstance(self.plan.grad.wire, Cast) else self.plan.weight.dtype
+
+    @property
+    def grad_wire(self) -> Codec:
+        """How gradients of this group are sent."""
+        assert self.plan.grad is not None
+        return self.plan.grad.wire or Cast(self.summand_dtype)
+
+    @property
+    def weight_wire(self) -> Codec:
+        """How weights of this group are sent."""
+        return self.plan.weight.wire or Cast(self.plan.weight.dtype)
 
     @property
     def may_be_cut(self) -> bool:
         """Return whether its master is sharded, so that its layout decides which tensors are cut."""
         return self.plan.master is not None and self.plan.master.placement is not R
+
+    @property
+    def is_coded(self) -> bool:
+        """Return whether weights or gradients are sent as codes."""
+        return any(spec is not None and isinstance(spec.wire, Blocks) for spec in (self.plan.weight, self.plan.grad))
+
+    def uncoded(self) -> GroupPlan:
+        """Return the same group with everything sent as it is kept."""
+        grad = replace(self.plan.grad, wire=None) if self.plan.grad is not None else None
+        return replace(self, plan=replace(self.plan, weight=replace(self.plan.weight, wire=None), grad=grad))
 
     def relayout(self, granularity: str) -> GroupPlan:
         """Return the same group, laid out at another granularity ("element", "tensor")."""
@@ -136,6 +160,10 @@ class UnitPlan:
         """Elements that a gather brings here; what the schedule is a function of."""
         return sum(group.padded_numel for group in self.sharded)
 
+    def uncoded(self) -> UnitPlan:
+        """Return the same unit with its coded groups sent as they are kept."""
+        return replace(self, groups=tuple(group.uncoded() if group.is_coded else group for group in self.groups))
+
     def explain(self, number: int) -> list[str]:
         """Return one line per group.  number: of the unit in its plan."""
         return [
@@ -144,11 +172,32 @@ class UnitPlan:
         ]
 
 
-def group_params(unit: UnitShape, persistent: frozenset[str], mesh: Mesh) -> dict[GroupKey, list[str]]:
+def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int) -> frozenset[str]:
+    """Return the names of those parameters of a unit that are compressed on their way between so many ranks.
+
+    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.
+    """
+    compression = settings.compression
+    codes_weights = compression.weights is not None and settings.stage == 3
+    found = {
+        name: param.numel
+        for name, param in unit.params.items()
+        if len(param.shape) >= 2
+        and name not in persistent
+        and (codes_weights or (param.trainable and compression.gradients is not None))
+        and settings.policy.weight_dtype(param.dtype) in CODED
+    }
+    return frozenset(found) if ranks > 1 and sum(found.values()) >= compression.min_numel else frozenset()
+
+
+def group_params(
+    unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, mesh: Mesh
+) -> dict[GroupKey, list[str]]:
     """Return a unit's parameter names by group, in the order the model declares them."""
     groups: dict[GroupKey, list[str]] = {}
+    coded = coded_names(unit, persistent, settings, mesh.shard_size)
     for name, param in unit.params.items():
-        key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision)
+        key = GroupKey(param.dtype, param.trainable, name in persistent, param.full_precision, is_coded=name in coded)
         if (split := param.split) is not None:
             if not split.shares_evenly(mesh.tp):
                 raise NotBuiltError(
@@ -193,7 +242,14 @@ def plan_group(
     uncut: names of parameters whose optimizer needs whole tensors.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
-    plan = plan_for(settings, key.dtype, trainable=key.trainable, persistent=key.persistent, ranks=mesh.shard_size)
+    plan = plan_for(
+        settings,
+        key.dtype,
+        trainable=key.trainable,
+        persistent=key.persistent,
+        ranks=mesh.shard_size,
+        is_coded=key.is_coded,
+    )
     layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
@@ -224,7 +280,7 @@ def plan_units(
                 plan_group(
                     unit.name or "root", key, names, [unit.params[name].shape for name in names], settings, mesh, uncut
                 )
-                for key, names in group_params(unit, persistent, mesh).items()
+                for key, names in group_params(unit, persistent, settings, mesh).items()
             ),
             unit.is_tile,
         )

@@ -1,7 +1,7 @@
 """What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
-    G, gather      slice x (N-1), in the weight's dtype; from a second copy cut among I ranks, slice x N/I x (I-1)
-    S, reduce      slice x (N-1), in the dtype that travels; at stage 0 once more, in the one gradients are kept in
+    G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
+    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
     refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
 
@@ -16,8 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from ..precision.codecs import Cast, Codec
 from .pieces import PipelinePlan
 from .schedule import ActionKind, Schedule
 from .spec import PlanSettings, R, S
@@ -124,7 +123,7 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
         outer = min(times, 1 if group.plan.grad is not None else 0)
     inner_slice = group.padded_numel // group.secondary_ranks * (group.secondary_ranks - 1)
     inner = (times - outer) * inner_slice * group.plan.weight.dtype.itemsize
-    return outer * _to_others(group, group.plan.weight.dtype), inner
+    return outer * _to_others(group, group.weight_wire), inner
 
 
 def _reduce_bytes(group: GroupPlan) -> int:
@@ -132,7 +131,7 @@ def _reduce_bytes(group: GroupPlan) -> int:
     plan = group.plan
     assert plan.grad is not None and plan.master is not None
     is_whole = plan.grad.placement is not S and plan.master.placement is R
-    return _to_others(group, group.travel_dtype) + (_to_others(group, plan.grad.dtype) if is_whole else 0)
+    return _to_others(group, group.grad_wire) + (_to_others(group, Cast(plan.grad.dtype)) if is_whole else 0)
 
 
 def _all_reduce_bytes(group: GroupPlan) -> int:
@@ -145,8 +144,8 @@ def _all_reduce_bytes(group: GroupPlan) -> int:
 def _refresh_bytes(group: GroupPlan) -> int:
     plan = group.plan
     is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
-    return _to_others(group, plan.weight.dtype) if is_cut else 0
+    return _to_others(group, Cast(plan.weight.dtype)) if is_cut else 0
 
 
-def _to_others(group: GroupPlan, dtype: torch.dtype) -> int:
-    return group.padded_numel // group.ranks * (group.ranks - 1) * dtype.itemsize
+def _to_others(group: GroupPlan, wire: Codec) -> int:
+    return wire.nbytes(group.padded_numel // group.ranks) * (group.ranks - 1)

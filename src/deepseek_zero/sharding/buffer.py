@@ -20,6 +20,7 @@ from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.base import SymmetricMemory
 from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
+from ..precision.codecs import Blocks, Cast, Codec
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, Work, copy_engine_for, read_now
 
@@ -122,6 +123,7 @@ class FlatBuffer:
 
     memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `load` and
     `elements` fetch them. symmetric: of a sharded weight, the memory through which this rank sees the other slices too.
+    coded_as: of the target of a gather, what slices travel there as; None: exactly, whatever the spec of a state says.
     """
 
     layout: FlatLayout
@@ -130,6 +132,7 @@ class FlatBuffer:
     symmetric: SymmetricMemory | None = None
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
+    coded_as: Codec | None = None
 
     def load(self) -> Tensor:
         """Return all elements of this rank, flat: to be read, or to be the target of `move`.
@@ -190,7 +193,7 @@ class FlatBuffer:
     ) -> FlatBuffer:
         """Allocate a weight; a sharded one in symmetric memory, where there is some.  Collective.
 
-        is_copied: it has a second copy, so that its gathers are of two kinds, and neither is in place.
+        is_copied: what a gather brings is no slice itself, but codes of it or, once in a while, a second copy.
         """
         if spec.placement is not S:
             return cls.allocate_for_comm(layout, spec, comm_ctx, what)
@@ -211,13 +214,13 @@ class FlatBuffer:
         """Count this buffer against the training device's budget for as long as it lives, and return it."""
         return comm_ctx.tiers.budget.reserve_for(self, self.memory.nbytes, what)
 
-    def lend_whole(self, pool: Pool) -> FlatBuffer:
+    def lend_whole(self, pool: Pool, coded_as: Codec | None = None) -> FlatBuffer:
         """Return the buffer that `move` brings all slices to: where they can be seen already, else one of the pool's.
 
-        Until `return_whole`.
+        coded_as: what they travel there as.  Until `return_whole`.
         """
         whole = pool.take(self.layout.padded_numel, self.spec.dtype) if self.symmetric is None else self.symmetric.whole
-        return FlatBuffer(self.layout, Spec(R, self.spec.dtype), whole)
+        return FlatBuffer(self.layout, Spec(R, self.spec.dtype), whole, coded_as=coded_as)
 
     def return_whole(self, whole: FlatBuffer, pool: Pool) -> None:
         """End the use of what `lend_whole` returned; nobody may hold a view of it that is still read."""
@@ -356,9 +359,9 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
 
     An offloaded source is fetched first, pending updates before that, and leaves memory again when it has been copied;
     sums for an offloaded target are made on the device and sent there. Source and target may share storage (a partial
-    gradient reduced in place). Neither may be touched before `wait()`, which raises `PeerError` if another rank failed,
-    `StorageError` if a disk did. Collective unless the movement is local: every rank calls it, in the same order within
-    its lane.
+    gradient reduced in place). Summands travel as the source's spec says, slices exactly unless `target.coded_as` says
+    how. Neither may be touched before `wait()`, which raises `PeerError` if another rank failed, `StorageError` if a
+    disk did. Collective unless the movement is local: every rank calls it, in the same order within its lane.
     """
     match TRANSITIONS[source.spec.placement, target.spec.placement]:
         case Movement.ALL_GATHER:
@@ -368,12 +371,10 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
                 return _gather_offloaded(source, source.extent, target, comm_ctx, what)
             return _all_gather(source.memory, target, comm_ctx, what)
         case Movement.REDUCE_SCATTER:
-            travels, arrive = _on_wire(source, comm_ctx)
-            return _reduce_scatter(travels, target.load(), comm_ctx, what, add, target.extent).then(arrive)
+            return _reduce_scatter(source, target.load(), comm_ctx, what, add, target.extent)
         case Movement.ALL_REDUCE:
-            travels, arrive = _on_wire(source, comm_ctx)
             own = target.shard(comm_ctx.comm.rank)
-            pending = _reduce_scatter(travels, own, comm_ctx, what, add).then(arrive)
+            pending = _reduce_scatter(source, own, comm_ctx, what, add)
             return pending.then(lambda: _all_gather(own, target, comm_ctx, what).wait())
         case Movement.LOCAL_SLICE:
             target.load().copy_(source.shard(comm_ctx.comm.rank))
@@ -382,18 +383,70 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
     return DONE
 
 
-def _on_wire(source: FlatBuffer, comm_ctx: CommContext) -> tuple[FlatBuffer, Callable[[], None]]:
-    """Return what travels of summands, and what to call when it has arrived: the one place for codecs on the wire."""
-    wire = source.spec.wire
-    if wire is None or wire == source.spec.dtype:
-        return source, _do_nothing
-    lent = comm_ctx.pool.take(source.layout.padded_numel, wire)
-    lent.copy_(source.memory)
-    return FlatBuffer(source.layout, Spec(source.spec.placement, wire), lent), lambda: comm_ctx.pool.give(lent)
+@dataclass(frozen=True)
+class Message:
+    """What travels of a flat buffer: itself, or codes in a lent one.  The one place for codecs on the wire.
+
+    A slice's message is all of it, or as many messages one after another as it is cut into.
+    """
+
+    wire: Codec
+    memory: Tensor
+    pool: Pool
+    is_lent: bool
+
+    @classmethod
+    def of(cls, buffer: FlatBuffer, wire: Codec | None, pool: Pool) -> Message:
+        """Return the message of a whole or partial buffer, with nothing written yet.  wire: None: it travels itself."""
+        if wire is None or wire == Cast(buffer.spec.dtype):
+            return cls(Cast(buffer.spec.dtype), buffer.memory, pool, is_lent=False)
+        return cls(wire, pool.take(wire.length(buffer.layout.padded_numel), wire.dtype), pool, is_lent=True)
+
+    def piece(self, low: int, high: int) -> Tensor:
+        """Return what elements [low, high) travel in."""
+        return self.memory[self.wire.length(low) : self.wire.length(high)]
+
+    def encode(self, values: Tensor, low: int) -> Tensor:
+        """Write these elements, from the flat index `low` on, and return what they travel in.  Local."""
+        piece = self.piece(low, low + values.numel())
+        if self.is_lent:
+            scratch = _scratch(self.pool)
+            self.wire.encode(values, piece, scratch)
+            self.pool.give(scratch)
+        return piece
+
+    def decode(self, low: int, out: Tensor) -> None:
+        """Write the elements from the flat index `low` on, a whole message, into `out`.  Local."""
+        scratch = _scratch(self.pool)
+        self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
+        self.pool.give(scratch)
+
+    def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
+        """Add up a message from each rank (`ordered_sum`).  Local."""
+        wire, scratch = self.wire, _scratch(self.pool)
+        if isinstance(wire, Blocks):
+            half = scratch.numel() // 2
+            ordered_sum(
+                received,
+                into,
+                scratch[:half],
+                divisor=divisor,
+                add=add,
+                decode=lambda piece, start, stop, out: wire.decode(piece, start, stop, out, scratch[half:]),
+            )
+        else:
+            ordered_sum(received, into, scratch, divisor=divisor, add=add)
+        self.pool.give(scratch)
+
+    def arrived(self) -> None:
+        """Give back what was lent, once nobody on this rank needs it."""
+        if self.is_lent:
+            self.pool.give(self.memory)
 
 
-def _do_nothing() -> None:
-    """Nothing was lent."""
+def _scratch(pool: Pool) -> Tensor:
+    """Return lent room for sums and codecs to work in."""
+    return pool.take(SUM_TILE_NUMEL.on(pool.device), torch.float32)
 
 
 def _gather_offloaded(
@@ -422,13 +475,25 @@ def _gather_offloaded(
 
 
 def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
-    into = target.shard(comm_ctx.comm.rank)
+    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+    lane = "gather" if target.spec.placement is R else "reduce"
+    if target.coded_as is not None and comm.size > 1:
+        message = Message.of(target, target.coded_as, comm_ctx.pool)
+        message.encode(own, comm.rank * slice_numel)
+        pending = comm.all_gather(message.memory, lane, what, comm_ctx.gather_kind)
+
+        def decode() -> None:  # this rank's own slice too: every rank computes with the same bits
+            for rank in range(comm.size):
+                message.decode(rank * slice_numel, target.shard(rank))
+            message.arrived()
+
+        return pending.then(decode)
+    into = target.shard(comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
-    if comm_ctx.comm.size == 1:
+    if comm.size == 1:
         return DONE
-    lane = "gather" if target.spec.placement is R else "reduce"
-    return comm_ctx.comm.all_gather(target.load(), lane, what, comm_ctx.gather_kind)
+    return comm.all_gather(target.load(), lane, what, comm_ctx.gather_kind)
 
 
 def _reduce_scatter(
@@ -440,19 +505,26 @@ def _reduce_scatter(
     extent: the one that `own` lies in.
     """
     comm, layout = comm_ctx.comm, source.layout
-    if not layout.slice_numel or (comm.size == 1 and own.data_ptr() == source.memory.data_ptr()):
+    if not layout.slice_numel:
+        return DONE
+    message = Message.of(source, source.spec.wire, comm_ctx.pool)
+    if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE
     step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
     count = 0 if comm.reads_in_place else depth
-    inboxes = [comm_ctx.pool.take(step * (comm.size - 1), source.memory.dtype) for _ in range(count)]
+    room = message.wire.length(step) * (comm.size - 1)
+    inboxes = [comm_ctx.pool.take(room, message.wire.dtype) for _ in range(count)]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
-        pieces = [source.shard(rank)[low:high] for rank in range(comm.size)]
+        pieces = [
+            message.encode(source.shard(rank)[low:high], rank * layout.slice_numel + low) for rank in range(comm.size)
+        ]
         boxes: list[Tensor | None] = [None] * comm.size
         if inboxes and comm.size > 1:
-            boxes = [*torch.split(inboxes[number % depth][: (comm.size - 1) * (high - low)], high - low)]
+            length = message.wire.length(high - low)
+            boxes = [*torch.split(inboxes[number % depth][: (comm.size - 1) * length], length)]
             boxes.insert(comm.rank, None)
 
         kept = own[low:high]
@@ -461,10 +533,8 @@ def _reduce_scatter(
         )
 
         def add_up(received: Sequence[Tensor]) -> None:
-            scratch = comm_ctx.pool.take(SUM_TILE_NUMEL.on(comm_ctx.pool.device), torch.float32)
             into = kept if landing is None else landing.sum()
-            ordered_sum(received, into, scratch, divisor=comm_ctx.divisor, add=add)
-            comm_ctx.pool.give(scratch)
+            message.sum(received, into, divisor=comm_ctx.divisor, add=add)
             if landing is not None:
                 landing.send()
 
@@ -482,6 +552,7 @@ def _reduce_scatter(
                 under_way.append(start(number))
         for inbox in inboxes:
             comm_ctx.pool.give(inbox)
+        message.arrived()
 
     return Pending(finish)
 

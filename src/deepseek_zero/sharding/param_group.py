@@ -157,12 +157,13 @@ class ParamGroup:
 
     def _allocate_weight(self, what: str) -> None:
         """Allocate the weight, and its second copy if it has one.  Collective."""
-        is_copied, what = self.plan.secondary is not None, f"the weights of {what}"
+        what, has_secondary = f"the weights of {what}", self.plan.secondary is not None
+        is_copied = has_secondary or self.plan.weight.wire is not None
         self.weight = FlatBuffer.allocate_weight(
             self.layout, self.plan.weight, self.comm_ctx, what, is_copied=is_copied
         )
         self.weight.guard = self.guard
-        self.secondary = SecondaryWeight(self.planned, self.comm_ctx, f"a copy of {what}") if is_copied else None
+        self.secondary = SecondaryWeight(self.planned, self.comm_ctx, f"a copy of {what}") if has_secondary else None
 
     def _take_from_first_replica(self, full: FlatBuffer) -> None:
         """Let every replica have the values of the first: its slice where the weight is cut, else all.  Collective."""
@@ -277,7 +278,7 @@ class ParamGroup:
         if self.guard.pending is not None and self.weight.extent is not None:
             self.weight.extent.pin()  # what the update writes stays in memory until it has been gathered
             self.guard.pending.flush_group(self)
-        self.unsharded = self.weight.lend_whole(self.comm_ctx.pool)
+        self.unsharded = self.weight.lend_whole(self.comm_ctx.pool, self.plan.weight.wire)
         if self.secondary is not None:
             return self.secondary.gather(self.weight, self.unsharded, self.comm_ctx, what)
         return move(self.weight, self.unsharded, self.comm_ctx, what)
@@ -668,8 +669,8 @@ class Gradient:
                 self._carry(self._own(buffer))
             self._partial = buffer
         else:
-            dtype = group.plan.grad.wire or group.plan.weight.dtype
-            spec = Spec(P, dtype, group.plan.grad.tier)
+            dtype = group.planned.summand_dtype
+            spec = Spec(P, dtype, group.plan.grad.tier, group.plan.grad.wire)
             storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
             self._partial = FlatBuffer(group.layout, spec, storage)
         if self._state is GradState.EMPTY:

@@ -18,7 +18,7 @@ from ..base.errors import UsageError
 from ..comm.collectives import Comm
 from ..parallel.cuts import cut
 from ..planner.split import Split, split_of
-from .access import join_split
+from .access import GatheredParameters, join_split
 from .executor import Unit, UnitState
 from .sharded_parameter import Hook
 
@@ -50,15 +50,22 @@ def own_names(unit: Unit, module: nn.Module) -> list[str]:
 
 
 class _Saver:
-    """Gathers a unit while torch reads its parameters, then replaces the views by copies."""
+    """Gathers a unit while torch reads its parameters, then replaces the views by copies.
+
+    Weights that a forward gathers as codes are gathered exactly here.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit, self.woken = unit, False
+        self.exact: GatheredParameters | None = None
         self.outermost: nn.Module | None = None  # whose state dict is being made; the modules inside it have no part
 
     def before(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         if self.outermost in (None, module):
             self.woken = self.unit.state is UnitState.SHARDED
+            if coded := [group for group in self.unit.sharded if group.plan.weight.wire is not None]:
+                self.exact = GatheredParameters([member.param for group in coded for member in group.members])
+                self.exact.__enter__()
             with torch.inference_mode(False), torch.no_grad():
                 self.unit.unshard()
                 self.unit.wait_for_unshard()
@@ -77,6 +84,9 @@ class _Saver:
                 if key not in copies:
                     copies[key] = self._joined(value, splits.get(name), name).to("cpu", copy=True)
                 state[prefix + name] = copies[key].view(copies[key].shape)
+        if self.exact is not None:
+            self.exact.__exit__(None, None, None)
+            self.exact = None
         if self.woken:
             with torch.no_grad():
                 self.unit.reshard()

@@ -1,0 +1,172 @@
+"""How values are written for their way between ranks: cast to a dtype, or in blocks of small integers.
+
+A block of B values has one fp32 scale and 8 or 4 bits for each value:
+
+    int8   s = max|x| * fl(1/127)    code = round_half_even(x * fl(1/s))    value = code * s
+    int4   s = max|x| * fl(1/7)      the same, and blocks 2k and 2k+1 share B bytes: low + 16 high
+
+A scale below 2^-126 is zero, and so are its codes.  A block that holds a NaN or an infinity has the scale NaN, so all
+of it comes back as NaN, which whoever looks for an overflow finds.  Codes are symmetric, so a zero stays a zero, and
+use their full range, so nothing is clipped.
+
+A message is all codes, then all scales, in one flat tensor.  Every operation is elementwise IEEE fp32, a product is
+rounded before it is added to anything, and tiles are whole blocks: devices, tiles and transports change no bit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every number is one of fp32
+LARGEST = {8: 127, 4: 7}
+SMALLEST_SCALE = 2.0**-126
+SCRATCH_PARTS = 4  # a scratch is cut into so many equal parts, of which one is a tile
+
+
+@dataclass(frozen=True)
+class Cast:
+    """The plain codec: every value is rounded to one dtype."""
+
+    dtype: torch.dtype
+
+    granule: ClassVar[int] = 1  # how many values are coded together
+
+    def length(self, numel: int) -> int:
+        """Return how many elements of `dtype` so many values take on their way."""
+        return numel
+
+    def nbytes(self, numel: int) -> int:
+        """Return how many bytes so many values take on their way."""
+        return numel * self.dtype.itemsize
+
+    def encode(self, values: Tensor, message: Tensor, scratch: Tensor) -> None:
+        """Write the values into a message.  Both are flat; Local."""
+        message.copy_(values)
+
+    def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
+        """Write values [start, stop) of a message into `out`.  Local."""
+        out.copy_(message[start:stop])
+
+    def __str__(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The codec of blocks.  bits: of a code, 8 or 4.  block: values that share a scale, a power of two."""
+
+    bits: int
+    block: int
+
+    dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
+
+    @property
+    def granule(self) -> int:
+        """Return how many values are coded together: a block, or the two that share bytes."""
+        return self.block * 8 // self.bits
+
+    def length(self, numel: int) -> int:
+        """Return how many bytes so many values take on their way; numel: a multiple of `granule`."""
+        return numel * self.bits // 8 + numel // self.block * torch.float32.itemsize
+
+    def nbytes(self, numel: int) -> int:
+        """Return how many bytes so many values take on their way."""
+        return self.length(numel)
+
+    def encode(self, values: Tensor, message: Tensor, scratch: Tensor) -> None:
+        """Write the values into a message.  Local.
+
+        values: flat, of a dtype in `CODED`, a multiple of `granule` long.  message: uint8, of `length(len(values))`,
+        aligned to four bytes.  scratch: flat fp32, of at least `SCRATCH_PARTS` granules.
+        """
+        codes, scales = self._parts(message, values.numel())
+        wide, rounded, packed, small = self._tiles(scratch)
+        for start in range(0, values.numel(), wide.numel()):
+            stop = min(start + wide.numel(), values.numel())
+            tile = values[start:stop]
+            if tile.dtype != torch.float32:
+                tile = wide[: stop - start].copy_(tile)
+            rows = tile.view(-1, self.block)
+            scale = scales[start // self.block : stop // self.block]
+            self._scale(rows, scale, small)
+            quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=rounded[: stop - start].view_as(rows))
+            is_lost = scale.isnan()
+            if scale.device.type != "cpu" or bool(is_lost.any()):
+                quotients.masked_fill_(is_lost.unsqueeze(1), 0.0)  # its codes say nothing, and share bytes with others'
+            whole = self._packed(quotients.round_(), packed)
+            codes[start * self.bits // 8 : stop * self.bits // 8].view_as(whole).copy_(whole)
+
+    def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> None:
+        """Write each row's scale, and its reciprocal at the front of `small`."""
+        inverse, low = small[: scale.numel()], small[scale.numel() : 2 * scale.numel()]
+        torch.amax(rows, 1, out=scale)
+        torch.maximum(scale, torch.amin(rows, 1, out=low).neg_(), out=scale)
+        scale.mul_(1.0 / LARGEST[self.bits])
+        scale.add_(torch.sub(scale, scale, out=low))  # an infinity becomes a NaN, which no other row's scale does
+        torch.reciprocal(scale, out=inverse)
+        is_zero = scale < SMALLEST_SCALE
+        scale.masked_fill_(is_zero, 0.0)
+        inverse.masked_fill_(is_zero, 0.0)
+
+    def _packed(self, whole: Tensor, packed: Tensor) -> Tensor:
+        """Return the codes, one row of whole numbers for each block, as what the bytes hold."""
+        if self.bits == 8:
+            return whole
+        pairs = whole.view(-1, 2, self.block)
+        both = packed[: whole.numel() // 2].view(-1, self.block)
+        return torch.add(pairs[:, 0], pairs[:, 1], alpha=16, out=both)
+
+    def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
+        """Write values [start, stop) of a message into `out`.  Local.
+
+        start, stop: multiples of `granule`.  out: flat, of a dtype in `CODED`, to which values are rounded once.
+        scratch: as for `encode`.
+        """
+        codes, scales = self._parts(message, message.numel() * self.block // self.length(self.block))
+        wide, whole, high, _ = self._tiles(scratch)
+        for low in range(start, stop, wide.numel()):
+            end = min(low + wide.numel(), stop)
+            into = out[low - start : end - start]
+            exact = into if into.dtype == torch.float32 else wide[: end - low]
+            self._decode_tile(
+                codes[low * self.bits // 8 : end * self.bits // 8],
+                scales[low // self.block : end // self.block].unsqueeze(1),
+                exact,
+                whole,
+                high,
+            )
+            if exact is not into:
+                into.copy_(exact)
+
+    def _decode_tile(self, codes: Tensor, scale: Tensor, out: Tensor, whole: Tensor, high: Tensor) -> None:
+        if self.bits == 8:
+            out.copy_(codes)
+            out.view(-1, self.block).mul_(scale)
+            return
+        both = whole[: codes.numel()].copy_(codes).view(-1, self.block)
+        upper = torch.mul(both, 1 / 16, out=high[: codes.numel()].view_as(both)).round_()
+        both.add_(upper, alpha=-16)
+        pairs, scales = out.view(-1, 2, self.block), scale.view(-1, 2, 1)
+        torch.mul(both, scales[:, 0], out=pairs[:, 0])
+        torch.mul(upper, scales[:, 1], out=pairs[:, 1])
+
+    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
+        """Return codes (int8) and scales (fp32) of a message of so many values."""
+        count = numel * self.bits // 8
+        return message[:count].view(torch.int8), message[count:].view(torch.float32)
+
+    def _tiles(self, scratch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Cut a scratch into parts of one tile each, which is a multiple of the granule."""
+        numel = scratch.numel() // SCRATCH_PARTS // self.granule * self.granule
+        first, second, third, fourth = (scratch[part * numel : (part + 1) * numel] for part in range(SCRATCH_PARTS))
+        return first, second, third, fourth
+
+    def __str__(self) -> str:
+        return f"int{self.bits}/{self.block}"
+
+
+Codec = Cast | Blocks

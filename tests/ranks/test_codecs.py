@@ -1,0 +1,188 @@
+"""Codecs on the wire, through the engine's door: N ranks that send codes have the bits of one process that rounds the
+same tensors through the same codes, at every stage, over every transport; and a step sends the bytes of the formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero.precision.codecs import Blocks
+from tests.models import Batch, batch_of, seeded
+from tests.pairwise import cases
+from tests.ranks.test_bytes import SendCounter
+from tests.ranks.test_parity import assert_same_bits, masters_of
+from tests.reference import OPTIMIZERS, Reference
+from tests.training import ALL, DTYPES, Run, train_step
+
+STEPS = 3
+CODES: dict[str, tuple[Blocks | None, Blocks | None]] = {
+    "int8 weights": (Blocks(8, 256), None),
+    "int4 gradients": (None, Blocks(4, 128)),
+    "both": (Blocks(8, 256), Blocks(4, 128)),
+    "int8 both, small blocks": (Blocks(8, 64), Blocks(8, 32)),
+}
+
+
+def start(run: Run, codes: str, model: nn.Module | None = None, **keys: Any) -> Any:
+    """The engine of a run whose weights and gradients are coded.  keys: of the configuration."""
+    weights, gradients = CODES[codes]
+    model = seeded() if model is None else model
+    config = run.config() | keys
+    config["zero_optimization"]["compression"] = {
+        "weights": {"bits": weights.bits, "block": weights.block} if weights is not None and run.stage == 3 else {},
+        "gradients": {"bits": gradients.bits, "block": gradients.block} if gradients is not None else {},
+        "min_numel": 0,
+    }
+    optimizer = OPTIMIZERS[run.optimizer]([each for each in model.parameters() if each.requires_grad])
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def rounded(codec: Blocks, flat: Tensor) -> Tensor:
+    """What comes out of a codec, by its definition."""
+    rows, largest = flat.float().view(-1, codec.block), {8: 127, 4: 7}[codec.bits]
+    scale = rows.abs().amax(1, keepdim=True) * torch.tensor(1 / largest)
+    scale = torch.where(scale.isfinite(), scale.where(scale >= 2**-126, 0.0), float("nan"))
+    codes = torch.where(scale > 0, (rows * (1 / scale)).round(), 0.0 * scale)
+    return (codes * scale).view(-1)
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Where matrices that are coded together lie: name -> first element of the flat buffer."""
+
+    places: dict[str, int]
+    numel: int
+
+    def through(self, codec: Blocks, tensors: dict[str, Tensor]) -> None:
+        """Replace these tensors by what comes out of the codec, in fp32."""
+        flat = torch.zeros(self.numel)
+        for name, start in self.places.items():
+            flat[start : start + tensors[name].numel()] = tensors[name].reshape(-1).float()
+        found = rounded(codec, flat)
+        for name, start in self.places.items():
+            tensors[name] = found[start : start + tensors[name].numel()].view(tensors[name].shape)
+
+
+def flats_of(engine: Any) -> list[Flat]:
+    """The coded buffers, as the engine lays them out; exactly the matrices must be in them."""
+    groups = [group for group in engine.runtime.groups if group.planned.key.is_coded]
+    slots = [slot for group in groups for slot in group.layout.slots]
+    matrices = {name for name, parameter in engine.module.named_parameters() if len(parameter.shape) > 1}
+    assert {slot.name for slot in slots} == matrices
+    return [Flat({slot.name: slot.start for slot in each.layout.slots}, each.layout.padded_numel) for each in groups]
+
+
+@dataclass
+class Rounding(Reference):
+    """The reference that rounds weights on their way into a micro-batch, and each rank's summands, through codes."""
+
+    flats: Sequence[Flat] = ()
+    codes: tuple[Blocks | None, Blocks | None] = (None, None)
+    names: list[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.names = [name for name, _ in self.model.named_parameters()]
+
+    def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        exact = [weight.data for weight in self.weights]
+        if self.codes[0] is not None:
+            held = dict(zip(self.names, exact, strict=True))
+            for flat in self.flats:
+                flat.through(self.codes[0], held)
+            for weight, name in zip(self.weights, self.names, strict=True):
+                weight.data = held[name].to(weight.dtype)
+        loss, grads = super().micro_batch(batch)
+        for weight, data in zip(self.weights, exact, strict=True):
+            weight.data = data
+        return loss, grads if self.adds_first else self.sent(grads)
+
+    def sent(self, grads: list[Tensor]) -> list[Tensor]:
+        held = dict(zip(self.names, grads, strict=True))
+        if self.codes[1] is not None:
+            for flat in self.flats:
+                flat.through(self.codes[1], held)
+        return [held[name] for name in self.names]
+
+    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        if not self.adds_first:
+            return super().gradients(batches)
+        losses, summands = [], []
+        for of_rank in batches:
+            runs = [self.micro_batch(batch) for batch in of_rank]
+            losses.append([loss for loss, _ in runs])
+            totals = [grad.to(self.grad_dtype, copy=True) for grad in runs[0][1]]
+            for _, grads in runs[1:]:
+                for total, grad in zip(totals, grads, strict=True):
+                    total.add_(grad)
+            summands.append(self.sent(totals))
+        return losses, [self._mean(list(each)).to(self.grad_dtype) for each in zip(*summands, strict=True)]
+
+
+AXES = {
+    "stage": (0, 1, 2, 3),
+    "codes": tuple(CODES),
+    "dtype": ("fp32", "bf16"),
+    "accumulation": (1, 2),
+    "ranks": (2, 3, 4),
+    "window": (0, ALL),
+    "bucket": (4096, ALL),
+    "transport": ("fastest", "gloo"),
+    "tier": ("none", "cpu"),
+}
+
+
+@pytest.mark.ranks("ranks", timeout=25)
+@pytest.mark.parametrize(*cases(AXES))
+def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
+    stage: int,
+    codes: str,
+    dtype: str,
+    accumulation: int,
+    ranks: int,
+    window: int,
+    bucket: int,
+    transport: str,
+    tier: str,
+) -> None:
+    run = Run(stage, dtype, accumulation, window, 0.3, "adamw", transport=transport, tier=tier, bucket=bucket)
+    engine = start(run, codes)
+    weights, gradients = CODES[codes] if stage == 3 else (None, CODES[codes][1])
+    flats = flats_of(engine) if weights or gradients else []
+    reference = Rounding(
+        seeded(),
+        ranks,
+        accumulation,
+        stage < 2,
+        DTYPES[dtype],
+        OPTIMIZERS["adamw"],
+        0.3,
+        flats=flats,
+        codes=(weights, gradients),
+    )
+    meter = engine.runtime.comm.meter
+    for step in range(STEPS):
+        meter.reset()
+        with SendCounter() as counter:
+            losses = train_step(engine, run, step)
+        if step and transport == "gloo":
+            assert counter.sent_bytes == meter.total_bytes()
+        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        expected, _ = reference.step(everyone, engine.get_global_grad_norm())
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+    masters = dict(zip(reference.values(), reference.masters, strict=True))
+    assert_same_bits(masters_of(engine), masters, "masters")
+    report = engine.memory_report()
+    if tier == "none":
+        assert report.measured_total == report.predicted_total
+    else:  # a gather that waits for its slice lends its message later than the schedule says
+        assert report.measured_total <= report.predicted_total

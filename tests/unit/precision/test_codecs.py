@@ -1,0 +1,119 @@
+"""Codecs against their definition, written again value by value in whole-tensor operations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepseek_zero.precision.codecs import SCRATCH_PARTS, SMALLEST_SCALE, Blocks, Cast
+
+CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512)]
+LARGE = 1 << 14  # elements of scratch
+named = pytest.mark.parametrize("codec", CODECS, ids=str)
+
+
+def coded(codec: Blocks | Cast, values: Tensor, scratch_numel: int = LARGE) -> Tensor:
+    message = torch.empty(codec.length(values.numel()), dtype=codec.dtype)
+    codec.encode(values, message, torch.empty(scratch_numel))
+    return message
+
+
+def decoded(codec: Blocks | Cast, message: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full((numel,), 7.0, dtype=dtype)
+    codec.decode(message, 0, numel, out, torch.empty(LARGE))
+    return out
+
+
+def values_of(codec: Blocks, blocks: int = 12) -> Tensor:
+    """Values of very different sizes, from block to block and within one."""
+    shape = (blocks, codec.block)
+    return (torch.randn(shape) * torch.exp(4 * torch.randn(shape)) * torch.exp(9 * torch.randn(blocks, 1))).view(-1)
+
+
+def defined(codec: Blocks, values: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes and scales as the definition has them: one row for each block."""
+    rows, largest = values.float().view(-1, codec.block), {8: 127, 4: 7}[codec.bits]
+    scale = rows.abs().amax(1, keepdim=True) * torch.tensor(1 / largest)
+    codes = (rows * (1 / scale)).round()
+    is_zero = scale < SMALLEST_SCALE
+    return codes.where(~is_zero, 0.0), scale.where(~is_zero, 0.0)
+
+
+@named
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_codes_are_the_defined_ones_and_miss_a_value_by_half_a_scale_at_most(codec: Blocks, dtype: torch.dtype) -> None:
+    values = values_of(codec).clamp(-6e4, 6e4).to(dtype)
+    codes, scale = defined(codec, values)
+    message = coded(codec, values)
+    count = values.numel() * codec.bits // 8
+    assert torch.equal(message[count:].view(torch.float32), scale.view(-1))
+    found, held = decoded(codec, message, values.numel()), message[:count].view(torch.int8)
+    if codec.bits == 8:
+        assert torch.equal(held.view_as(codes), codes.to(torch.int8))
+    else:
+        pairs = codes.to(torch.int8).view(-1, 2, codec.block)
+        assert torch.equal(held.view(-1, codec.block), pairs[:, 0] + 16 * pairs[:, 1])
+    assert torch.equal(found.view_as(codes), codes * scale)
+    assert bool(((found - values.float()).abs().view_as(codes) <= scale * (0.5 + 2e-5)).all())
+    assert bool((found[values == 0] == 0).all())
+    assert torch.equal(decoded(codec, message, values.numel(), dtype), found.to(dtype))
+
+
+@named
+def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(codec: Blocks) -> None:
+    values = values_of(codec, blocks=22)
+    message = coded(codec, values)
+    whole = decoded(codec, message, values.numel())
+    smallest = SCRATCH_PARTS * codec.granule
+    for scratch_numel in (smallest, 3 * smallest, smallest + 7):
+        assert torch.equal(coded(codec, values, scratch_numel), message)
+        start, stop, part = codec.granule, 4 * codec.granule, torch.empty(3 * codec.granule)
+        codec.decode(message, start, stop, part, torch.empty(scratch_numel))
+        assert torch.equal(part, whole[start:stop])
+    half = 5 * codec.granule
+    assert torch.equal(decoded(codec, coded(codec, values[:half]), half), whole[:half])
+
+
+@named
+@pytest.mark.parametrize("strange", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_makes_its_block_nan_and_no_other(codec: Blocks, strange: float) -> None:
+    values = values_of(codec, blocks=4)
+    expected = decoded(codec, coded(codec, values), values.numel()).view(4, -1)
+    values[codec.block + 5] = strange
+    found = decoded(codec, coded(codec, values), values.numel()).view(4, -1)
+    assert bool(found[1].isnan().all())
+    assert torch.equal(found[[0, 2, 3]], expected[[0, 2, 3]])
+
+
+@named
+def test_blocks_of_zeros_and_of_numbers_too_small_for_a_scale_are_exact_zeros(codec: Blocks) -> None:
+    values = torch.zeros(4, codec.block)
+    values[1] = 1e-40
+    values[2] = SMALLEST_SCALE * {8: 126, 4: 6}[codec.bits]  # of which the scale is just below the least
+    values[3, 0] = SMALLEST_SCALE * {8: 130, 4: 8}[codec.bits]
+    found = decoded(codec, coded(codec, values.view(-1)), values.numel()).view_as(values)
+    assert torch.equal(found[:3], torch.zeros(3, codec.block))
+    assert torch.allclose(found[3, 0], values[3, 0], rtol=1e-3)
+
+
+@named
+def test_the_largest_numbers_stay_finite_and_keep_their_sign(codec: Blocks) -> None:
+    values = torch.full((2, codec.block), torch.finfo(torch.float32).max)
+    values[1, 1::2] *= -1
+    found = decoded(codec, coded(codec, values.view(-1)), values.numel()).view_as(values)
+    assert torch.allclose(found, values, rtol=1e-6) and bool(found.isfinite().all())
+
+
+def test_a_message_is_as_long_as_the_table_says() -> None:
+    assert Blocks(8, 256).nbytes(1 << 20) == 1.015625 * (1 << 20)
+    assert Blocks(4, 128).nbytes(1 << 20) == 0.53125 * (1 << 20)
+    assert Cast(torch.bfloat16).nbytes(1 << 20) == 2 << 20
+    assert Blocks(4, 128).granule == Blocks(8, 256).granule == 256
+
+
+def test_the_plain_codec_rounds_once() -> None:
+    values, codec = torch.randn(1000), Cast(torch.bfloat16)
+    message = coded(codec, values)
+    assert torch.equal(message, values.bfloat16())
+    assert torch.equal(decoded(codec, message, 1000), values.bfloat16().float())
