@@ -55,7 +55,7 @@ def reduced(comm: Comm, numel: int) -> Tensor:
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("transport", ["fastest", "gloo"])
+@pytest.mark.parametrize("transport", ["fastest", "gloo", "tcp"])
 @pytest.mark.parametrize("key_of", [one_host, rows, columns])
 def test_a_group_moves_among_its_members_only(transport: str, key_of: Callable[[int], str]) -> None:
     with hosts(key_of):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -16,9 +17,17 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.transports import base
 from tests.plain import STAGE_3, engine_for, seeded
 from tests.ranks.test_misuse import Model, one_good_step
+from tests.ranks.test_same_host import hosts
 
 CPU = torch.device("cpu")
-on_both_transports = pytest.mark.parametrize("transport", ["fastest", "gloo"])
+on_all_transports = pytest.mark.parametrize("transport", ["fastest", "gloo", "tcp"])
+
+
+@contextmanager
+def apart(transport: str) -> Iterator[None]:
+    """Links made anew for our own sockets, with each rank on a host of its own; others as they are."""
+    with hosts(str) if transport == "tcp" else nullcontext():
+        yield
 
 
 def names_of_one_crc(comm: Comm) -> tuple[str, str]:
@@ -33,31 +42,33 @@ def names_of_one_crc(comm: Comm) -> tuple[str, str]:
 
 
 @pytest.mark.ranks(2, timeout=40)
-@on_both_transports
+@on_all_transports
 def test_names_of_one_crc_in_two_lanes_that_interleave_differently(transport: str) -> None:
-    comm, rank = Comm(CPU, transport=transport), dist.get_rank()
-    names = names_of_one_crc(comm)
-    calls = [("gather", names[0], 1.0), ("reduce", names[1], 100.0)]
-    under_way = []
-    for lane, name, value in calls if rank == 0 else calls[::-1]:
-        full = torch.zeros(2 * 50)
-        full.chunk(2)[rank].fill_(value + rank)
-        under_way.append((value, full, comm.all_gather(full, lane, name)))
-    for value, full, pending in under_way:
-        pending.wait()
-        assert [float(part.sum()) / 50 for part in full.chunk(2)] == [value, value + 1]
-    dist.barrier()
+    with apart(transport):
+        comm, rank = Comm(CPU, transport=transport), dist.get_rank()
+        names = names_of_one_crc(comm)
+        calls = [("gather", names[0], 1.0), ("reduce", names[1], 100.0)]
+        under_way = []
+        for lane, name, value in calls if rank == 0 else calls[::-1]:
+            full = torch.zeros(2 * 50)
+            full.chunk(2)[rank].fill_(value + rank)
+            under_way.append((value, full, comm.all_gather(full, lane, name)))
+        for value, full, pending in under_way:
+            pending.wait()
+            assert [float(part.sum()) / 50 for part in full.chunk(2)] == [value, value + 1]
+        dist.barrier()
 
 
 @pytest.mark.ranks(2, timeout=40)
-@on_both_transports
+@on_all_transports
 def test_a_rank_astray_at_the_same_place_of_a_lane_gets_no_bytes(transport: str) -> None:
-    comm, rank = Comm(CPU, transport=transport), dist.get_rank()
-    full = torch.full((100,), -1.0)
-    with pytest.raises(PeerError, match=r"different collectives.*gather [xy]"):
-        comm.all_gather(full, "gather", "xy"[rank]).wait()
-    assert (full == -1.0).all()
-    dist.barrier()
+    with apart(transport):
+        comm, rank = Comm(CPU, transport=transport), dist.get_rank()
+        full = torch.full((100,), -1.0)
+        with pytest.raises(PeerError, match=r"different collectives.*gather [xy]"):
+            comm.all_gather(full, "gather", "xy"[rank]).wait()
+        assert (full == -1.0).all()
+        dist.barrier()
 
 
 class Boom(Exception):
@@ -84,25 +95,26 @@ FAULTS = {
 
 
 @pytest.mark.ranks(2, timeout=40)
-@on_both_transports
+@on_all_transports
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_fails_on_one_rank_inside_a_collective_is_no_lost_connection(fault: str, transport: str) -> None:
-    raises, kind, said = FAULTS[fault]
-    comm, rank = Comm(CPU, transport=transport), dist.get_rank()
-    pieces, boxes = [torch.ones(20), torch.ones(20)], [torch.empty(20), torch.empty(20)]
-    pending = comm.exchange(pieces, boxes, "reduce", "sums", raises if rank == 1 else lambda received: None)
-    if rank == 1:
-        # Another collective's wait may take the pieces in: the fault is not that one's.
-        with pytest.raises(kind, match=said) as caught:
+    with apart(transport):
+        raises, kind, said = FAULTS[fault]
+        comm, rank = Comm(CPU, transport=transport), dist.get_rank()
+        pieces, boxes = [torch.ones(20), torch.ones(20)], [torch.empty(20), torch.empty(20)]
+        pending = comm.exchange(pieces, boxes, "reduce", "sums", raises if rank == 1 else lambda received: None)
+        if rank == 1:
+            # Another collective's wait may take the pieces in: the fault is not that one's.
+            with pytest.raises(kind, match=said) as caught:
+                pending.wait()
+            assert not isinstance(caught.value, PeerError)
+            with pytest.raises(kind, match=said):
+                pending.wait()  # there is no data, however often one asks
+        else:
             pending.wait()
-        assert not isinstance(caught.value, PeerError)
-        with pytest.raises(kind, match=said):
-            pending.wait()  # there is no data, however often one asks
-    else:
-        pending.wait()
-        with pytest.raises(PeerError, match=rf"rank 1 raised an error.*{kind.__name__}.*{said}"):
-            comm.barrier("the next step")
-    dist.barrier()
+            with pytest.raises(PeerError, match=rf"rank 1 raised an error.*{kind.__name__}.*{said}"):
+                comm.barrier("the next step")
+        dist.barrier()
 
 
 @pytest.mark.ranks(2, timeout=40)

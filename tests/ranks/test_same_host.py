@@ -35,6 +35,7 @@ from deepseek_zero.comm.transports import shared_memory
 from deepseek_zero.comm.transports.composed import Hierarchical
 from deepseek_zero.comm.transports.gloo import Gloo
 from deepseek_zero.comm.transports.shared_memory import INLINE_BYTES, SharedMemory
+from deepseek_zero.comm.transports.tcp import Tcp
 from tests.models import Gpt, seeded
 from tests.training import Run, start_engine, train_step
 
@@ -90,6 +91,41 @@ def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) ->
         assert isinstance(comm._transport, Hierarchical)
         assert comm._transport.near.peers == (dist.get_rank() ^ 1,)
         assert_same(trained(Run(stage, dtype, optimizer="adamw")), expected)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
+def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(stage: int, dtype: str) -> None:
+    run = Run(stage, dtype, 2, optimizer="adamw", transport="gloo")
+    expected = trained(run)
+    with hosts(lambda rank: f"host {rank // 2}"):
+        comm = Comm(CPU, transport="tcp")
+        assert isinstance(comm._transport, Hierarchical)
+        assert isinstance(comm._transport.far, Tcp)
+        assert_same(trained(replace(run, transport="tcp")), expected)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_our_own_sockets_alone_give_the_bits_of_gloo(stage: int) -> None:
+    run = Run(stage, "bf16", optimizer="adamw", transport="gloo", clipping=0.1)
+    expected = trained(run)
+    with hosts(str):
+        assert isinstance(Comm(CPU, transport="tcp")._transport, Tcp)
+        assert_same(trained(replace(run, transport="tcp")), expected)
+
+
+@pytest.mark.ranks(2, dies=[1], timeout=20)
+def test_with_our_own_sockets_a_death_is_named_within_a_second() -> None:
+    with hosts(str):
+        comm = Comm(CPU, transport="tcp")
+        comm.barrier("all are here")
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        full, began = torch.zeros(2 * LARGE), time.monotonic()
+        with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
+            comm.all_gather(full, "gather", "nobody's").wait()
+        assert time.monotonic() - began < 1.0
 
 
 @pytest.mark.ranks(2)

@@ -4,6 +4,9 @@
     $DEEPSEEK_ZERO_ATTEMPT.saves.SIGTERM   a rank: asked to end by this signal, I save first; give me time
     $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
     $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as pp=2,tp=2
+    $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of this job alone know
+    $DEEPSEEK_ZERO_INTERFACE               the launcher: the interface or address at which ranks listen
+    $DEEPSEEK_ZERO_PORTS                   the launcher: the ports they choose from, as 29600-29700
 
 The first variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it
 is not set: then nothing is written, and every signal is a request.  Standard library only.
@@ -20,6 +23,8 @@ SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
 SAVES, ENDING = ".saves.", ".ending"
 MESH = "DEEPSEEK_ZERO_MESH"
+SECRET_FILE = "DEEPSEEK_ZERO_SECRET_FILE"
+INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
 
 

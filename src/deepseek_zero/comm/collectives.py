@@ -45,7 +45,10 @@ from .transports.composed import Hierarchical, HostStaged
 from .transports.gloo import Gloo
 from .transports.nccl import Nccl, NcclGroups
 from .transports.shared_memory import SharedMemory
+from .transports.tcp import Tcp
 
+TRANSPORTS = ("fastest", "gloo", "tcp")
+_FAR_WAYS: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
 Finish = Callable[[], None]
 T = TypeVar("T")
 
@@ -103,7 +106,7 @@ class _Engine:
     """
 
     trains: bool
-    uses_gloo: bool
+    transport: str
     world: WorldContext | None = None
     name: str = "engine"
     gave_up: bool = False
@@ -116,8 +119,9 @@ class Comm:
     Making one is collective in the world, and gives the world's; `split` gives groups of it.  `rank` and `size` are the
     group's; `ranks` are its members as the world counts them.  Its name keeps two engines' messages apart.
 
-    transport: "fastest" takes shared memory between CPU ranks of one host, "gloo" never does.  trains: False for what
-    only builds or loads a model, and waits for each of its collectives.  world: None: that of torch.distributed, and
+    transport: "fastest" and "tcp" take shared memory between CPU ranks of one host, "gloo" never does; between hosts
+    "tcp" takes our own sockets, the others gloo.  trains: False for what only builds or loads a model, and waits for
+    each of its collectives.  world: None: that of torch.distributed, and
     without one a world of one rank.
     """
 
@@ -132,7 +136,7 @@ class Comm:
         self.name, self.meter, self.device = "engine", Meter(), device
         self.ranks: tuple[int, ...] = (0,)
         self.rank, self.size = 0, 1
-        self._engine = _Engine(trains, transport == "gloo")
+        self._engine = _Engine(trains, transport)
         self._world: WorldContext | None = None
         self._whole: Comm | None = None  # the groups of a mesh
         self._shard: Comm | None = None
@@ -222,12 +226,15 @@ class Comm:
     def _join(self, world: WorldContext, groups: Partition, whole: Comm, axis: str) -> None:
         """Take a name, a slot for gloo's tags and transports of its own. Collective in `whole`, the world's."""
         device, engine, nccl = self.device, self._engine, world.nccl_groups(groups)
-        slots, free, idle = _agreed(whole, world, nccl, uses_gloo=engine.uses_gloo)
+        slots, free, idle = _agreed(whole, world, nccl, engine.transport)
+        if engine.transport == "tcp":
+            world.connect_far()
         self._number = next(world.engines)  # made in the same order on every rank of this world
         engine.name = engine.name if axis else f"engine {self._number - 1}"
         self.name, self._lanes = f"{engine.name} {axis}".strip(), {}
         world.tags.take(self.name, slots)
-        self._host_transport = world.gloo_over(self.ranks) if engine.uses_gloo else world.fastest_over(self.ranks)
+        ways = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
+        self._host_transport = ways[engine.transport](self.ranks)
         self._transport = self._host_transport
         if device.type != "cpu":
             self._transport = HostStaged(world.gloo_over(self.ranks), self.rank, self.size, device)
@@ -245,18 +252,16 @@ class Comm:
             why = "ranks share a GPU" if transport.device.type == "cuda" else f"{transport.device.type} has no NCCL"
             return [Capability(name, "through the host, by gloo", why)]
         if isinstance(transport, Gloo):
-            if self._engine.uses_gloo:
+            if self._engine.transport == "gloo":
                 return [Capability(name, "gloo, as the configuration says")]
             why = (
                 f"ranks of this host cannot share memory: {world.no_sharing_reason}" if world.no_sharing_reason else ""
             )
             return [Capability(name, "gloo", why)]
-        ways = {
-            Nccl: "NCCL",
-            SharedMemory: "shared memory",
-            Hierarchical: "shared memory within a host, gloo between hosts",
-        }
-        return [Capability(name, ways[type(transport)])]
+        if isinstance(transport, Hierarchical):
+            far = _FAR_WAYS[type(transport.far)]
+            return [Capability(name, f"shared memory within a host, {far} between hosts")]
+        return [Capability(name, {Nccl: "NCCL", SharedMemory: "shared memory", **_FAR_WAYS}[type(transport)])]
 
     # -- buffers
 
@@ -542,17 +547,18 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     comm.exchange(outgoing, incoming, "gather", what).wait()
 
 
-def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, *, uses_gloo: bool) -> tuple[int, int, int]:
+def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str) -> tuple[int, int, int]:
     """Agree on the slots that are free on every rank (`Tags`), and the pairs of NCCL groups that are free or idle
     (`NcclGroups`).
 
     Collective. Raises `ModelMismatchError` if ranks were told to use different transports.
     """
-    mine = [int(uses_gloo), world.tags.free_slots(), nccl.free(), nccl.idle()]
+    mine = [TRANSPORTS.index(transport), world.tags.free_slots(), nccl.free(), nccl.idle()]
     table = comm.all_gather_rows(torch.tensor(mine), "a new engine's transport")
     if len(set(table[:, 0].tolist())) > 1:
+        told = " and ".join(sorted({TRANSPORTS[int(each)] for each in table[:, 0]}))
         raise ModelMismatchError(
-            "ranks differ in their transport: some are told to use gloo, others are not.",
+            f"ranks differ in their transport: they are told to use {told}.",
             "Two ranks that talk in different ways never meet.",
             "pass the same configuration on every rank.",
         )

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import json
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,15 +22,19 @@ from typing import ClassVar
 import torch.distributed as dist
 
 from ..base import world
+from ..base.errors import PeerError, UsageError
 from ..base.mesh import PATIENCE
-from .bootstrap import Hosts
-from .flight_recorder import FlightRecorder, Position, open_store
+from .board import listening_host, listening_ports, open_board
+from .bootstrap import Hosts, all_gather_text
+from .channel import Door
+from .flight_recorder import FlightRecorder, Position
 from .ids import engine_of
 from .transports.base import Transport
 from .transports.composed import Hierarchical
 from .transports.gloo import Gloo, Tags
 from .transports.nccl import NcclGroups
 from .transports.shared_memory import HostPages, SharedMemory, connect_local
+from .transports.tcp import Links, Tcp
 
 Partition = tuple[tuple[int, ...], ...]  # the world cut into groups of ranks
 LOG_LENGTH = 64  # collectives remembered per lane, for the flight recorder
@@ -52,7 +58,8 @@ class WorldContext:
     Making one from given parts is local.
 
     group: gloo's, of all ranks. pages: the memory that ranks of this host share. no_sharing_reason: why they share
-    none; "" if they do, or if there is only one.
+    none; "" if they do, or if there is only one. secret: of this job, which all its ranks hold. door: where this rank
+    listens, once it does.
     """
 
     _current: ClassVar[WorldContext | None] = None
@@ -64,11 +71,15 @@ class WorldContext:
         group: dist.ProcessGroup | None = None,
         pages: HostPages | None = None,
         no_sharing_reason: str = "",
+        secret: bytes = b"",
+        door: Door | None = None,
     ) -> None:
         self.world = group if group is None else dist.group.WORLD
         self.rank, self.size = hosts.rank, len(hosts.keys)
         self.hosts, self.recorder, self.no_sharing_reason = hosts, recorder, no_sharing_reason
         self.tags, self._gloo_group, self._pages = Tags(), group, pages
+        self._secret, self._door = secret, door
+        self._links: Links | None = None  # once a transport needs them
         self._nccl_groups: dict[Partition, NcclGroups] = {}
         self.ranks = tuple(range(self.size))
         self.gloo = self.gloo_over(self.ranks)  # for what is agreed before an engine has a transport
@@ -85,12 +96,16 @@ class WorldContext:
     def _connect(cls) -> WorldContext:
         """Connect this process to all others of torch.distributed's world.  Collective."""
         atexit.register(drain_threads)  # once for each world; a second look costs nothing
+        atexit.register(_hang_up)  # after the recorder's goodbye, which is registered later
         rank, size = dist.get_rank(), dist.get_world_size()
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
-        recorder = FlightRecorder(rank, size, open_store(rank, size, hosts, group))
+        board, secret, door = open_board(rank, size, hosts, group)
+        recorder = FlightRecorder(rank, size, board)
         pages = HostPages(rank, sockets) if sockets is not None else None
-        return cls(hosts, recorder, group, pages, no_sharing_reason)
+        found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)
+        weakref.finalize(found, board.close).atexit = False
+        return found
 
     def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Gloo:
         """Return gloo between these ranks, this one among them, over the connections of the world. Local.
@@ -101,13 +116,55 @@ class WorldContext:
         peers = [index for index, rank in enumerate(ranks) if rank != self.rank and rank not in near]
         return Gloo(ranks.index(self.rank), ranks, self._gloo_group, peers, self.tags)
 
+    def connect_far(self) -> None:
+        """Connect to all ranks that share no memory with this one by sockets of our own, once. Collective in the world.
+
+        Raises `PeerError` on every rank if one of them finds another one not.
+        """
+        if self._links is not None:
+            return
+        near = () if self._pages is None else self._pages.peers
+        door, refusal = self._door, ""
+        try:
+            if door is None:
+                door = self._door = Door(listening_host(self.hosts), self._secret, self.rank, listening_ports())
+                weakref.finalize(self, door.close).atexit = False
+        except (UsageError, OSError) as error:
+            refusal = f"rank {self.rank} cannot listen: {error}"
+        rows = all_gather_text(json.dumps([refusal, door and door.address]), self.size, self._gloo_group)
+        everyone = [json.loads(row) for row in rows]
+        if not any(said for said, _ in everyone):
+            assert door is not None
+            far = {rank: (place[0], place[1]) for rank, (_, place) in enumerate(everyone) if rank not in near}
+            far.pop(self.rank)
+            self._links = Links(self.rank, self._secret, door, far)
+            weakref.finalize(self, self._links.close).atexit = False
+            refusal = self._links.connect()
+            everyone = [(said, None) for said in all_gather_text(refusal, self.size, self._gloo_group)]
+        if said := next((said for said, _ in everyone if said), ""):
+            raise PeerError(
+                f"{said}.",
+                'The ranks were to exchange over sockets of their own ("transport").',
+                'open the ports that --ports names between the hosts, or write "transport": "gloo".',
+            )
+
+    def tcp_over(self, ranks: Sequence[int]) -> Transport:
+        """Return shared memory to those of these ranks that are on this host, our own sockets to the others. Local."""
+        assert self._links is not None
+        peers = [index for index, rank in enumerate(ranks) if rank in self._links.links]
+        return self._with_near(ranks, Tcp(ranks.index(self.rank), ranks, peers, self._links), len(peers))
+
     def fastest_over(self, ranks: Sequence[int]) -> Transport:
         """Return shared memory to those of these ranks that are on this host, gloo to the others. Local."""
         far = self.gloo_over(ranks, far_only=True)
-        if self._pages is None or len(far.peers) == len(ranks) - 1:
+        return self._with_near(ranks, far, len(far.peers))
+
+    def _with_near(self, ranks: Sequence[int], far: Transport, count: int) -> Transport:
+        """Return a transport to `count` far ranks, with shared memory to those of these ranks that are near."""
+        if self._pages is None or count == len(ranks) - 1:
             return far
         near = SharedMemory(ranks, self._pages)
-        return Hierarchical(near, far, near.rank) if far.peers else near
+        return Hierarchical(near, far, near.rank) if count else near
 
     def nccl_groups(self, partition: Partition) -> NcclGroups:
         """Return the NCCL groups of one way to cut the world, shared by all engines that cut it so. Local."""
@@ -157,6 +214,13 @@ def local_rank() -> int:
     if said is not None or links is None or links.world is not dist.group.WORLD:
         return world.local_rank()
     return links.hosts.near.index(links.rank)
+
+
+def _hang_up() -> None:
+    """Close our own sockets as the program ends, when the others have what this rank sent last."""
+    links = WorldContext._current
+    if links is not None and links._links is not None:
+        links._links.close()
 
 
 def drain_threads() -> None:

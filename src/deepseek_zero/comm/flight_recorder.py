@@ -10,19 +10,13 @@ from __future__ import annotations
 
 import atexit
 import json
-import socket
 import sys
 import weakref
 from dataclasses import asdict, dataclass, field
-from datetime import timedelta
 from typing import Protocol
-
-import torch.distributed as dist
 
 from ..base.errors import PeerError
 from ..base.mesh import Mesh
-from ..base.world import meeting_address
-from .bootstrap import Hosts, all_gather_text
 
 LOST = "lost"  # the topic of a rank that found another one gone, for ranks that share no group with either
 KILLED_WHY = "A rank was killed, ran out of memory or lost its network."
@@ -63,13 +57,13 @@ class Position:
 
 
 class Store(Protocol):
-    """The part of torch's stores that a recorder uses: texts by key. Raises RuntimeError if the store is gone."""
+    """A table of texts that all ranks see (board.py). Raises RuntimeError if its keeper is gone."""
 
     def set(self, key: str, value: str) -> None: ...
 
-    def get(self, key: str) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
+    def look(self, key: str) -> str | None:
+        """Return the text under a key, or None."""
+        ...
 
 
 class FlightRecorder:
@@ -109,9 +103,8 @@ class FlightRecorder:
         """Return another rank's line, or "" if it wrote none."""
         if self._is_gone:
             return ""
-        key = f"{topic}/{rank}"
         try:
-            return self._store.get(key).decode() if self._store.check([key]) else ""
+            return self._store.look(f"{topic}/{rank}") or ""
         except RuntimeError:
             self._is_gone = True
             return ""
@@ -199,39 +192,6 @@ def desynced_ranks(positions: dict[int, Position], me: int) -> list[int]:
         if blockers[0] in chain:
             return sorted(chain[chain.index(blockers[0]) :])
         chain.append(blockers[0])
-
-
-def open_store(rank: int, size: int, hosts: Hosts, group: dist.ProcessGroup | None = None) -> Store:
-    """Open the store of one world, kept by rank 0.  Collective in the group."""
-    mine, store = "", None
-    if rank == 0:
-        host = "127.0.0.1" if hosts.is_one else _reachable_host()
-        store = dist.TCPStore(host, 0, None, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
-        mine = json.dumps([host, store.port])
-    # The address travels through the group itself: no private default store, no port the user must know.
-    address = all_gather_text(mine, size, group)[0]
-    if store is None:
-        host, port = json.loads(address)
-        store = dist.TCPStore(host, port, None, is_master=False, timeout=timedelta(seconds=30))  # type: ignore[attr-defined]
-    found: Store = store
-    return found
-
-
-def _reachable_host() -> str:
-    """Return rank 0's address for other hosts. Launchers put it into MASTER_ADDR; a host's own name may mean
-    127.0.1.1.
-    """
-    if said := meeting_address():
-        return said
-    found = socket.gethostbyname(socket.gethostname())
-    if not found.startswith("127."):
-        return found
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # the way out; nothing is sent
-        try:
-            probe.connect(("192.0.2.1", 9))
-            return str(probe.getsockname()[0])
-        except OSError:  # no way out of this host
-            return found
 
 
 def _post_end_at_exit(recorder: FlightRecorder) -> None:

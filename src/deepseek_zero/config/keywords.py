@@ -1061,8 +1061,10 @@ class _Keys(TypedDict, total=False):
     """Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an
     operation that has none raises.
     """
-    transport: Literal["fastest", "gloo"] | Auto | None
-    """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only."""
+    transport: Literal["fastest", "gloo", "tcp"] | Auto | None
+    """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared
+    memory on one host and our own sockets between hosts.
+    """
     mesh: MeshSizesKeywords | Auto | None
     """Ours. Named axes over the ranks; also `initialize(mesh=...)`."""
     dp_degree: float | Auto | None

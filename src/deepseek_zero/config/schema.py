@@ -1313,9 +1313,10 @@ class Config(Section):
         "operation that has none raises.",
         example=True,
     )
-    transport: Literal["fastest", "gloo"] = effective(
+    transport: Literal["fastest", "gloo", "tcp"] = effective(
         "fastest",
-        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts, or gloo only.",
+        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared "
+        "memory on one host and our own sockets between hosts.",
         example="gloo",
     )
     # Parallel degrees

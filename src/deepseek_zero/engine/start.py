@@ -250,7 +250,7 @@ def plan(
         settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=rows or 1)
         own, pieces = plan_pieces(chosen, model, axes, example)
         shape = read_model(own, settings)
-    near = hosts == 1 and axes.device.type == "cpu" and settings.transport == "fastest"
+    near = hosts == 1 and axes.device.type == "cpu" and settings.transport != "gloo"
     budgets = stated_budgets(settings, placement, axes.device)
     in_place = near and axes.shard_size > 1
     machine = Machine(in_place, budgets, near and axes.dp_replicate > 1)

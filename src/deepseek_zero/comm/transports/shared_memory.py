@@ -433,6 +433,11 @@ def tag_of(cid: CollectiveId) -> int:
     return (cid.lane_number << 40 | cid.sequence) << 32 | cid.check
 
 
+def lane_of_tag(tag: int) -> int:
+    """Return the number of the lane that a tag belongs to."""
+    return tag >> 72
+
+
 class LocalSockets:
     """Connections to the other ranks of this host; `gone`: those whose process has ended."""
 

@@ -1,0 +1,414 @@
+"""Authenticated connections between ranks: both ends prove that they hold the job's secret before a byte of data.
+
+    dialer                                  door
+    HELLO  magic, role, ranks, nonce   ->
+                                       <-   CHALLENGE  magic, rank, nonce, proof of the door
+    PROOF  of the dialer               ->
+
+A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before; the nonces are fresh,
+so that an old conversation proves nothing.  Every message has a fixed length, so nothing that a stranger sends is
+allocated for.  A connection that has proven nothing within HANDSHAKE_SECONDS is closed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import hmac
+import os
+import secrets
+import select
+import socket
+import stat
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
+
+from ..base.errors import UsageError
+from ..base.launch import SECRET_FILE
+from ..base.log import logger
+
+HANDSHAKE_SECONDS = 5.0
+SECRET_BYTES = 32
+MOST_PENDING = 256  # connections that have proven nothing yet; beyond, the oldest is closed
+_MAGIC = b"dszero\x00\x01"  # the last byte is the protocol's version
+_HELLO = struct.Struct("!8sB3xII32s")
+_CHALLENGE = struct.Struct("!8sI32s32s")
+_PROOF_BYTES = 32
+_SIOCGIFADDR = 0x8915
+
+Address = tuple[str, int]
+
+
+class Role(IntEnum):
+    """What a connection is for."""
+
+    BOARD = 1  # the flight recorder's lines
+    DATA = 2  # messages of collectives
+    KNOCK = 3  # nothing but the question whether that rank still lives
+
+
+class Refused(ConnectionError):
+    """The other end is not who it should be: another program, another version, another secret."""
+
+
+def read_secret() -> bytes | None:
+    """Return the job's secret from the file that DEEPSEEK_ZERO_SECRET_FILE names; None without the variable.
+
+    Raises `UsageError` if the file is missing, is not 32 bytes long, or may be read by other users.
+    """
+    path = os.environ.get(SECRET_FILE)
+    if not path:
+        return None
+    fix = f"write {SECRET_BYTES} random bytes into a file of mode 0600, the same on every host, and name it there."
+    try:
+        with open(path, "rb") as file:
+            mode, secret = os.fstat(file.fileno()).st_mode, file.read(SECRET_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"the job's secret cannot be read: {error}.", f"{SECRET_FILE} names that file.", fix) from None
+    if len(secret) != SECRET_BYTES:
+        raise UsageError(f"{SECRET_FILE} names a file that does not hold {SECRET_BYTES} bytes.", fix=fix)
+    if stat.S_IMODE(mode) & 0o077:
+        raise UsageError(
+            f"{SECRET_FILE} names a file that other users may open (mode {stat.S_IMODE(mode):04o}).",
+            "Whoever reads it can join the job.",
+            f"chmod 600 that file; or {fix}",
+        )
+    return secret
+
+
+def fingerprint(secret: bytes) -> str:
+    """Return a text by which ranks compare their secrets without telling them."""
+    return hmac.new(secret, b"fingerprint", hashlib.sha256).hexdigest()[:16]
+
+
+class Hello(NamedTuple):
+    """What a dialer says of itself. rank, to: of the dialer and of the rank that it wants, as the world counts them."""
+
+    role: Role
+    rank: int
+    to: int
+
+
+class Doorkeeper:
+    """The answering side of one handshake, without input and output: bytes go in, bytes come out.
+
+    needs: bytes it waits for now, exactly; 0 once `hello` is proven.
+    """
+
+    def __init__(self, secret: bytes, rank: int) -> None:
+        self._secret, self._rank = secret, rank
+        self._said = b""
+        self.needs = _HELLO.size
+        self.hello: Hello | None = None  # once it is believed
+        self._claimed: Hello | None = None
+
+    def take(self, data: bytes) -> bytes:
+        """Take `needs` bytes and return what to send back; raise `Refused` if they are not what they should be."""
+        if self._claimed is None:
+            magic, role, rank, to, _ = _HELLO.unpack(data)
+            if magic != _MAGIC or to != self._rank or role not in tuple(Role):
+                raise Refused("it does not speak this protocol, or means another rank")
+            self._claimed, self.needs = Hello(Role(role), rank, to), _PROOF_BYTES
+            said = data + _MAGIC + struct.pack("!I", self._rank) + secrets.token_bytes(32)
+            answer = said[_HELLO.size :] + _proof(self._secret, b"door", said)
+            self._said = data + answer
+            return answer
+        if not hmac.compare_digest(data, _proof(self._secret, b"dialer", self._said)):
+            raise Refused("it did not prove that it holds the job's secret")
+        self.hello, self.needs = self._claimed, 0
+        return b""
+
+
+def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
+    return hmac.new(secret, end + said, hashlib.sha256).digest()
+
+
+def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
+    """Prove this end to a door, and have the door prove itself.
+
+    Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door, OSError if the
+    connection breaks.
+    """
+    said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
+    connection.sendall(said)
+    answer = receive_exactly(connection, _CHALLENGE.size)
+    magic, rank, _, proof = _CHALLENGE.unpack(answer)
+    if magic != _MAGIC or rank != hello.to:
+        raise Refused(f"what listens there is not rank {hello.to}")
+    if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
+        raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
+    connection.sendall(_proof(secret, b"dialer", said + answer))
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Return so many bytes. Raises `ConnectionError` if the connection ends before. count: small, and never the
+    other's to choose.
+    """
+    found = bytearray(count)
+    view, place = memoryview(found), 0
+    while place < count:
+        got = connection.recv_into(view[place:])
+        if not got:
+            raise ConnectionResetError(errno.ECONNRESET, "the connection ended in the midst of a message")
+        place += got
+    return bytes(found)
+
+
+def dial(address: Address, seconds: float) -> socket.socket:
+    """Return a connection to an address; OSError if there is none within so many seconds. Small messages leave at
+    once.
+    """
+    connection = socket.socket(_family(address[0]), socket.SOCK_STREAM)
+    try:
+        connection.settimeout(seconds)
+        connection.connect(address)
+    except OSError:
+        connection.close()
+        raise
+    _send_at_once(connection)
+    return connection
+
+
+def _send_at_once(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def address_of(interface: str) -> str:
+    """Return the address to listen at. interface: the name of a network interface (eth0), or an address of this host.
+
+    Raises `UsageError` if this host has no such interface.
+    """
+    if interface in (name for _, name in socket.if_nameindex()):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+                return socket.inet_ntoa(found[20:24])
+            except OSError:
+                reason = "It has no IPv4 address."
+    else:
+        try:
+            with socket.socket(_family(interface), socket.SOCK_STREAM) as probe:
+                probe.bind((interface, 0))
+                return interface
+        except OSError as error:
+            reason = f"{error.strerror or error}."
+    names = ", ".join(name for _, name in socket.if_nameindex())
+    raise UsageError(
+        f"this host cannot listen at the interface {interface!r}.",
+        reason,
+        f"name an interface ({names}) or an address of this host.",
+    )
+
+
+def parse_ports(text: str) -> range:
+    """Return the ports that a text (29600-29700, or one number) names. Raises `UsageError` if it names none."""
+    first, _, last = text.partition("-")
+    with contextlib.suppress(ValueError):
+        ports = range(int(first), int(last or first) + 1)
+        if ports and ports[0] > 0 and ports[-1] <= 65_535:
+            return ports
+    raise UsageError(f"{text!r} names no ports.", "Ports are numbers from 1 to 65535.", "write them as 29600-29700.")
+
+
+@dataclass
+class _Pending:
+    keeper: Doorkeeper
+    until: float
+    came: bytearray = field(default_factory=bytearray)
+
+
+class Door:
+    """One listening socket of this rank, at one address, and a thread that lets in who proves the job's secret.
+
+    admit, by role: is called on that thread with the connection, which does not block, and the rank that proved
+    itself. A stranger costs a closed connection and, the first time, a line in the log.
+    """
+
+    def __init__(self, host: str, secret: bytes, rank: int, ports: Iterable[int] = (0,)) -> None:
+        """ports: to choose from; 0 is any free one. Raises `UsageError` if all are taken."""
+        self._secret, self._rank = secret, rank
+        self._listener = _listen(host, ports)
+        self.address: Address = self._listener.getsockname()[:2]
+        self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
+        self._pending: dict[socket.socket, _Pending] = {}
+        self._watched: dict[int, tuple[socket.socket, Callable[[], None]]] = {}
+        self.strangers = 0  # connections that were closed because they proved nothing
+        self._poll = select.poll()
+        self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._is_closing = False
+        self._poll.register(self._listener, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+        _in_children(self)
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-door")
+        self._thread.start()
+
+    def admit(self, role: Role, handler: Callable[[socket.socket, int], None]) -> None:
+        """Let in connections of this role; none come in before."""
+        self._admit[role] = handler
+
+    def watch(self, connection: socket.socket, ready: Callable[[], None]) -> None:
+        """Call `ready` on this thread whenever the connection has something to read. Only on this thread.
+
+        The connection is the door's to close when it closes.
+        """
+        self._watched[connection.fileno()] = connection, ready
+        self._poll.register(connection, select.POLLIN)
+
+    def unwatch(self, connection: socket.socket) -> None:
+        """Close a connection that was watched. Only on this thread."""
+        del self._watched[connection.fileno()]
+        self._poll.unregister(connection)
+        connection.close()
+
+    def close(self) -> None:
+        """Stop listening, and close what is watched; other connections that were admitted stay."""
+        self._is_closing = True
+        with contextlib.suppress(OSError):
+            os.eventfd_write(self._wake, 1)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _close_in_child(self) -> None:
+        for connection in (self._listener, *self._pending, *(watched for watched, _ in self._watched.values())):
+            connection.close()  # or it would look as if this rank still listened when it has ended
+
+    def _serve(self) -> None:
+        try:
+            while not self._is_closing:
+                for descriptor, _ in self._poll.poll(self._patience()):
+                    self._look_at(descriptor)
+                self._close_overdue()
+        finally:
+            os.close(self._wake)
+            for connection in (self._listener, *self._pending, *(watched for watched, _ in self._watched.values())):
+                connection.close()
+
+    def _patience(self) -> float | None:
+        """Return milliseconds until the next connection is overdue."""
+        if not self._pending:
+            return None
+        first = next(iter(self._pending.values()))  # they come in the order of their time limits
+        return max(0.0, first.until - time.monotonic()) * 1000 + 1
+
+    def _look_at(self, descriptor: int) -> None:
+        if (watched := self._watched.get(descriptor)) is not None:
+            watched[1]()
+        elif descriptor == self._wake:
+            os.eventfd_read(self._wake)
+        elif (connection := self._sockets.get(descriptor)) is self._listener:
+            self._accept()
+        elif connection is not None:
+            self._hear(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # it is gone again, or there are no descriptors left
+            return
+        connection.setblocking(False)
+        if len(self._pending) >= MOST_PENDING:
+            self._turn_away(next(iter(self._pending)), "too many at once")
+        self._pending[connection] = _Pending(Doorkeeper(self._secret, self._rank), time.monotonic() + HANDSHAKE_SECONDS)
+        self._sockets[connection.fileno()] = connection
+        self._poll.register(connection, select.POLLIN)
+
+    def _hear(self, connection: socket.socket) -> None:
+        pending = self._pending[connection]
+        try:
+            data = connection.recv(pending.keeper.needs - len(pending.came))
+            if not data:
+                raise Refused("it went before it had proven anything")
+            pending.came += data
+            if len(pending.came) == pending.keeper.needs:
+                answer, pending.came = pending.keeper.take(bytes(pending.came)), bytearray()
+                if answer and connection.send(answer) != len(answer):
+                    raise Refused("it does not listen")
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._turn_away(connection, str(error))
+            return
+        hello = pending.keeper.hello
+        if hello is not None:
+            self._forget(connection)
+            if (handler := self._admit.get(hello.role)) is None:
+                connection.close()
+                return
+            _send_at_once(connection)
+            handler(connection, hello.rank)
+
+    def _close_overdue(self) -> None:
+        now = time.monotonic()
+        while self._pending:
+            connection, pending = next(iter(self._pending.items()))
+            if pending.until > now:
+                return
+            self._turn_away(connection, f"it proved nothing within {HANDSHAKE_SECONDS:g} s")
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._pending[connection], self._sockets[connection.fileno()]
+        self._poll.unregister(connection)
+
+    def _turn_away(self, connection: socket.socket, reason: str) -> None:
+        self._forget(connection)
+        self.strangers += 1
+        if self.strangers == 1:
+            try:
+                origin = connection.getpeername()[0]
+            except OSError:
+                origin = "a host that is gone"
+            logger.warning(
+                f"closed a connection from {origin} to this job: {reason} (others will be closed in silence)"
+            )
+        connection.close()
+
+
+def _listen(host: str, ports: Iterable[int]) -> socket.socket:
+    tried = 0
+    for port in ports:
+        listener = socket.socket(_family(host), socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, int(port != 0))
+            listener.bind((host, port))
+            listener.listen(1024)
+        except OSError as error:
+            listener.close()
+            tried += 1
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):
+                raise
+        else:
+            listener.setblocking(False)
+            return listener
+    raise UsageError(
+        f"all {tried} ports that this rank may listen at are taken at {host}.",
+        "Each rank takes one.",
+        "give --ports a wider range.",
+    )
+
+
+_OPEN: weakref.WeakSet[Door] = weakref.WeakSet()
+
+
+def _in_children(door: Door) -> None:
+    _OPEN.add(door)
+
+
+def _close_in_child() -> None:
+    for door in list(_OPEN):
+        door._close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

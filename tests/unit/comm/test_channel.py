@@ -1,0 +1,194 @@
+"""Who does not prove the job's secret is let in nowhere, costs a closed connection, and is told in one line."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+
+import pytest
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.launch import SECRET_FILE
+from deepseek_zero.comm import channel
+from deepseek_zero.comm.channel import Door, Doorkeeper, Hello, Refused, Role, dial, introduce
+
+SECRET, OTHER = b"s" * 32, b"o" * 32
+HELLO = Hello(Role.DATA, 3, 0)
+Admitted = SimpleQueue[tuple[socket.socket, int]]
+
+
+@pytest.fixture
+def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]:
+    """Rank 0's door, and who came in."""
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    found, admitted = Door("127.0.0.1", SECRET, 0), Admitted()
+    found.admit(Role.DATA, lambda connection, rank: admitted.put((connection, rank)))
+    yield found, admitted
+    found.close()
+    while not admitted.empty():
+        admitted.get()[0].close()
+
+
+def is_closed(connection: socket.socket, seconds: float) -> bool:
+    """Whether the other end closes the connection within so many seconds."""
+    connection.settimeout(seconds)
+    try:
+        while connection.recv(1 << 12):
+            pass
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        pass
+    return True
+
+
+def test_who_holds_the_secret_comes_in_and_what_he_says_next_is_not_lost(door: tuple[Door, Admitted]) -> None:
+    with dial(door[0].address, 1.0) as connection:
+        introduce(connection, SECRET, HELLO)
+        connection.sendall(b"data")
+        inside, rank = door[1].get(timeout=1.0)
+        with inside:
+            inside.settimeout(1.0)
+            assert (rank, inside.recv(10)) == (3, b"data")
+    assert door[0].strangers == 0
+
+
+def test_both_ends_refuse_another_secret(door: tuple[Door, Admitted]) -> None:
+    with dial(door[0].address, 1.0) as connection, pytest.raises(Refused, match="does not hold the job's secret"):
+        introduce(connection, OTHER, HELLO)
+    keeper = Doorkeeper(SECRET, 0)
+    keeper.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
+    with pytest.raises(Refused, match="did not prove"):
+        keeper.take(secrets.token_bytes(keeper.needs))
+    assert keeper.hello is None
+    assert door[1].empty()
+
+
+def test_an_old_conversation_said_again_proves_nothing() -> None:
+    hello, keeper = channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, secrets.token_bytes(32)), Doorkeeper(SECRET, 0)
+    proof = channel._proof(SECRET, b"dialer", hello + keeper.take(hello))
+    keeper.take(proof)
+    assert keeper.hello == HELLO, "it was good once"
+    again = Doorkeeper(SECRET, 0)
+    again.take(hello)
+    with pytest.raises(Refused):
+        again.take(proof)
+
+
+def test_a_doors_own_proof_does_not_serve_as_a_dialers() -> None:
+    keeper = Doorkeeper(SECRET, 0)
+    challenge = keeper.take(channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 0, bytes(32)))
+    with pytest.raises(Refused):
+        keeper.take(challenge[-32:])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" + b" " * 100,
+        struct.pack("<Q", 1 << 30) * 20,  # a length, to a protocol that has lengths
+        channel._HELLO.pack(b"dszero\x00\x02", Role.DATA, 3, 0, bytes(32)),  # another version
+        channel._HELLO.pack(channel._MAGIC, Role.DATA, 3, 7, bytes(32)),  # for another rank
+        channel._HELLO.pack(channel._MAGIC, 9, 3, 0, bytes(32)),  # for nothing there is
+    ],
+)
+def test_garbage_is_turned_away_at_once(door: tuple[Door, Admitted], said: bytes) -> None:
+    with dial(door[0].address, 1.0) as connection:
+        connection.sendall(said)
+        assert is_closed(connection, 0.4), "long before the handshake's time is over"
+    assert (door[0].strangers, door[1].empty()) == (1, True)
+
+
+def test_a_thousand_half_open_connections_keep_nobody_out(
+    door: tuple[Door, Admitted], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel, "MOST_PENDING", 64)
+    silent = [dial(door[0].address, 5.0) for _ in range(1000)]
+    began = time.monotonic()
+    with dial(door[0].address, 1.0) as connection:
+        introduce(connection, SECRET, HELLO)
+        inside, rank = door[1].get(timeout=1.0)
+        inside.close()
+        assert rank == 3
+    assert all(is_closed(each, max(0.01, began + 2.0 - time.monotonic())) for each in silent)
+    for each in silent:
+        each.close()
+    assert door[0].strangers == 1000
+    assert len([line for line in caplog.messages if "closed a connection from 127.0.0.1" in line]) == 1, "one line"
+
+
+def test_a_listener_that_is_no_rank_of_the_job_is_refused() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, dial(listener.getsockname(), 1.0) as connection:
+        stranger, _ = listener.accept()
+        with stranger, pytest.raises(Refused, match="not rank 0"):
+            stranger.sendall(b"220 mail ready".ljust(channel._CHALLENGE.size))
+            introduce(connection, SECRET, HELLO)
+
+
+def test_a_door_listens_at_its_address_within_its_ports_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        first = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=r"(?s)all 1 ports.*--ports"):
+            Door("127.0.0.1", SECRET, 0, range(first, first + 1))
+        door = Door("127.0.0.1", SECRET, 0, range(first, first + 20))
+        assert door.address[1] in range(first + 1, first + 20)
+        door.close()
+        with pytest.raises(ConnectionRefusedError):
+            dial(door.address, 1.0)
+
+
+def test_ports_and_interfaces_are_read_or_refused_by_name() -> None:
+    assert (channel.parse_ports("29600-29602"), channel.parse_ports("7")) == (range(29600, 29603), range(7, 8))
+    for wrong in ("", "a", "5-3", "0-9", "1-70000"):
+        with pytest.raises(UsageError, match="names no ports"):
+            channel.parse_ports(wrong)
+    assert channel.address_of("lo") == channel.address_of("127.0.0.1") == "127.0.0.1"
+    with pytest.raises(UsageError, match=r"(?s)nosuch0.*lo"):
+        channel.address_of("nosuch0")
+
+
+def write(path: Path, content: bytes, mode: int) -> Callable[[], bytes | None]:
+    path.write_bytes(content)
+    path.chmod(mode)
+    return channel.read_secret
+
+
+def test_a_secret_is_32_bytes_that_others_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "secret"
+    monkeypatch.delenv(SECRET_FILE, raising=False)
+    assert channel.read_secret() is None
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    with pytest.raises(UsageError, match="cannot be read"):
+        channel.read_secret()
+    assert write(path, SECRET, 0o600)() == SECRET
+    with pytest.raises(UsageError, match="other users may open"):
+        write(path, SECRET, 0o644)()
+    for content in (b"", SECRET[:-1], SECRET + b"\n"):
+        with pytest.raises(UsageError, match="does not hold 32 bytes"):
+            write(path, content, 0o600)()
+
+
+def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
+    door = Door("127.0.0.1", SECRET, 0)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)  # lives until the parent lets it go
+        os._exit(0)
+    try:
+        door.close()
+        until = time.monotonic() + 2.0
+        with pytest.raises(ConnectionRefusedError):
+            while time.monotonic() < until:  # the child may have just begun
+                dial(door.address, 1.0).close()
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)

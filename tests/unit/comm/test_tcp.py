@@ -1,0 +1,353 @@
+"""Our own sockets between two ranks of this process, and a wire between them that breaks, falls silent and garbles."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from deepseek_zero.base.device import storage_users
+from deepseek_zero.base.errors import ModelMismatchError
+from deepseek_zero.comm.channel import Address, Door, Hello, Role, dial, introduce
+from deepseek_zero.comm.ids import CollectiveId, lane_number
+from deepseek_zero.comm.transports import tcp
+from deepseek_zero.comm.transports.base import ConnectionLost, Wait
+from deepseek_zero.comm.transports.tcp import EAGER_BUDGET, EAGER_BYTES, PIECE_BYTES, Links, Tcp
+
+SECRET = b"s" * 32
+SMALL, MEDIUM, LARGE = 1000, EAGER_BYTES, 5 * PIECE_BYTES + 12  # bytes
+MANY = EAGER_BUDGET // EAGER_BYTES * 5 // 4
+
+
+@dataclass
+class Wire:
+    """A way to an address that can be damaged. garble: changes what passes."""
+
+    to: Address
+    garble: Callable[[bytes], bytes] = bytes
+    silent: threading.Event = field(default_factory=threading.Event)
+    ends: list[socket.socket] = field(default_factory=list)
+    connections: int = 0
+    is_open: bool = True
+
+    def __post_init__(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address: Address = self._listener.getsockname()
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while self.is_open:
+            try:
+                near, _ = self._listener.accept()
+                self.ends.append(near)
+                far = socket.create_connection(self.to)
+            except OSError:
+                return
+            self.connections += 1
+            self.ends.append(far)
+            for source, target in ((near, far), (far, near)):
+                threading.Thread(target=self._carry, args=(source, target), daemon=True).start()
+
+    def _carry(self, source: socket.socket, target: socket.socket) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                while self.silent.is_set():
+                    time.sleep(0.01)
+                target.sendall(self.garble(data))
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
+
+    def reset(self) -> None:
+        """Break every connection as a lost route does: both ends see a reset, and what was under way is gone."""
+        for each in list(self.ends):
+            self.ends.remove(each)
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+            each.close()
+
+    def close(self) -> None:
+        self.is_open = False
+        self._listener.close()
+        self.reset()
+
+
+@contextmanager
+def two_ranks() -> Iterator[tuple[Links, Links, Wire]]:
+    """Ranks 0 and 1, connected by a wire."""
+    doors = [Door("127.0.0.1", SECRET, rank) for rank in (0, 1)]
+    wire = Wire(doors[0].address)
+    ranks = (Links(0, SECRET, doors[0], {1: doors[1].address}), Links(1, SECRET, doors[1], {0: wire.address}))
+    try:
+        on_both(lambda links: links.connect(), ranks)
+        assert all(link.resumed for links in ranks for link in links.links.values())
+        yield *ranks, wire
+    finally:
+        on_both(lambda links: links.close(), ranks)
+        wire.close()
+
+
+def on_both(call: Callable[[Links], object], ranks: Sequence[Links]) -> None:
+    threads = [threading.Thread(target=call, args=(links,)) for links in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def cid(place: int, lane: str = "gather", engine: int = 1) -> CollectiveId:
+    name = f"engine {engine}/{lane}"
+    return CollectiveId(name, lane_number(engine, lane), place, zlib.crc32(str(place).encode()), [])
+
+
+def random(numel: int) -> Tensor:
+    return torch.randint(0, 255, (numel,), dtype=torch.uint8)
+
+
+def until(wait: Wait, seconds: float = 20.0) -> None:
+    """Wait as collectives do: again after each TimeoutError."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return wait()
+        except TimeoutError:
+            assert time.monotonic() < deadline, "nothing came"
+
+
+def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], None]:
+    """Begin an exchange of `numel` bytes each way; the result waits and compares."""
+    sent, found = [random(numel), random(numel)], [torch.zeros(numel, dtype=torch.uint8) for _ in range(2)]
+    begun = [
+        links.start({1 - rank: (sent[rank], found[rank])}, cid(place)) for rank, links in enumerate((first, second))
+    ]
+
+    def finish() -> None:
+        for wait in begun:
+            until(wait)
+        assert torch.equal(found[0], sent[1])
+        assert torch.equal(found[1], sent[0])
+
+    return finish
+
+
+@pytest.mark.parametrize("numel", [1, SMALL, MEDIUM, MEDIUM + 1, PIECE_BYTES, LARGE])
+def test_tensors_of_any_size_arrive_both_ways_at_once(numel: int) -> None:
+    with two_ranks() as (first, second, _):
+        for each in [swap(first, second, numel, place) for place in range(5)]:
+            each()
+
+
+def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after() -> None:
+    with two_ranks() as (first, second, _):
+        outgoing = [torch.randn(300_000).bfloat16(), torch.randn(40_000), torch.arange(7)]
+        boxes = [torch.zeros_like(each) for each in outgoing]
+        sends = [first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(outgoing)]
+        for place in (2, 0, 1):
+            until(second.start({0: (boxes[place][:0], boxes[place])}, cid(place)))
+        for wait in sends:
+            until(wait)
+        assert all(map(torch.equal, boxes, outgoing))
+        for links in (first, second):
+            link = links.links[1 - links.rank]
+            assert not (link.boxes or link.offers or link.early or link.ready or link.eager)
+        assert [storage_users(each) for each in (*boxes, *outgoing)] == [1] * 6, "the pool takes no viewed buffer back"
+
+
+def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver() -> None:
+    with two_ranks() as (first, second, _):
+        tensors = [random(EAGER_BYTES) for _ in range(MANY)]
+        sends = [first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(tensors)]
+        until(sends[0])
+        with pytest.raises(TimeoutError):
+            sends[-1]()  # held by its sender
+        link = second.links[0]
+        assert 0 < sum(map(len, link.early.values())) <= EAGER_BUDGET
+        for place in reversed(range(MANY)):
+            box = torch.zeros_like(tensors[place])
+            until(second.start({0: (box[:0], box)}, cid(place)))
+            assert torch.equal(box, tensors[place])
+        for wait in sends:
+            until(wait)
+        assert link.used == EAGER_BUDGET, "and there is room again"
+
+
+def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
+    with two_ranks() as (first, second, _):
+        for engine in range(1, 4):
+            second.start({0: (random(0), random(1))}, cid(MANY, engine=engine))  # it is in that lane, too
+            for place in range(MANY):
+                first.start({1: (random(EAGER_BYTES), random(EAGER_BYTES))}, cid(place, engine=engine))
+            deadline = time.monotonic() + 5
+            while sum(map(len, second.links[0].early.values())) < EAGER_BUDGET and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert sum(map(len, second.links[0].early.values())) == EAGER_BUDGET
+            for links in (first, second):
+                links.end_engine(f"engine {engine}")
+            assert not (second.links[0].early or first.links[1].boxes or first.links[1].offers)
+            swap(first, second, SMALL, engine * 1000)()  # its receipt says that there is room again
+
+
+def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was() -> None:
+    with two_ranks() as (first, second, wire):
+        for turn in range(6):
+            under_way = [swap(first, second, numel, 10 * turn + k) for k, numel in enumerate((LARGE, SMALL, LARGE))]
+            time.sleep(0.002 * turn)
+            wire.reset()
+            for each in under_way:
+                each()
+        assert wire.connections > 4
+
+
+def test_a_bit_that_flips_on_the_way_is_sent_again(caplog: pytest.LogCaptureFixture) -> None:
+    places, passed = [PIECE_BYTES, 6 * PIECE_BYTES], [0]
+
+    def flip(data: bytes) -> bytes:
+        passed[0] += len(data)
+        if not places or passed[0] < places[0]:
+            return data
+        places.pop(0)
+        return data[:-1] + bytes([data[-1] ^ 1])
+
+    with two_ranks() as (first, second, wire):
+        wire.garble = flip
+        for place in range(3):
+            swap(first, second, LARGE, place)()
+    assert not places
+    assert any("made anew" in line and "damaged" in line for line in caplog.messages)
+
+
+def test_silence_is_told_and_replaced_when_the_wire_is_back(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tcp, "SILENT_SECONDS", 0.6)
+    monkeypatch.setattr(tcp, "TELL_SECONDS", 0.9)
+    monkeypatch.setattr(tcp, "BEAT_SECONDS", 0.2)
+    with two_ranks() as (first, second, wire):
+        swap(first, second, SMALL, 0)()
+        wire.silent.set()
+        under_way = swap(first, second, LARGE, 1)
+        time.sleep(1.6)
+        wire.silent.clear()
+        healed = time.monotonic()
+        under_way()
+        assert time.monotonic() - healed < 2.0
+    assert any("is silent" in line for line in caplog.messages)
+
+
+def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_later() -> None:
+    with two_ranks() as (first, second, _):
+        tensor = random(LARGE)
+        wait = first.start({1: (tensor, tensor)}, cid(0))
+        began = time.monotonic()
+        second.close()
+        with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its process has ended") as caught:
+            until(wait)
+        assert (caught.value.rank, time.monotonic() - began < 1.0 + tcp.FAREWELL_SECONDS) == (1, True)
+        with pytest.raises(ConnectionLost):
+            first.start({1: (tensor, tensor)}, cid(1))()
+
+
+def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SILENT_SECONDS": 0.3, "DEAD_AFTER": 1.0, "BEAT_SECONDS": 0.1}.items():
+        monkeypatch.setattr(tcp, name, value)
+
+    def unreachable(*_: object) -> socket.socket:
+        raise TimeoutError("no route")
+
+    with two_ranks() as (first, _, wire):
+        tensor = random(LARGE)
+        wait = first.start({1: (tensor, tensor)}, cid(0))
+        monkeypatch.setattr(tcp, "dial", unreachable)
+        wire.silent.set()
+        began = time.monotonic()
+        with pytest.raises(ConnectionLost, match=r"rank 1 is lost: its host 127.0.0.1 has not answered for 1 s"):
+            until(wait)
+        assert 1.0 < time.monotonic() - began < 3.0
+        monkeypatch.undo()
+
+
+def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its threads stand still; its host answers, as the kernel of a stopped process does."""
+    for name, value in {"SILENT_SECONDS": 0.2, "DEAD_AFTER": 0.5, "BEAT_SECONDS": 0.1}.items():
+        monkeypatch.setattr(tcp, name, value)
+    with two_ranks() as (first, second, _):
+        tensor, box = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)
+        stands_still = threading.Event()
+        monkeypatch.setattr(second.door, "_look_at", lambda descriptor: stands_still.wait())
+        with second._lock:
+            wait = first.start({1: (tensor, box[:0])}, cid(0))
+            deadline = time.monotonic() + 2.0
+            while time.monotonic() < deadline:
+                with pytest.raises(TimeoutError):
+                    wait()
+        stands_still.set()
+        monkeypatch.undo()
+        until(second.start({0: (box[:0], box)}, cid(0)))
+        until(wait)
+        assert torch.equal(box, tensor)
+
+
+def test_another_size_is_an_error_with_both_sizes_and_not_the_end() -> None:
+    with two_ranks() as (first, second, _):
+        for place, (here, there) in enumerate([(SMALL, 4), (SMALL, 2 * SMALL), (LARGE, SMALL), (SMALL, LARGE)]):
+            first.start({1: (random(here), random(0))}, cid(place))
+            wait = second.start({0: (random(0), random(there))}, cid(place))
+            with pytest.raises(ModelMismatchError, match=f"rank 0 sent {here} bytes where this rank expects {there}"):
+                until(wait)
+        swap(first, second, LARGE, 100)()
+
+
+def test_who_lies_about_lengths_is_cut_off_before_memory_is_made() -> None:
+    with two_ranks() as (first, second, _):
+        with dial(first.door.address, 1.0) as liar:
+            introduce(liar, SECRET, Hello(Role.DATA, 1, 0))
+            liar.sendall(tcp._header(tcp.Kind.RESUME, 0))
+            liar.sendall(tcp._header(tcp.Kind.PIECE, 1, 5, 1 << 30, 0, 0, 1 << 30))
+            liar.settimeout(2.0)
+            with suppress(ConnectionError):
+                while liar.recv(1 << 16):
+                    pass
+        swap(first, second, LARGE, 0)()
+
+
+def test_a_child_of_a_fork_does_not_keep_a_rank_seemingly_alive() -> None:
+    with two_ranks() as (first, second, _):
+        reader, writer = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writer)
+            os.read(reader, 1)
+            os._exit(0)
+        try:
+            second.close()
+            deadline = time.monotonic() + 3
+            while not first.links[1].gone and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert first.links[1].gone == "its process has ended"
+        finally:
+            os.close(writer)
+            os.close(reader)
+            os.waitpid(child, 0)
+
+
+def test_a_group_counts_its_ranks_by_itself() -> None:
+    with two_ranks() as (first, second, _):
+        found = []
+        for rank, links in enumerate((first, second)):
+            full = torch.zeros(6)
+            full.chunk(2)[rank].fill_(rank + 1)
+            found.append((full, Tcp(rank, (0, 1), (1 - rank,), links).all_gather(full, cid(0))))
+        for full, wait in found:
+            until(wait)
+            assert full.tolist() == [1.0] * 3 + [2.0] * 3
