@@ -24,6 +24,7 @@ import psutil
 import pytest
 
 import deepseek_zero
+from deepseek_zero.base.launch import SECRET_FILE
 from deepseek_zero.cli.orphans import Launch
 from deepseek_zero.cli.ranks import Command, Death, Ranks, Target
 
@@ -661,3 +662,25 @@ def free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
+
+
+def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os, sys
+        path = os.environ["DEEPSEEK_ZERO_SECRET_FILE"]
+        secret, mode = open(path, "rb").read(), oct(os.stat(path).st_mode & 0o777)
+        arguments = open(f"/proc/{os.getppid()}/cmdline", "rb").read() + open("/proc/self/cmdline", "rb").read()
+        seen = secret in arguments or secret.hex().encode() in arguments or path.encode() in arguments
+        print(os.environ["RANK"], path, mode, len(secret), hash(secret) if seen else "hidden", secret.hex()[:8])
+        """,
+    )
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", "--nproc", "2", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != SECRET_FILE}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
+    lines = sorted(line.split() for line in done.stdout.splitlines() if line[:2] in ("0 ", "1 "))
+    assert [line[2:5] for line in lines] == [["0o600", "32", "hidden"]] * 2, done.stdout
+    assert lines[0][1:] == lines[1][1:], "one secret for all"
+    assert not Path(lines[0][1]).exists(), "which goes with the launch"
+    assert lines[0][5] not in done.stderr

@@ -23,7 +23,7 @@ SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
 SAVES, ENDING = ".saves.", ".ending"
 MESH = "DEEPSEEK_ZERO_MESH"
-SECRET_FILE = "DEEPSEEK_ZERO_SECRET_FILE"
+SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
 INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import time
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SAVED_EXIT_CODE
+from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_FILE
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
@@ -303,6 +304,8 @@ def run_ranks(
     """
     _silence_scaffolding()
     with Ranks(command) as ranks:
+        if plan.num_nodes == 1 and SECRET_FILE not in os.environ:  # other nodes could not know ours
+            environment = {**environment, SECRET_FILE: ranks.make_secret()}
         spec = WorkerSpec(
             role=ROLE,
             local_world_size=plan.share.nproc,

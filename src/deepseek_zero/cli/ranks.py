@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import select
 import shutil
 import signal
@@ -29,7 +30,7 @@ from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
-from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, is_marked, mark
+from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, SECRET_BYTES, is_marked, mark
 from deepseek_zero.cli.orphans import MARK, Guard, Launch, send
 
 WORKER = str(Path(__file__).with_name("worker.py"))
@@ -120,6 +121,13 @@ class Ranks:
         """True once every rank has ended and none failed, by the code that says they saved first."""
         ranks = self._running.values()
         return any(rank.saved for rank in ranks) and all(rank.finished or rank.saved for rank in ranks)
+
+    def make_secret(self) -> str:
+        """Draw a secret for this job and return the file that holds it, which nobody else may open; it goes with us."""
+        path = self._folder / "secret"
+        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secrets.token_bytes(SECRET_BYTES))
+        return str(path)
 
     def save_on(self, name: signal.Signals) -> bool:
         """Return whether a rank has said that it saves when it is asked to end by this signal."""

@@ -23,7 +23,6 @@ from ..base.log import logger
 from ..base.world import meeting_address
 from .bootstrap import Hosts, all_gather_text
 from .channel import (
-    SECRET_BYTES,
     Address,
     Door,
     Hello,
@@ -191,7 +190,7 @@ def open_board(
     try:
         secret = read_secret()
         if rank == 0:
-            drawn = secrets.token_bytes(SECRET_BYTES) if secret is None else b""
+            drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
             door = Door(listening_host(hosts), secret or drawn, 0, listening_ports())
             said |= {"drawn": drawn.hex(), "address": door.address}
         said["mark"] = fingerprint(secret) if secret is not None else ""
@@ -212,8 +211,8 @@ def open_board(
         secret = bytes.fromhex(everyone[0]["drawn"])
         if rank == 0 and not hosts.is_one:
             logger.warning(
-                "ranks on several hosts hold no secret: whoever reads their network can join them. Write "
-                f"{SECRET_BYTES} random bytes into a file of mode 0600 on every host, named in {launch.SECRET_FILE}."
+                "ranks on several hosts hold no secret: whoever reads their network can join them. Name a file of "
+                f"{launch.SECRET_BYTES} random bytes, mode 0600, the same on every host, in {launch.SECRET_FILE}."
             )
     if door is not None:
         return Board(door), secret, door

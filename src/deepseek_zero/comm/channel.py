@@ -32,11 +32,10 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..base.errors import UsageError
-from ..base.launch import SECRET_FILE
+from ..base.launch import SECRET_BYTES, SECRET_FILE
 from ..base.log import logger
 
 HANDSHAKE_SECONDS = 5.0
-SECRET_BYTES = 32
 MOST_PENDING = 256  # connections that have proven nothing yet; beyond, the oldest is closed
 _MAGIC = b"dszero\x00\x01"  # the last byte is the protocol's version
 _HELLO = struct.Struct("!8sB3xII32s")
