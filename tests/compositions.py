@@ -18,8 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deepseek_zero.base.errors import NotBuiltError
-from deepseek_zero.base.mesh import Mesh, refuse_unbuilt
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config.load import load
 from deepseek_zero.engine import assemble as assemble_file
@@ -111,7 +110,6 @@ def train(here: Here, rank: Rank, sizes: Sizes, stage: int, dtype: str, optimize
     here.rank = rank
     pp, dp, tp, sp = sizes
     mesh = Mesh(pp=pp, dp_shard=dp, tp=tp, sp=sp)
-    refuse_unbuilt(mesh)  # as `current_mesh` does
     model = llama(max(2, pp))
     request = start_file.Request(model, OPTIMIZERS[optimizer](list(model.parameters())), mesh=mesh)
     engine = start_file.start(load(config_of(stage, dtype, clipping)), request)
@@ -196,24 +194,19 @@ def expected_of(
 
 
 def run(sizes: Sizes, stage: int, dtype: str, clipping: float = 0.0) -> str:
-    """Train on the ranks of a composition and compare; return "bitwise", "close" (along "sp"), or why it is refused.
+    """Train on the ranks of a composition and compare; return "bitwise" or "close" (along "sp").
 
     clipping: the largest norm of a gradient; with it the comparison is close too, since a norm's sum has another order.
     """
     pp, dp, tp, sp = sizes
     is_close = sp > 1 or clipping > 0
     optimizer = "sgd" if is_close else "adamw"  # a gradient that is nearly zero decides the sign of Adam's first step
-    try:
-        with engines_of_threads() as here:
-            found = run_ranks(
-                pp * dp * tp * sp,
-                lambda rank: train(here, rank, sizes, stage, dtype, optimizer, clipping),
-                reads_in_place=True,
-            )
-    except NotBuiltError as error:
-        if sp > 1 and pp > 1:
-            return str(error)
-        raise
+    with engines_of_threads() as here:
+        found = run_ranks(
+            pp * dp * tp * sp,
+            lambda rank: train(here, rank, sizes, stage, dtype, optimizer, clipping),
+            reads_in_place=True,
+        )
     adds_first = stage < 2 or pp > 1
     expected = expected_of(max(2, pp), tp, dp, adds_first, dtype, optimizer, clipping)
     tolerance = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 2e-3}[dtype] if is_close else None
@@ -232,7 +225,7 @@ def compare(found: Found, expected: Expected, tolerance: float | None) -> None:
         wanted = expected.losses[step]
         if mesh.pp > 1:
             flat = [loss for of_rank in wanted for loss in of_rank]
-            assert losses == [pytest.approx(sum(flat) / len(flat), rel=1e-6)], step
+            assert losses == [pytest.approx(sum(flat) / len(flat), rel=max(1e-6, tolerance or 0.0))], step
         elif tolerance is None:
             assert losses == wanted[mesh.data_index], step
         else:

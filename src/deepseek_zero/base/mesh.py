@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from . import world
 from .device import CPU, default_device
-from .errors import NotBuiltError, PeerError, UsageError, shown
+from .errors import PeerError, UsageError, shown
 from .log import log_first, speak
 from .world import discover, meeting_place
 
@@ -243,16 +243,6 @@ def _named(sizes: Mapping[str, Any], value: Any) -> dict[str, Any]:
     return dict(zip(known, sizes.values(), strict=True))
 
 
-def refuse_unbuilt(mesh: Mesh) -> None:
-    """Raise NotBuiltError where axes have several ranks and nothing computes along both of them yet."""
-    if mesh.sp > 1 and mesh.pp > 1:
-        raise NotBuiltError(
-            f"mesh axes pp={mesh.pp} and sp={mesh.sp}: their layers together are not built yet.",
-            "Sequences are shared by ranks that have every layer of the model.",
-            "use sp with tp, dp_replicate and dp_shard.",
-        )
-
-
 def shares_gpu(local_size: int | None) -> bool:
     """Return whether a host that runs so many ranks has fewer GPUs, so that some share one. None counts as no."""
     return local_size is not None and torch.cuda.is_available() and local_size > torch.cuda.device_count()
@@ -302,7 +292,6 @@ def current_mesh(device: torch.device | None = None, wish: Any = None) -> Mesh:
     wish: what the caller says of it (`mesh_of`); nothing: every rank along dp_shard.
     """
     device, wanted = device or default_device(), mesh_of(wish)
-    refuse_unbuilt(wanted)
     if init_distributed() and dist.get_world_size() > 1:
         return wanted.on_world(dist.get_world_size(), dist.get_rank(), device)
     log_first("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")

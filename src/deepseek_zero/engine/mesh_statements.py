@@ -14,7 +14,7 @@ from typing import Any
 
 from ..base.errors import UsageError, shown
 from ..base.launch import MESH, MESH_OPTIONS
-from ..base.mesh import AXES, Mesh, axes_of, refuse_unbuilt
+from ..base.mesh import AXES, Mesh, axes_of
 from ..config import RawConfig
 
 DATA_AXES = ("dp_replicate", "dp_shard")  # settled together; the others one by one
@@ -91,13 +91,11 @@ def _axes_in(text: str) -> dict[str, int]:
 def choose_mesh(statements: Sequence[MeshStatement], world: Mesh) -> Mesh:
     """Return the one mesh that these statements make of this world, seen by its rank.  Local.
 
-    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit the world;
-    NotBuiltError for an axis that nothing computes along.
+    world: every rank along dp_shard.  UsageError where two statements disagree, or one does not fit the world.
     """
     for each in statements:
         Mesh(**each.axes)  # raises for what is no size
     sizes, sources = _settled(statements)
-    refuse_unbuilt(Mesh(**sizes))
     others = Mesh(**sizes, dp_shard=1).world_size
     if world.world_size % others:
         raise _misfit(sizes, sources, others, world)

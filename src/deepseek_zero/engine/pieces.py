@@ -216,7 +216,8 @@ def plans_of(
     if mesh.tp > 1:
         sent = sum(each.nbytes for each in traffic if staged is None or _is_own(each, staged))
         scratch = SUM_TILE_NUMEL.on(mesh.device) * torch.float32.itemsize
-        tensor = TensorPlan(mesh.tp, sent, sample.tokens, many, scratch)
+        tokens = None if sample.tokens is None else sample.tokens // mesh.sp
+        tensor = TensorPlan(mesh.tp, sent, tokens, many, scratch)
     return PiecePlans(stages, tensor)
 
 

@@ -11,6 +11,7 @@ from ..base.lazy import loads_on_first_use
 
 if TYPE_CHECKING:
     from .apply import parallelize
+    from .inputs import difference
     from .layers import Layer, TensorAxis
     from .plans import ParallelPlan, ParallelSettings, choose
     from .sequence_model import SequenceSettings, own_part, share_sequences
@@ -24,6 +25,7 @@ __all__ = [
     "SequenceSettings",
     "TensorAxis",
     "choose",
+    "difference",
     "own_part",
     "parallelize",
     "share_sequences",
@@ -34,6 +36,7 @@ __getattr__ = loads_on_first_use(
     __name__,
     {
         "apply": "parallelize",
+        "inputs": "difference",
         "layers": "Layer TensorAxis",
         "plans": "ParallelPlan ParallelSettings choose",
         "sequence_model": "SequenceSettings own_part share_sequences",

@@ -34,7 +34,7 @@ def planned_pipeline(
     table = make_schedule(schedule, mesh.pp, staged.virtual, micro_batches, group=group, tied=staged.tied)
     first = staged.stages[0]
     cut = first.cut if isinstance(first, ModelStage) else None
-    outputs, grads = _messages(cut, trained, compute) if cut is not None else ((), ())
+    outputs, grads = _messages(cut, trained, compute, mesh.sp) if cut is not None else ((), ())
     gathers, of_all = _gathers(table.programs[rank], is_tied=bool(table.tied))
     ties = {
         name: stages
@@ -70,11 +70,14 @@ def trained_parameters(model: nn.Module) -> dict[str, bool]:
 
 
 def _messages(
-    cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None
+    cut: Cut, trained: Mapping[str, bool], compute: torch.dtype | None, sharers: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary is trained."""
+    """By boundary, the bytes of an output, and of its gradient: 0 where nothing before the boundary is trained.
+
+    sharers: ranks that share the tokens of a sequence; the chain was found with whole ones.
+    """
     learns = [any(trained[name] for name in cut.params_of(range(stage + 1))) for stage in range(cut.stages - 1)]
-    outputs = [cut.chain.outputs[end - 1].nbytes(compute) for end in cut.bounds[1:-1]]
+    outputs = [cut.chain.outputs[end - 1].nbytes(compute) // sharers for end in cut.bounds[1:-1]]
     return tuple(outputs), tuple(nbytes if each else 0 for nbytes, each in zip(outputs, learns, strict=True))
 
 

@@ -28,7 +28,6 @@ from deepseek_zero.compat.deepspeed.pipe_topology import (
     ProcessTopology,
 )
 from deepseek_zero.config.load import load
-from deepseek_zero.engine import mesh_statements
 from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh
 
 # -- mpu
@@ -49,11 +48,6 @@ def megatron(mesh: Mesh) -> Any:
         data_parallel_world_size=mesh.data_size,
         data_parallel_rank=mesh.data_index,
     )
-
-
-@pytest.fixture
-def every_axis(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mesh_statements, "refuse_unbuilt", lambda mesh: None)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +74,7 @@ def test_an_mpu_that_counts_in_words_is_refused() -> None:
         mpu_statement(mpu_of(model_parallel_world_size="two"))  # type: ignore[arg-type]
 
 
-def test_each_rank_of_an_mpu_is_compared_with_the_mesh(every_axis: None) -> None:
+def test_each_rank_of_an_mpu_is_compared_with_the_mesh() -> None:
     world, mesh = Mesh().on_world(8), Mesh(pp=2, tp=2).on_world(8)
     places = [{"tp": rank % 2, "pp": rank // 4, "data": rank // 2 % 2} for rank in range(8)]
     said = MeshStatement("mpu=", {"tp": 2, "pp": 2}, data_size=2, places=places)
@@ -99,7 +93,7 @@ def test_a_world_of_one_takes_an_mpu() -> None:
         deepseek_zero.initialize(model=nn.Linear(2, 2), config={}, mpu=mpu_of(data_parallel_world_size=2))
 
 
-def test_a_topology_and_its_grid_state_stages_and_who_is_where(every_axis: None) -> None:
+def test_a_topology_and_its_grid_state_stages_and_who_is_where() -> None:
     def saying(topology: ProcessTopology) -> MeshStatement:
         return PipelineModule.mesh_statement(SimpleNamespace(topology=lambda: topology))  # type: ignore[arg-type]
 

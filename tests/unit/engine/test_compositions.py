@@ -7,11 +7,35 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
-from tests.compositions import DTYPES, Found, Sizes, compare, expected_of, run
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.config.load import load
+from deepseek_zero.engine import start as start_file
+from deepseek_zero.parallel.sequence_model import own_tokens
+from tests.compositions import (
+    DTYPES,
+    LENGTH,
+    MANY,
+    ROWS,
+    STEPS,
+    Found,
+    Sizes,
+    Tokens,
+    batch,
+    compare,
+    config_of,
+    engines_of_threads,
+    expected_of,
+    llama,
+    run,
+)
+from tests.in_process import Rank, run_ranks
 from tests.pairwise import Case, cases, is_full
+from tests.reference import OPTIMIZERS
 
 pytest.importorskip("transformers")
 SIZES = (1, 2, 4, 8) if is_full() else (1, 2, 4)
@@ -19,9 +43,8 @@ AXES = {"pp": SIZES, "dp": SIZES, "tp": SIZES, "sp": SIZES, "stage": (0, 1, 2, 3
 
 
 def is_built(case: Case) -> bool:
-    """Whether the axes fill 2, 4 or 8 ranks, and there is something that computes along all of them."""
-    pp, _, _, sp = case[:4]
-    return math.prod(case[:4]) in (2, 4, 8) and not (sp > 1 and pp > 1)
+    """Whether the axes fill 2, 4 or 8 ranks."""
+    return math.prod(case[:4]) in (2, 4, 8)
 
 
 @pytest.mark.parametrize(*cases(AXES, [(2, 2, 2, 1, 3, "bf16")], is_built))
@@ -29,15 +52,51 @@ def test_a_composition_has_the_bits_of_one_process(pp: int, dp: int, tp: int, sp
     assert run((pp, dp, tp, sp), stage, dtype) == ("bitwise" if sp == 1 else "close")
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_sequences_beside_split_layers(stage: int) -> None:
-    assert run((1, 1, 2, 2), stage, "fp32") == "close"
+@pytest.mark.parametrize(
+    ("sizes", "stage"), [((1, 1, 2, 2), 0), ((1, 1, 2, 2), 3), ((2, 1, 1, 2), 3), ((2, 1, 2, 2), 1)]
+)
+def test_sequences_beside_split_layers_and_stages(sizes: Sizes, stage: int) -> None:
+    assert run(sizes, stage, "fp32") == "close"
 
 
-@pytest.mark.parametrize("sizes", [(2, 1, 1, 2), (2, 1, 2, 2)])
-def test_sequences_beside_stages_are_refused_by_name(sizes: Sizes) -> None:
-    said = run(sizes, 3, "fp32")
-    assert said.startswith("mesh axes") and "sp=2" in said and "What to do: " in said
+@pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
+def test_both_loops_of_stages_whose_ranks_share_sequences(attention: Any) -> None:
+    """`train_batch` cuts whole batches itself, the plain loop is given this rank's tokens; messages are as planned."""
+    config = config_of(3, "fp32") | {"sequence_parallel": {"attention": attention}}
+
+    with engines_of_threads() as here:
+
+        def body(rank: Rank) -> tuple[list[float], list[float]]:
+            here.rank = rank
+            data = [{name: value[0] for name, value in batch(0, 0, 0).items()}]
+            found = []
+            for is_plain in (False, True):
+                model = llama(2)
+                optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+                request = start_file.Request(model, optimizer, mesh=Mesh(pp=2, sp=2), training_data=data)
+                engine = start_file.start(load(config), request)
+                planned = engine.runtime.plan.pipeline
+                assert planned is not None and planned.outputs == (LENGTH * 32 * 4 // 2,)  # of one sample
+                losses = []
+                for step in range(STEPS):
+                    micros = [batch(step, micro, 0) for micro in range(MANY)]
+                    before = engine.runtime.comm.meter.sent_bytes["send"]
+                    if is_plain:
+                        loss = one_plain_step(engine, micros, attention)
+                    else:
+                        loss = engine.train_batch(iter(micros)).item()
+                    sent = engine.runtime.comm.meter.sent_bytes["send"] - before
+                    described = planned.header_bytes // (MANY if is_plain else 1)  # the first call's, or step's
+                    assert sent - (described if not step else 0) == MANY * ROWS * planned.outputs[0]
+                    losses.append(loss)
+                found.append(losses)
+                engine.destroy()
+            return found[0], found[1]
+
+        ranks = run_ranks(4, body, reads_in_place=True)
+    expected = expected_of(2, 1, 1, True, "fp32", "sgd").losses
+    for losses in ranks:
+        assert losses == (pytest.approx([sum(each[0]) / MANY for each in expected], rel=1e-6),) * 2
 
 
 @pytest.mark.parametrize("sizes", [(2, 1, 2, 1), (1, 2, 2, 1), (1, 2, 1, 2)])
@@ -45,6 +104,17 @@ def test_a_gradient_is_clipped_by_its_norm_over_the_world(sizes: Sizes) -> None:
     """Pitfalls: clipped per stage, or by a norm that counts a parameter as often as there are ranks along "tp"."""
     assert expected_of(2, sizes[2], sizes[1], True, "fp32", "sgd").norms[0] > 0.5
     assert run(sizes, 2 if sizes[0] == 1 else 3, "fp32", clipping=0.1) == "close"
+
+
+def one_plain_step(engine: Any, micros: Sequence[Tokens], attention: Any) -> float:
+    losses = []
+    for micro in micros:
+        own = own_tokens(micro, engine.mesh.coordinates["sp"], engine.mesh.sp, attention)
+        loss = engine(**own).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
 
 
 def test_the_comparison_sees_one_bit() -> None:

@@ -8,21 +8,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-import deepseek_zero
-from deepseek_zero.base.errors import DeepSeekZeroError, NotBuiltError, UsageError
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.config.load import load
-from deepseek_zero.engine import mesh_statements
 from deepseek_zero.engine.mesh_statements import MeshStatement, choose_mesh, statements_of
 
 
 @pytest.fixture(autouse=True)
-def _every_axis_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is said of the mesh is understood whether or not something computes along its axes yet."""
-    monkeypatch.setattr(mesh_statements, "refuse_unbuilt", lambda mesh: None)
+def _nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(MESH, raising=False)
 
 
@@ -116,27 +111,3 @@ def test_the_launchers_command_line_is_one_more_place(monkeypatch: pytest.Monkey
         monkeypatch.setenv(MESH, text)
         with pytest.raises(UsageError):
             chosen({})
-
-
-def test_an_axis_that_nothing_computes_along_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(mesh: Mesh) -> None:
-        if mesh.tp > 1:
-            raise NotBuiltError("tp")
-
-    monkeypatch.setattr(mesh_statements, "refuse_unbuilt", refuse)
-    with pytest.raises(DeepSeekZeroError, match="tp"):
-        chosen({"tensor_parallel": {"autotp_size": 2}})
-
-
-@pytest.mark.parametrize("door", ["initialize", "DeepSeekZeRO3", "plan"])
-def test_each_door_refuses_such_an_axis_at_the_start(door: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    model, axes = torch.nn.Linear(2, 2), {"pp": 2, "sp": 2}
-    what = "pp=2 and sp=2: their layers together are not built yet"
-    with pytest.raises(NotBuiltError, match=what):
-        if door == "initialize":
-            deepseek_zero.initialize(model=model, config={"mesh": axes})
-        elif door == "plan":
-            deepseek_zero.plan(model, {}, ranks=4, mesh=axes)
-        else:
-            deepseek_zero.DeepSeekZeRO3(model, mesh=axes)
