@@ -437,11 +437,11 @@ def test_random_numbers_and_the_data_go_on_in_the_middle_of_an_epoch(tmp_path: P
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("saved_after", [1, 5])
+@pytest.mark.parametrize(("saved_after", "by_name"), [(1, False), (5, False), (5, True)])
 def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch(
-    tmp_path: Path, saved_after: int
+    tmp_path: Path, saved_after: int, by_name: bool
 ) -> None:
-    """Also where it began in the epoch before: one has four micro-batches here, a step three."""
+    """Also in a loader made by name, where it may begin in the epoch before: four micro-batches, a step has three."""
 
     def start() -> tuple[Any, Iterator[Any]]:
         torch.manual_seed(3)
@@ -450,6 +450,9 @@ def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch
         data = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
         words["optimizer"] = {"type": "AdamW"}
         engine, _, loader, _ = deepseek_zero.initialize(model=model, config=words, training_data=data)
+        if by_name:
+            engine.training_dataloader = loader = engine.deepspeed_io(data)
+            assert len(loader) == 4
         return engine, iter(deepseek_zero.utils.RepeatingLoader(loader))
 
     def take(engine: Any, batches: Iterator[Any], count: int) -> None:

@@ -1096,7 +1096,7 @@ class _Keys(TypedDict, total=False):
     timers: TimersKeywords | Auto | None
     """Timers."""
     dataloader_drop_last: bool | Auto | None
-    """Drop the last, smaller batch of an epoch."""
+    """Leave out an epoch's last samples, which fill no step; else its first ones fill it up."""
     vocabulary_size: float | Auto | None
     """Size of the vocabulary."""
     records: RecordsKeywords | Auto | None

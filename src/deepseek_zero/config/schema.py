@@ -1360,7 +1360,9 @@ class Config(Section):
         None, "Level of the deepseek_zero logger; null leaves it.", example="debug"
     )
     timers: Timers = section(Timers, "Timers.")
-    dataloader_drop_last: bool = effective(False, "Drop the last, smaller batch of an epoch.", example=True)
+    dataloader_drop_last: bool = effective(
+        False, "Leave out an epoch's last samples, which fill no step; else its first ones fill it up.", example=True
+    )
     vocabulary_size: int | None = accepted(None, "Size of the vocabulary.", "DeepSpeed only warns about its alignment")
     records: Records = section(Records, "Ours. The run's own records.")
     tensorboard: TensorBoard = section(TensorBoard, "TensorBoard.")

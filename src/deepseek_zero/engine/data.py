@@ -1,9 +1,11 @@
-"""Batches for one rank: a sharded sampler, the move to the device while the step before still runs, and a look at the
-first batch where several ranks must be given the same one.
+"""Batches for one rank: an order of samples that every number of ranks shares, the move to the device while the step
+before still runs, and a look at the first batch where several ranks must be given the same one.
 """
 
 from __future__ import annotations
 
+import logging
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -13,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+from ..base.log import log_once
 from ..base.mesh import Mesh
 
 
@@ -26,6 +29,55 @@ def to_device(value: Any, device: torch.device) -> Any:
         items = [to_device(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
+
+
+class StepOrder:
+    """Yields the samples of this rank's micro-batches, dealt so that a step has the same ones at any number of ranks.
+
+    An epoch's order is a permutation of the `length` samples by its number.  Step s takes places
+    [s * step_samples, (s + 1) * step_samples) of it; blocks of `batch_size` places go to the shares in turn.  The last
+    step is filled up from the beginning of the order, or left out (drop_last).  step_samples: a multiple of
+    batch_size * shares.
+    """
+
+    def __init__(
+        self, length: int, step_samples: int, batch_size: int, share: int, shares: int, drop_last: bool = False
+    ) -> None:
+        self.length, self.step_samples, self.drop_last = length, step_samples, drop_last
+        self.batch_size, self.share, self.shares = batch_size, share, shares
+        self.first = 0  # samples of the epoch that are over: those that a resumed epoch skips are not loaded, either
+        self._epoch, self._order = 0, torch.empty(0, dtype=torch.int64)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose order it is."""
+        if epoch != self._epoch:
+            self._epoch, self._order = epoch, torch.empty(0, dtype=torch.int64)
+
+    @property
+    def order(self) -> Tensor:
+        """Return the epoch's permutation, int64 [length]: torch's DistributedSampler has the same one."""
+        if len(self._order) != self.length:
+            self._order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self._epoch))
+        return self._order
+
+    def fingerprint(self) -> int:
+        """Return the CRC-32 of the epoch's order."""
+        return zlib.crc32(self.order.numpy().data)
+
+    def _stop(self, first: int) -> int:
+        """Return the place behind the epoch's last step, if `first` places are over."""
+        rest = max(self.length - first, 0)
+        steps = rest // self.step_samples if self.drop_last else -(-rest // self.step_samples)
+        return first + steps * self.step_samples
+
+    def __iter__(self) -> Iterator[list[int]]:
+        order, dealt = self.order, self.batch_size * self.shares
+        own = range(self.first + self.share * self.batch_size, self._stop(self.first), dealt)
+        for place in own:
+            yield order[torch.arange(place, place + self.batch_size) % self.length].tolist()
+
+    def __len__(self) -> int:
+        return self._stop(0) // (self.batch_size * self.shares)
 
 
 class _From:
@@ -44,8 +96,10 @@ class _From:
 class ShardedLoader:
     """Iterates over this rank's share of a dataset, one micro-batch ahead of the step.
 
-    Every rank sees the same number of batches (the sampler pads the last ones); the order is shuffled anew each epoch
-    with a seed all ranks share.  `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
+    Every rank sees the same number of batches; the order is shuffled anew each epoch with a seed all ranks share.
+    Without a sampler, samples are dealt by steps (`StepOrder`); a sampler's are cut into batches as they come.
+    `state_dict` says how far it is; iteration after a `load_state_dict` begins there.
+    step_samples: those of one step of all ranks; None: one micro-batch of each.
     take: what of a batch this rank is given; None: all of it.
     """
 
@@ -58,43 +112,69 @@ class ShardedLoader:
         drop_last: bool = False,
         sampler: Any = None,
         take: Callable[[Any], Any] | None = None,
+        step_samples: int | None = None,
     ) -> None:
         self._take = take or _all
-        self.device, self.epoch, self.ranks = mesh.device, 0, mesh.data_size
-        self.position = self._resume_at = 0  # batches of this epoch that were given, before a restart too
-        iterable = isinstance(dataset, IterableDataset)
+        self.device, self.epoch, self.batch_size = mesh.device, 0, batch_size
+        self.dealt = batch_size * mesh.data_size  # samples that all ranks together are given at a time
+        self.samples = self._resume_at = 0  # of this epoch that all ranks were given, before a restart too
+        self._samples_before = 0  # those of the epoch before
         self.sampler = sampler
-        if sampler is None and not iterable:
-            self.sampler = DistributedSampler(
-                dataset, mesh.data_size, mesh.data_index, shuffle=True, drop_last=drop_last
-            )
-        self._indices = _From(self.sampler) if self.sampler is not None else None
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            many: int = len(dataset)  # type: ignore[arg-type]  # map-style data have a length
+            shares = mesh.data_index, mesh.data_size
+            self.sampler = StepOrder(many, step_samples or self.dealt, batch_size, *shares, drop_last)
+        self._indices = None if isinstance(self.sampler, StepOrder) or self.sampler is None else _From(self.sampler)
+        cut: dict[str, Any] = {"batch_size": batch_size, "sampler": self._indices, "drop_last": drop_last}
         self.loader: DataLoader[Any] = DataLoader(
             dataset,
-            batch_size=batch_size,
-            sampler=self._indices,
             collate_fn=collate_fn,
-            drop_last=drop_last,
             pin_memory=mesh.device.type == "cuda",
             # Of its own: an epoch that begins draws a number, and a resumed run begins one more.
             generator=torch.Generator(),
+            **({"batch_sampler": self.sampler} if isinstance(self.sampler, StepOrder) else cut),
         )
-        self.batch_size = batch_size
 
     def state_dict(self, again: int = 0) -> dict[str, int]:
-        """The epoch, and how many samples of it all ranks together have been given.
+        """The epoch, how many samples of it all ranks together have been given, and what order they are of.
 
         again: so many batches, the last ones, count as not given: the step they were for is not over.
         """
-        epoch, position = self.epoch, self.position - again
-        if position < 0 and epoch > 0 and self._indices is not None:  # the step began in the epoch before
-            epoch, position = epoch - 1, position + len(self.loader)
-        return {"epoch": epoch, "samples": max(position, 0) * self.batch_size * self.ranks}
+        epoch, samples = self.epoch, self.samples - again * self.dealt
+        if samples < 0 and epoch > 0:  # the step began in the epoch before
+            epoch, samples = epoch - 1, samples + self._samples_before
+        return {"epoch": epoch, "samples": max(samples, 0), **self._described(epoch)}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on there, at any number of ranks; a batch that this number of ranks would cut is given again."""
-        self.epoch = int(state["epoch"])
-        self.position = self._resume_at = int(state["samples"]) // (self.batch_size * self.ranks)
+        """Go on there, at any number of ranks; a sampler's batch that this number of ranks would cut is given again.
+
+        A warning says so where the order is another one than the saved run's.
+        """
+        self.epoch, samples = int(state["epoch"]), int(state["samples"])
+        is_by_steps = isinstance(self.sampler, StepOrder)
+        self.samples = self._resume_at = samples if is_by_steps else samples // self.dealt * self.dealt
+        here = self._described(self.epoch)
+        if any(state.get(name, value) != value for name, value in here.items()):
+            log_once(
+                f"the data are in another order than those of the saved run ({here['length']:,} samples; it had "
+                f"{int(state['length']):,}): its epoch goes on at sample {samples:,} of this one, which may repeat "
+                "some and leave others out.",
+                logging.WARNING,
+            )
+
+    def deal_steps_of(self, samples: int) -> None:
+        """Have the epochs from the next one on filled up to steps of so many samples of all ranks."""
+        if isinstance(self.sampler, StepOrder):
+            self.sampler.step_samples = samples
+
+    def _described(self, epoch: int) -> dict[str, int]:
+        """Return what identifies the order of an epoch; nothing where it is a sampler's own."""
+        if not isinstance(self.sampler, StepOrder):
+            return {}
+        self.sampler.set_epoch(epoch)
+        found = {"length": self.sampler.length, "order": self.sampler.fingerprint()}
+        self.sampler.set_epoch(self.epoch)
+        return found
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -102,26 +182,30 @@ class ShardedLoader:
     def set_epoch(self, epoch: int) -> None:
         """Choose the shuffle; counted on by itself at the end of each epoch."""
         if epoch != self.epoch:
-            self.epoch, self.position, self._resume_at = epoch, 0, 0
+            self.epoch, self.samples, self._resume_at = epoch, 0, 0
 
     def __iter__(self) -> Iterator[Any]:
-        if isinstance(self.sampler, DistributedSampler):
+        if isinstance(self.sampler, StepOrder | DistributedSampler):
             self.sampler.set_epoch(self.epoch)
-        self.position, self._resume_at = self._resume_at, 0
+        self.samples, self._resume_at = self._resume_at, 0
         batches = iter(self._rest_of_epoch())
         ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
         while ahead:
             batch = ahead.pop()
             ahead = [to_device(self._take(batch), self.device) for batch in islice(batches, 1)]
-            self.position += 1
+            self.samples += self.dealt
             yield batch
-        self.epoch, self.position = self.epoch + 1, 0
+        self.epoch, self.samples, self._samples_before = self.epoch + 1, 0, self.samples
 
     def _rest_of_epoch(self) -> Iterable[Any]:
-        """Return the batches of the epoch that were not given yet; a sampler of indices does not load the others."""
-        if self._indices is None:
-            return islice(self.loader, self.position, None)
-        self._indices.first = self.position * self.batch_size
+        """Return the batches of the epoch that were not given yet; those of a sampler or an order are not loaded."""
+        over = self.samples // self.dealt
+        if isinstance(self.sampler, StepOrder):
+            self.sampler.first = self.samples
+        elif self._indices is not None:
+            self._indices.first = over * self.batch_size
+        else:
+            return islice(self.loader, over, None)
         return self.loader
 
 

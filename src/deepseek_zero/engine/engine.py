@@ -45,6 +45,7 @@ from ..report.picture import draw
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
 from ..sharding.runtime import Runtime
+from .data import ShardedLoader
 from .determinism import Determinism
 from .memory import memory_report, plan_of
 from .preemption import Preemption
@@ -572,7 +573,7 @@ class Engine(StandsForModule):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that micro-batches have another size from now on; the accumulation stays, the batch size follows.
 
-        A data loader keeps the size it was built with.
+        A data loader keeps the sizes it was built with.
         """
         whole_number("set_train_micro_batch_size", "micro_batch_size", micro_batch_size, 1)
         self._resize(micro_batch_size, self._batch.accumulation)
@@ -594,6 +595,8 @@ class Engine(StandsForModule):
         self.config = self.config.model_copy(update=changes)  # for those who ask the engine for its configuration
         if accumulation != before.accumulation:
             self._accumulate(accumulation)
+        if micro == before.micro and isinstance(self.training_dataloader, ShardedLoader):
+            self.training_dataloader.deal_steps_of(train)
 
     def _accumulate(self, accumulation: int) -> None:
         """Gradients summed over micro-batches are kept in fp32, single ones in the weight's dtype: the plan follows."""

@@ -166,6 +166,7 @@ def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine)
             request.collate_fn,
             engine.parts.data_settings.drop_last,
             take=partial(parallel.own_part, request.model) if mesh.sp > 1 else None,
+            step_samples=config.batch.train,
         )
     return engine
 

@@ -29,7 +29,7 @@ def engine_of(mesh: Mesh, stage: int = 1, data: Any = None, layers: int = 2) -> 
 @pytest.mark.parametrize("mesh", [Mesh(pp=2), Mesh(tp=2), Mesh(sp=2), Mesh(pp=2, tp=2), Mesh(dp_replicate=2)], ids=str)
 def test_ranks_of_one_data_coordinate_read_the_same_samples_and_others_read_others(mesh: Mesh) -> None:
     """Pitfall: a loader that is cut by the world."""
-    many = 16
+    many = 32  # whole steps on every mesh
     samples: list[Tokens] = [
         {"input_ids": torch.full((8,), number), "labels": torch.full((8,), number)} for number in range(many)
     ]

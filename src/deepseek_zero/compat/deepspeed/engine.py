@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ... import parallel
@@ -225,6 +226,8 @@ class DeepSpeedEngine(Engine):
     ) -> ShardedLoader:
         """Make a loader of this rank's share: shuffled for route "train", in order for "eval" and "predict".
 
+        As in DeepSpeed's loader, ranks take the samples in turn and the order is filled up to as many for each, so that
+        an epoch's end depends on the number of ranks; with `training_data` of `initialize` it does not.
         batch_size: samples of one rank; the micro-batch size without it.  pin_memory: ignored; memory is pinned where
         the device is a GPU.
         """
@@ -234,16 +237,18 @@ class DeepSpeedEngine(Engine):
                 "Batches are made in this process, one ahead of the step.",
                 "pass your own DataLoader's batches to the engine, with as many workers as you like.",
             )
-        sampler = data_sampler
-        if sampler is None and route != "train":
-            sampler = DistributedSampler(dataset, self.mesh.data_size, self.mesh.data_index, shuffle=False)
+        sampler, drop_last = data_sampler, self.parts.data_settings.drop_last
+        if sampler is None and not isinstance(dataset, IterableDataset):
+            shares = self.mesh.data_size, self.mesh.data_index
+            is_training = route == "train"
+            sampler = DistributedSampler(dataset, *shares, shuffle=is_training, drop_last=drop_last and is_training)
         size = batch_size or self.config.train_micro_batch_size_per_gpu
         return ShardedLoader(
             dataset,
             size,
             self.mesh,
             collate_fn,
-            self.parts.data_settings.drop_last,
+            drop_last,
             sampler,
             take=partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None,
         )
