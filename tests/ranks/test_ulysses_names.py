@@ -12,8 +12,14 @@ import torch.distributed.nn.functional as differentiable
 from torch import Tensor
 
 import deepseek_zero
+from deepseek_zero.base.errors import UsageError
 from deepseek_zero.compat.deepspeed import groups
-from deepseek_zero.compat.deepspeed.sequence_ulysses import UlyssesSPAttentionHF, UlyssesSPDataLoaderAdapter
+from deepseek_zero.compat.deepspeed.sequence_ulysses import (
+    UlyssesSPAttentionHF,
+    UlyssesSPDataLoaderAdapter,
+    _as_bytes,
+    _from_bytes,
+)
 from tests.shared_sequences import config, same_step
 from tests.unit.parallel.tiny import VOCABULARY, tiny
 
@@ -80,3 +86,20 @@ def test_what_cannot_be_registered_is_said_in_deepspeeds_words() -> None:
     ]:
         with pytest.raises(ValueError, match=words):
             register(*arguments)  # type: ignore[arg-type]
+
+
+def test_a_batch_comes_out_of_its_bytes_as_it_went_in() -> None:
+    batch = {
+        "input_ids": torch.arange(6).view(2, 3),
+        "mask": torch.tensor([True, False]),
+        "weight": torch.tensor(0.5, dtype=torch.bfloat16),
+        "none": torch.empty(0, 3),
+        "packed": [("first", 3), None, 1.5],
+    }
+    found = _from_bytes(_as_bytes(batch))
+    assert found["packed"] == batch["packed"]
+    for name in ("input_ids", "mask", "weight", "none"):
+        assert found[name].dtype == batch[name].dtype and torch.equal(found[name], batch[name])  # type: ignore[attr-defined]
+    with pytest.raises(UsageError, match=r"batch.made is a builtins.object") as caught:
+        _as_bytes({"made": object()})
+    assert "never as pickles" in str(caught.value)

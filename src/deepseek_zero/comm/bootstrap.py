@@ -1,4 +1,4 @@
-"""Exchanges texts between ranks before they have lanes: rows of bytes over a gloo group, never pickles."""
+"""Exchanges texts and bytes between ranks that have no lanes: rows over a group of torch's, never pickles."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ..base import world
+from ..base.device import CPU, default_device
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,18 @@ class Hosts:
 
 def all_gather_text(text: str, size: int, group: dist.ProcessGroup | None) -> list[str]:
     """Return every rank's text, by rank. Collective in the group."""
-    payload = torch.frombuffer(bytearray(text.encode() or b"\0"), dtype=torch.uint8)
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(size)]
-    dist.all_gather(lengths, torch.tensor([len(text.encode())]), group=group)
+    return [each.decode() for each in all_gather_bytes(text.encode(), size, group)]
+
+
+def all_gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return every rank's bytes, by rank, of any lengths. Collective in the group."""
+    device = default_device() if dist.get_backend(group) == "nccl" else CPU  # NCCL alone carries nothing of the host's
+    lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
+    dist.all_gather(lengths, torch.tensor([len(payload)], device=device), group=group)
     row = torch.zeros(max(1, *(int(length) for length in lengths)), dtype=torch.uint8)
-    row[: payload.numel()].copy_(payload)
+    if payload:
+        row[: len(payload)].copy_(torch.frombuffer(bytearray(payload), dtype=torch.uint8))
+    row = row.to(device)
     rows = [torch.empty_like(row) for _ in range(size)]
     dist.all_gather(rows, row, group=group)
-    return [bytes(each[: int(length)].tolist()).decode() for each, length in zip(rows, lengths, strict=True)]
+    return [each[: int(length)].cpu().numpy().tobytes() for each, length in zip(rows, lengths, strict=True)]

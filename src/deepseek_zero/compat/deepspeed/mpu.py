@@ -6,6 +6,7 @@ has their names.  Its sizes and this rank's places are read once, on every rank,
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from ...base.errors import UsageError, shown
 from ...base.given import refuse
 from ...base.mesh import axes_of
+from ...comm.bootstrap import all_gather_text
 from ...engine.mesh_statements import MeshStatement
 
 # What an mpu tells: the middles of get_..._world_size and get_..._rank, the clearest word first.
@@ -34,8 +36,8 @@ def mpu_statement(mpu: Any) -> MeshStatement:
     own = _read(mpu)
     told = [own]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        told = [{}] * dist.get_world_size()
-        dist.all_gather_object(told, own)
+        rows = all_gather_text(json.dumps(own), dist.get_world_size(), None)
+        told = [{name: (size, place) for name, (size, place) in json.loads(row).items()} for row in rows]
     sizes = [{name: size for name, (size, _) in each.items()} for each in told]
     if empty := [rank for rank, each in enumerate(sizes) if not each]:
         fix = "pass an object with get_model_parallel_world_size(), get_model_parallel_rank(), and so on."

@@ -6,6 +6,7 @@ the rest (parallel/sequence_model.py). The loss stays each rank's own: DeepSpeed
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Iterator
@@ -17,7 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...base.errors import CheckpointError, UsageError
 from ...base.mesh import Mesh
+from ...checkpoint.format import decode, encode
+from ...checkpoint.safetensors_file import dtype_name, dtype_named
+from ...comm.bootstrap import all_gather_bytes
 from ...engine.data import to_device
 from ...parallel.sequence_model import IGNORED, SequenceSettings, own_tokens
 from . import groups
@@ -163,10 +168,8 @@ class UlyssesSPDataLoaderAdapter:
         for name in ("input_ids", "labels"):
             if not isinstance(batch.get(name), Tensor) or batch[name].dim() != 2:
                 raise ValueError(f"Ulysses SP dataloader batches must contain tensor {name} of [batch, sequence].")
-        given: list[Any] = [None] * self.sp_world_size
-        dist.all_gather_object(given, to_device(dict(batch), torch.device("cpu")), group=self.sp_group)
-        for each in given:
-            self.micro_batches.append(own_tokens(self._padded(each), self.sp_rank, self.sp_world_size))
+        for row in all_gather_bytes(_as_bytes(dict(batch)), self.sp_world_size, self.sp_group):
+            self.micro_batches.append(own_tokens(self._padded(_from_bytes(row)), self.sp_rank, self.sp_world_size))
 
     def _padded(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch of as many tokens as the ranks divide."""
@@ -186,3 +189,36 @@ class UlyssesSPDataLoaderAdapter:
             else:
                 found[name] = pad(value, (0, 0) * (value.dim() - 2) + (0, missing), value=fills.get(name, 0))
         return found
+
+
+def _as_bytes(batch: dict[str, Any]) -> bytes:
+    """Return a batch of tensors and plain values as a header of JSON, its length before it, and the elements."""
+    tensors: dict[str, Tensor] = {}
+    try:
+        values = encode(batch, "batch", tensors)
+    except CheckpointError as error:
+        raise UsageError(
+            f"a batch cannot go to the ranks that share its sequences: {str(error).splitlines()[0]}",
+            "Batches travel between ranks as tensors and plain values, never as pickles.",
+            "leave it out of the batch, or make it numbers, texts, lists, dicts or tensors.",
+        ) from None
+    shapes = {name: [dtype_name(tensor.dtype), list(tensor.shape)] for name, tensor in tensors.items()}
+    header = json.dumps([values, shapes]).encode()
+    elements = [tensor.reshape(-1).view(torch.uint8).numpy().tobytes() for tensor in tensors.values()]
+    return b"".join([len(header).to_bytes(8, "little"), header, *elements])
+
+
+def _from_bytes(row: bytes) -> dict[str, Any]:
+    """Return the batch that `_as_bytes` wrote."""
+    place = 8 + int.from_bytes(row[:8], "little")
+    values, shapes = json.loads(row[8:place])
+    tensors: dict[str, Tensor] = {}
+    for name, (dtype, shape) in shapes.items():
+        empty = torch.empty(shape, dtype=dtype_named(dtype))
+        if empty.numel():
+            empty.view(-1).view(torch.uint8).copy_(
+                torch.frombuffer(bytearray(row[place : place + empty.nbytes]), dtype=torch.uint8)
+            )
+        tensors[name], place = empty, place + empty.nbytes
+    found: dict[str, Any] = decode(values, tensors)
+    return found
