@@ -91,6 +91,36 @@ def test_mpirun_without_more_makes_one_world_on_one_host(tmp_path: Path) -> None
     assert "world 2 1 1" in said[1]
 
 
+SRUN = {
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "1",
+    "SLURM_STEP_TASKS_PER_NODE": "2",
+    "SLURM_STEP_NODELIST": "localhost",
+    "SLURM_NODEID": "0",
+}
+BOTH_DOORS = (
+    TRAIN
+    + """
+print("world", train().world_size, deepseek_zero.DeepSeekZeRO3(torch.nn.Linear(4, 4)).runtime.comm.whole.size)
+"""
+)
+
+
+def test_srun_makes_one_world_behind_both_doors(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(BOTH_DOORS)
+    job = str(int(free_port()) % 20000)  # Slurm's port is 20000 and the job's number
+    said = outputs(
+        script,
+        [
+            SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "TORCH_NCCL": ""}
+            for rank in range(2)
+        ],
+    )
+    assert all("world 2 2" in each for each in said), said
+
+
 DOORS: dict[str, Callable[[torch.nn.Module], object]] = {
     "initialize": lambda model: deepseek_zero.initialize(model=model, config={"train_batch_size": 1}),
     "DeepSeekZeRO3": deepseek_zero.DeepSeekZeRO3,

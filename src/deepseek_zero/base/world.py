@@ -1,16 +1,19 @@
 """The identity of this process: its rank, the size of its world, its place on its host, and where the ranks meet.
 
-`discover` reads what a launcher said, by a table of launchers; it is pure. `rank`, `size` and `local_rank` answer for
-the running process: once a group is joined its word counts, before that the launcher's. No other file reads these
-variables. Standard library only, because the log and the command line work without torch.
+`discover` reads what a launcher said of one process, by a table of launchers; `nodes_of` reads what an engine said of
+the machines that a launcher of ours shall use. Both are pure. `rank`, `size` and `local_rank` answer for the running
+process: once a group is joined its word counts, before that the launcher's. No other file reads these variables.
+Standard library only, because the log and the command line work without torch.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
+import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +28,8 @@ MOST_PORT = 65535
 class World:
     """The place of one process in its world. None: its launcher does not say.
 
-    local_rank, local_size: among the ranks of this host. address, port: where rank 0 listens. source: the launcher that
-    said so.
+    local_rank, local_size: among the ranks of this host. node, nodes: this host among the world's. address, port: where
+    rank 0 listens. source: the launcher that said so.
     """
 
     rank: int = 0
@@ -37,6 +40,8 @@ class World:
     port: int | None = None
     source: str = "no launcher"
     fix: str = ""  # how this launcher is told where ranks meet
+    node: int | None = 0
+    nodes: int | None = 1
 
     def variables(self) -> dict[str, str]:
         """This world in the words of torchrun, which scripts and `env://` read."""
@@ -53,7 +58,9 @@ class World:
 
 @dataclass(frozen=True)
 class Launcher:
-    """The names of one launcher's variables.  marks: those without which the others say nothing of a world."""
+    """The names of one launcher's variables.  marks: those without which the others say nothing of a world; nodes: by
+    which it numbers and counts hosts.
+    """
 
     source: str
     rank: str
@@ -62,6 +69,8 @@ class Launcher:
     local_size: str
     marks: tuple[str, ...]
     fix: str
+    node: tuple[str, ...] = ()
+    nodes: str = ""
 
 
 TORCHRUN = Launcher(
@@ -72,6 +81,8 @@ TORCHRUN = Launcher(
     "LOCAL_WORLD_SIZE",
     (),
     "start the script with `deepseek-zero run --nproc N script.py` (or torchrun), which set all of them",
+    ("GROUP_RANK", "NODE_RANK"),
+    "GROUP_WORLD_SIZE",
 )
 # A batch script has SLURM_NTASKS and SLURM_PROCID=0 and is one process: only a step makes a world.
 SLURM = Launcher(
@@ -82,6 +93,8 @@ SLURM = Launcher(
     "SLURM_STEP_TASKS_PER_NODE",
     ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"),
     "export MASTER_ADDR=$(scontrol show hostnames | head -n1) and MASTER_PORT before srun",
+    ("SLURM_NODEID",),
+    "SLURM_STEP_NUM_NODES",
 )
 MPI = (
     Launcher(
@@ -126,6 +139,8 @@ def discover(environ: Mapping[str, str]) -> World:
     )
     launcher = _launcher_of(environ)
     if launcher is None or (stated_rank is not None and stated_size is not None):
+        if stated_rank is None and stated_size is None:
+            _refuse_lone_process(environ)
         return _stated(environ, stated_rank, stated_size)
     found = _read(environ, launcher)
     for name, stated, actual in ((TORCHRUN.rank, stated_rank, found.rank), (TORCHRUN.size, stated_size, found.size)):
@@ -195,6 +210,8 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
                 "A host has at most all ranks, numbered from 0.",
                 f"unset {name}, or let the launcher set it.",
             )
+    nodes = 1 if local_size == size else _number(environ, launcher.nodes, 1)
+    node = 0 if nodes == 1 else next((_number(environ, name, 0) for name in launcher.node if name in environ), None)
     return World(
         rank or 0,
         size,
@@ -204,6 +221,8 @@ def _read(environ: Mapping[str, str], launcher: Launcher) -> World:
         _number(environ, "MASTER_PORT", 1, MOST_PORT) or _port(environ, launcher),
         launcher.source,
         launcher.fix,
+        node,
+        nodes,
     )
 
 
@@ -222,29 +241,72 @@ def _number(environ: Mapping[str, str], name: str, least: int, most: int | None 
     return int(text)
 
 
-def _tasks_here(environ: Mapping[str, str]) -> int | None:
-    """This host's tasks out of Slurm's "2(x3),1": two on each of three hosts, one on the fourth."""
+def _task_counts(environ: Mapping[str, str]) -> list[int]:
+    """The tasks of each host out of Slurm's "2(x3),1": two on each of three hosts, one on the fourth; [] for none."""
     counts: list[int] = []
     for part in environ.get(SLURM.local_size, "").split(","):
-        found = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
+        found = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,5})\))?", part)
         if found is None:
-            return None
+            return []
         counts += [int(found[1])] * int(found[2] or 1)
-    node = _number(environ, "SLURM_NODEID", 0)
+    return counts
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    counts, node = _task_counts(environ), _number(environ, "SLURM_NODEID", 0)
     return counts[node] if node is not None and node < len(counts) else None
 
 
 def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
-    """Return the address that a launcher's variables imply: Slurm lists its hosts, and on one host it is this one."""
+    """Return the address that a launcher's variables imply: Slurm lists its hosts, on one host it is this one, and
+    Open MPI's mpirun says where it listens itself, most often beside rank 0 (`_refuse_foreign_address`).
+    """
     if launcher is SLURM and environ.get("SLURM_STEP_NODELIST"):
-        return first_host(environ["SLURM_STEP_NODELIST"])
-    return "127.0.0.1" if is_one_host and launcher is not TORCHRUN else None
+        return next(hosts_of(environ["SLURM_STEP_NODELIST"]))
+    if is_one_host and launcher is not TORCHRUN:
+        return "127.0.0.1"
+    if launcher is MPI[0] and (found := re.search(r"tcp://([0-9.,]+):", environ.get(_MPIRUN_LISTENS, ""))):
+        return next((each for each in found[1].split(",") if each and not each.startswith("127.")), None)
+    return None
 
 
-def first_host(hosts: str) -> str:
-    """The first host of Slurm's list: "h[03-05,9],g1" begins with h03."""
-    first = re.split(r",(?![^\[]*\])", hosts)[0]
-    return re.sub(r"\[([^\]\-,]+)[^\]]*\]", r"\1", first)
+_MPIRUN_LISTENS = "OMPI_MCA_orte_hnp_uri"  # "4711.0;tcp://10.0.0.1,172.17.0.1:41157"
+
+
+def hosts_of(text: str) -> Iterator[str]:
+    """Yield the hosts of Slurm's list in its order: "h[03-05,9],g1" is h03, h04, h05, h9, g1.
+
+    UsageError for what is no such list.
+    """
+    for part in re.split(r",(?![^\[]*\])", text):
+        pieces = re.split(r"\[([^\[\]]*)\]", part)  # plain, in brackets, plain, ...
+        if not part or any(mark in plain for plain in pieces[::2] for mark in "[], "):
+            raise _no_host_list(text)
+        ranges = [_range_of(inner, text) if place % 2 else [inner] for place, inner in enumerate(pieces)]
+        yield from map("".join, itertools.product(*ranges))
+
+
+def _range_of(inner: str, text: str) -> list[str]:
+    """ "03-05,9" as 03, 04, 05, 9; a leading zero says how wide the numbers are."""
+    numbers: list[str] = []
+    for each in inner.split(","):
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", each)
+        if found is None or int(found[2] or found[1]) - int(found[1]) not in range(_MOST_HOSTS):
+            raise _no_host_list(text)
+        width = len(found[1]) if found[1].startswith("0") else 0
+        numbers += [f"{number:0{width}d}" for number in range(int(found[1]), int(found[2] or found[1]) + 1)]
+    return numbers
+
+
+_MOST_HOSTS = 100_000
+
+
+def _no_host_list(text: str) -> UsageError:
+    return UsageError(
+        f"{text[:80]!r} is no list of hosts.",
+        'Slurm writes SLURM_STEP_NODELIST as "h[0-1,7],g3".',
+        SLURM.fix + ".",
+    )
 
 
 def _port(environ: Mapping[str, str], launcher: Launcher) -> int | None:
@@ -267,9 +329,12 @@ def _incomplete(environ: Mapping[str, str], size: int, missing: list[str]) -> Us
 
 
 def meeting_place(environ: Mapping[str, str], world: World) -> World:
-    """The same world, if it says where its ranks meet; UsageError that says what to set where it does not."""
+    """The same world, if it says where its ranks meet; UsageError that says what to set where it does not, or where an
+    address that was guessed is not rank 0's own.
+    """
     missing = [name for name, value in (("MASTER_ADDR", world.address), ("MASTER_PORT", world.port)) if value is None]
     if world.size == 1 or not missing:
+        _refuse_foreign_address(environ, world)
         return world
     if world.source == TORCHRUN.source:
         raise _incomplete(environ, world.size, missing)
@@ -279,6 +344,161 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
         "Its variables do not say where they can meet, and each would train a model of its own.",
         f"{world.fix}; {ALONE}=1 means {world.size} trainings of one process on purpose.",
     )
+
+
+def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:
+    """Raise UsageError on rank 0 where the ranks' address was guessed and is none of this machine's."""
+    if world.rank or world.address is None or environ.get("MASTER_ADDR"):
+        return
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(world.address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+    except OSError as error:
+        raise UsageError(
+            f"the ranks would meet at {world.address}, which is no address of this machine ({error}).",
+            f"Rank 0 listens there, and {world.source}'s variables say no better.",
+            f"{world.fix}.",
+        ) from None
+
+
+# -- machines, for a launcher
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The machines that an engine started a command on.  None: it does not say.
+
+    node_rank: this one's number. nproc: processes on each, as torchrun takes it ("4", "auto", "cpu", "gpu"); num_gpus:
+    GPUs on each. address, port: where they may meet.
+    """
+
+    source: str
+    num_nodes: int
+    node_rank: int | None = None
+    nproc: str | None = None
+    num_gpus: int | None = None
+    address: str | None = None
+    port: int | None = None
+
+
+@dataclass(frozen=True)
+class NodeWords:
+    """The names of one engine's variables: how many machines, which one this is, GPUs or processes, the meeting
+    place.
+    """
+
+    source: str
+    num_nodes: str
+    node_rank: str
+    address: str
+    nproc: str = ""
+    num_gpus: str = ""
+    port: str = ""
+
+
+ENGINES = (
+    NodeWords(
+        "PET_*",
+        "PET_NNODES",
+        "PET_NODE_RANK",
+        "PET_MASTER_ADDR",
+        nproc="PET_NPROC_PER_NODE",
+        port="PET_MASTER_PORT",
+    ),
+    NodeWords(
+        "SkyPilot",
+        "SKYPILOT_NUM_NODES",
+        "SKYPILOT_NODE_RANK",
+        "SKYPILOT_NODE_IPS",
+        num_gpus="SKYPILOT_NUM_GPUS_PER_NODE",
+    ),
+    NodeWords(
+        "dstack",
+        "DSTACK_NODES_NUM",
+        "DSTACK_NODE_RANK",
+        "DSTACK_MASTER_NODE_IP",
+        num_gpus="DSTACK_GPUS_PER_NODE",
+    ),
+)
+PET = ENGINES[0]
+# PyTorchJob's words for its pods, which are torchrun's for ranks: without LOCAL_RANK they may number machines.
+PODS = NodeWords("RANK and WORLD_SIZE", "WORLD_SIZE", "RANK", "MASTER_ADDR", port="MASTER_PORT")
+
+
+def nodes_of(environ: Mapping[str, str]) -> Nodes | None:
+    """Return the machines that a launcher's own environment describes; None where nothing does.
+
+    Raises `UsageError` where an engine started several launchers on one machine, and for nonsense.
+    """
+    if environ.get(ALONE) == "1":
+        return None
+    if PET.num_nodes in environ or PET.nproc in environ:
+        return _nodes_said(environ, PET)
+    launcher = _launcher_of(environ)
+    if launcher is not None:
+        return _nodes_of_tasks(environ, launcher)
+    engines = ENGINES if TORCHRUN.local_rank in environ else (*ENGINES, PODS)
+    return next((_nodes_said(environ, engine) for engine in engines if engine.num_nodes in environ), None)
+
+
+def _nodes_said(environ: Mapping[str, str], engine: NodeWords) -> Nodes:
+    least, most = _count_said(environ, engine)
+    if least != most:
+        raise UsageError(
+            f"{engine.num_nodes}={environ[engine.num_nodes][:80]} asks for {least} to {most} machines.",
+            "A world of changing size is not built.",
+            f"set {engine.num_nodes} to one number.",
+        )
+    num_gpus = _number(environ, engine.num_gpus, 0)
+    return Nodes(
+        engine.source,
+        least,
+        _number(environ, engine.node_rank, 0),
+        environ.get(engine.nproc) or None,
+        num_gpus or None,
+        next(iter(environ.get(engine.address, "").split()), None),
+        _number(environ, engine.port, 1, MOST_PORT),
+    )
+
+
+def _count_said(environ: Mapping[str, str], engine: NodeWords) -> tuple[int, int]:
+    """The least and the greatest number of machines; torchrun writes "1:4" where they may become fewer."""
+    text = environ.get(engine.num_nodes, "1")
+    ends = [_number({engine.num_nodes: each}, engine.num_nodes, 1) or 1 for each in text.split(":", 1)]
+    return ends[0], ends[-1]
+
+
+def _nodes_of_tasks(environ: Mapping[str, str], launcher: Launcher) -> Nodes | None:
+    """One launcher of ours as a task on each host of a Slurm step; None for a single task."""
+    tasks = _read(environ, launcher)
+    if tasks.size == 1:
+        return None
+    nodes = tasks.nodes
+    if launcher is SLURM and nodes is None:
+        nodes = len(_task_counts(environ)) or None
+    if nodes != tasks.size or launcher is not SLURM:
+        raise UsageError(
+            f"{launcher.source} started {tasks.size} copies of this launcher ({launcher.size}={tasks.size}).",
+            "Each would start a training of its own." if launcher is not SLURM else "It is started once on each host.",
+            "let it start the script itself (`srun python script.py`, `mpirun python script.py`), which makes one "
+            f"world{'; or add --ntasks-per-node=1 to srun' if launcher is SLURM else ''}; {ALONE}=1 means trainings of "
+            "their own.",
+        )
+    return Nodes(launcher.source, nodes, tasks.node, address=tasks.address, port=tasks.port)
+
+
+def _refuse_lone_process(environ: Mapping[str, str]) -> None:
+    """Raise UsageError in a process that is no rank, where an engine has the same command run on other machines."""
+    for engine in ENGINES:
+        most = _count_said(environ, engine)[1]
+        if most > 1:
+            raise UsageError(
+                f"{engine.num_nodes}={environ[engine.num_nodes][:80]}, and this process is no rank of a world.",
+                f"The same command runs on {most} machines, and each would train a model of its own.",
+                "start the script with `deepseek-zero run script.py`, which reads these variables; "
+                f"{ALONE}=1 means one process on purpose.",
+            )
 
 
 # -- the running process

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from deepseek_zero.base import memory
-from deepseek_zero.base.errors import StorageError
+from deepseek_zero.base.errors import StorageError, UsageError
+from deepseek_zero.base.world import discover, meeting_place, nodes_of
 from deepseek_zero.cli.agent import gpus_of_this_machine
 from deepseek_zero.cli.nodes import THREAD_VARIABLES, Machine, allowed_cores
 from deepseek_zero.compat.deepspeed.dropin import DIRECTORY, is_dropin_active
@@ -72,6 +73,7 @@ def findings() -> list[Finding]:
         Finding("python", platform.python_version(), "3.11 or newer is needed"),
         _torch(),
         _deepspeed(),
+        _world(),
         *_cpu(machine),
         _memory(),
         *_gpus(machine),
@@ -80,7 +82,7 @@ def findings() -> list[Finding]:
         *_spaces(),
         _open_files(),
         *_grants(),
-        _default_launch(machine),
+        *_default_launch(machine),
     ]
 
 
@@ -95,6 +97,20 @@ def _deepspeed() -> Finding:
     if importlib.util.find_spec("deepspeed") is not None:
         return Finding("deepspeed", "genuine", "`deepseek-zero exec COMMAND` puts this library in its place")
     return Finding("deepspeed", "none", "`deepseek-zero exec COMMAND` answers to that name")
+
+
+def _world() -> Finding:
+    """Tell which rank of which world a script started here would be, and by which source."""
+    try:
+        found = meeting_place(os.environ, discover(os.environ))
+    except UsageError as error:
+        return Finding("world", "unclear", str(error), Severity.BAD)
+    if found.size == 1:
+        return Finding("world", "one process", f"source: {found.source}")
+    places = {"on its host": (found.local_rank, found.local_size), "of the hosts": (found.node, found.nodes)}
+    told = "".join(f"; {place} {here} of {many}" for place, (here, many) in places.items() if None not in (here, many))
+    where = f"ranks meet at {found.address}:{found.port}"
+    return Finding("world", f"rank {found.rank} of {found.size}", f"source: {found.source}{told}; {where}")
 
 
 def _cpu(machine: Machine) -> Iterator[Finding]:
@@ -216,11 +232,20 @@ def _grants() -> Iterator[Finding]:
         yield Finding(each.name, each.way, each.lacks or "the fastest way", verdict)
 
 
-def _default_launch(machine: Machine) -> Finding:
+def _default_launch(machine: Machine) -> Iterator[Finding]:
     nproc = machine.default_nproc
     threads = max(1, machine.cores // nproc)
     device = "one per GPU" if machine.gpus else "one per pair of CPU cores, at least one"
-    return Finding("`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number")
+    yield Finding("`run` starts", f"{nproc} x {threads} threads", f"{device}; --nproc N sets another number")
+    try:
+        said = nodes_of(os.environ)
+    except UsageError as error:
+        yield Finding("`run` joins", "nothing", str(error), Severity.BAD)
+        return
+    if said is not None and said.num_nodes > 1:
+        where = f"nodes meet at {said.address}" if said.address else "--master-addr is needed"
+        here = f"node {'?' if said.node_rank is None else said.node_rank} of {said.num_nodes}"
+        yield Finding("`run` joins", here, f"source: {said.source}; {where}; options beat it")
 
 
 def show(*, as_json: bool = False) -> None:

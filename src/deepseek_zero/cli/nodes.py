@@ -5,21 +5,25 @@
     --num_nodes, --num_gpus                 how many of them
     --nproc                                 processes on this machine; else its GPUs, else one per pair of cores
     --node_rank, else our own host name     which node this machine is
+    variables of an engine (base/world.py)  what no option says, where there is no hostfile
 
-Pure: `Asked` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library only, so that a command line
-without GPUs to count needs no torch.
+Pure: `Asked`, `Nodes` and a `Machine` (its cores and GPUs) in, `NodePlan` out.  Standard library only, so that a
+command line without GPUs to count needs no torch.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.world import Nodes
 from deepseek_zero.compat.deepspeed.launcher import START_EACH, Slots, filter_slots, parse_filter, read_hostfile
 
 LAST_PORT = 65_535
@@ -64,11 +68,11 @@ class NodePlan:
     master_port: int = 0
 
 
-def plan_node(asked: Asked, machine: Machine, own_names: Collection[str]) -> NodePlan:
-    """Decide what this machine runs; own_names: the host names and addresses it is known by."""
+def plan_node(asked: Asked, machine: Machine, own_names: Collection[str], said: Nodes | None = None) -> NodePlan:
+    """Decide what this machine runs; own_names: the host names and addresses it is known by; said: by an engine."""
     _check(asked)
     if asked.hostfile is None:
-        return _plan_without_hostfile(asked, machine)
+        return _plan_without_hostfile(asked if said is None else _filled(asked, said, machine), machine)
     hosts = filter_slots(read_hostfile(asked.hostfile), asked.include, asked.exclude)
     hosts = dict(list(hosts.items())[: asked.num_nodes])
     names = list(hosts)
@@ -77,6 +81,33 @@ def plan_node(asked: Asked, machine: Machine, own_names: Collection[str]) -> Nod
     if len(names) == 1:
         return NodePlan(share, 1, 0, asked.master_addr or "127.0.0.1", asked.master_port)
     return NodePlan(share, len(names), node_rank, asked.master_addr or names[0], asked.master_port or DEFAULT_PORT)
+
+
+def _filled(asked: Asked, said: Nodes, machine: Machine) -> Asked:
+    """Fill in what an engine's variables say; an option beats a variable."""
+    found: dict[str, Any] = {"num_nodes": asked.num_nodes or said.num_nodes}
+    if found["num_nodes"] > 1:  # a single machine meets itself, at any free port
+        found["node_rank"] = said.node_rank if asked.node_rank is None else asked.node_rank
+        found["master_addr"] = asked.master_addr or said.address
+        found["master_port"] = asked.master_port or said.port or 0
+    if not (asked.nproc or asked.num_gpus or asked.include or asked.exclude):
+        found["num_gpus"], found["nproc"] = said.num_gpus, _nproc_said(said, machine)
+    return replace(asked, **found)
+
+
+def _nproc_said(said: Nodes, machine: Machine) -> int | None:
+    """Return torchrun's number of processes: a number, "gpu" for the GPUs, "cpu" for the cores, "auto" for ours."""
+    if said.nproc in (None, "auto"):
+        return None
+    counts = {"gpu": len(machine.gpus), "cpu": machine.cores}
+    count = int(said.nproc) if re.fullmatch("[0-9]{1,6}", said.nproc) else counts.get(said.nproc, 0)
+    if count < 1:
+        raise UsageError(
+            f"PET_NPROC_PER_NODE={said.nproc[:80]!r} gives no process on this machine.",
+            f"It is a number, auto, cpu or gpu; this machine has {_count(len(machine.gpus), 'GPU')}.",
+            "correct the variable, or give --nproc.",
+        )
+    return count
 
 
 def _plan_without_hostfile(asked: Asked, machine: Machine) -> NodePlan:

@@ -26,6 +26,8 @@ from rich.text import Text
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import MESH
 from deepseek_zero.base.log import logger
+from deepseek_zero.base.world import Nodes, nodes_of
+from deepseek_zero.cli.lifeline import Lifeline
 from deepseek_zero.cli.nodes import Asked, Machine, NodePlan, allowed_cores, plan_node
 from deepseek_zero.cli.ranks import Command, Outcome, Target
 from deepseek_zero.compat.deepspeed.dropin import child_environment
@@ -47,7 +49,9 @@ HELP = f"""Run a script as one process per GPU (without GPUs: one per pair of CP
 
 Everything after the script's name belongs to the script. Every option may be written with - or _ between its words.
 
-Several machines: {START_EACH}"""
+Several machines: {START_EACH} Under Slurm (srun), SkyPilot, dstack, or with PET_* set, their variables say so.
+
+Started over ssh, --end-with-input ends everything here when that connection does."""
 
 WHERE, WHAT = "Where ranks run", "What they run"
 AXES = ("pp", "tp", "sp")
@@ -112,6 +116,10 @@ class RunOptions(LauncherOptions):
         float,
         _option("--save-grace", text="Seconds for ranks that save on SIGTERM to do so. Default 300.", panel=WHAT),
     ] = 300.0
+    end_with_input: Annotated[
+        bool,
+        _option("--end-with-input", text="End all ranks here when standard input ends (started over ssh).", panel=WHAT),
+    ] = False
     as_deepspeed: Annotated[
         bool, _option("--as-deepspeed", text="`import deepspeed` in the script means this library.", panel=WHAT)
     ] = False
@@ -148,7 +156,8 @@ def run(options: RunOptions) -> int:
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
-    plan = plan_node(_enough(_asked(options), machine, axes), machine, own_names())
+    said = nodes_of(os.environ)
+    plan = plan_node(_enough(_asked(options), machine, axes, said), machine, own_names(), said)
     _check_axes(plan, axes)
     refuse_launcher(options, plan.num_nodes)
     if plan.num_nodes > 1 and options.max_restarts:
@@ -162,15 +171,16 @@ def run(options: RunOptions) -> int:
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
         environment[MESH] = ",".join(named)
-    with pid_file(options):
+    with pid_file(options), Lifeline.of_this_process(needs_input=options.end_with_input):
         return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
 
 
-def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int]) -> Asked:
+def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int], said: Nodes | None) -> Asked:
     """Where nothing says how many ranks run and there are no GPUs to count, ask for whole copies of the model."""
     copy = math.prod(axes.values())
-    said = (asked.nproc, asked.num_gpus, asked.hostfile, asked.include or None, asked.exclude or None)
-    if copy == 1 or machine.gpus or any(one is not None for one in said):
+    asks = (asked.nproc, asked.num_gpus, asked.hostfile, asked.include or None, asked.exclude or None)
+    tells = (said.nproc, said.num_gpus) if said is not None else ()
+    if copy == 1 or machine.gpus or any(one is not None for one in (*asks, *tells)):
         return asked
     return replace(asked, nproc=max(1, machine.default_nproc // copy) * copy)
 

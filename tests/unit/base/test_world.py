@@ -9,9 +9,17 @@ from deepseek_zero.base import world
 from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.mesh import default_backend, shares_gpu
-from deepseek_zero.base.world import World, discover, first_host, meeting_place
+from deepseek_zero.base.world import (
+    Nodes,
+    World,
+    discover,
+    hosts_of,
+    meeting_place,
+    nodes_of,
+)
 
 PLACE = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29511"}
+PLACE_OF_NODES = ("10.0.0.1", 29511)
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", **PLACE}
 SRUN = {
     "SLURM_JOB_ID": "40007",
@@ -42,6 +50,22 @@ ROWS = {
         {"RANK": "1", "WORLD_SIZE": "2", **PLACE},
         (1, 2, None, None, "10.0.0.1", 29511),
     ),
+    "a worker of Ray Train": (
+        {**TORCHRUN, "NODE_RANK": "1", "RAY_JOB_ID": "01000000"},
+        (3, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "accelerate": (
+        {**TORCHRUN, "ACCELERATE_MIXED_PRECISION": "no", "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"},
+        (3, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "a rank on SkyPilot's second node": (
+        {**TORCHRUN, "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"},
+        (3, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "SkyPilot with one node": (
+        {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "PET_NNODES": "1"},
+        (0, 1, None, 1, None, None),
+    ),
     "one process of torchrun": ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, (0, 1, 0, 1, None, None)),
     "a device for a lone process": ({"LOCAL_RANK": "3"}, (0, 1, 3, 1, None, None)),
     "srun": (SRUN, (6, 7, 0, 1, "gpu03", 20000 + 40007 % 20000 + 2)),
@@ -61,6 +85,14 @@ ROWS = {
     "mpirun on two hosts": (
         {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
         (1, 4, 1, 2, "10.0.0.1", 29511),
+    ),
+    "mpirun of two hosts that says where it listens": (
+        {
+            **OPEN_MPI,
+            "OMPI_COMM_WORLD_SIZE": "4",
+            "OMPI_MCA_orte_hnp_uri": "2842361856.0;tcp://127.0.0.1,10.0.0.7,172.17.0.1:41157",
+        },
+        (1, 4, 1, 2, "10.0.0.7", 29500),
     ),
     "mpirun whose daemons srun started": (
         {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
@@ -157,17 +189,131 @@ def test_a_joined_world_is_told_in_torchruns_words() -> None:
 
 
 @pytest.mark.parametrize(
-    "hosts, first",
+    "text, hosts",
     [
         ("h1", "h1"),
-        ("h[0-1,7],g3", "h0"),
-        ("g3,h[0-1]", "g3"),
-        ("r[01-02]n[3,5]", "r01n3"),
-        ("a-b[10-12]-ib", "a-b10-ib"),
+        ("h[0-1,7],g3", "h0 h1 h7 g3"),
+        ("g3,h[0-1]", "g3 h0 h1"),
+        ("r[01-02]n[3,5]", "r01n3 r01n5 r02n3 r02n5"),
+        ("a-b[9-10]-ib", "a-b9-ib a-b10-ib"),
+        ("h[08-11]", "h08 h09 h10 h11"),
     ],
 )
-def test_the_first_host_of_slurms_list(hosts: str, first: str) -> None:
-    assert first_host(hosts) == first
+def test_slurms_list_of_hosts_is_expanded(text: str, hosts: str) -> None:
+    assert list(hosts_of(text)) == hosts.split()
+
+
+@pytest.mark.parametrize("text", ["h[0-1", "h0]", "h[1-]", "h[x]", "h[3-1]", "a,,b", "h[0-999999]", "a b", "h[]"])
+def test_what_is_no_list_of_hosts_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="is no list of hosts"):
+        list(hosts_of(text))
+
+
+@pytest.mark.parametrize(
+    ("environ", "place"),
+    [
+        ({**TORCHRUN, "GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}, (1, 2)),
+        ({**TORCHRUN, "NODE_RANK": "1"}, (1, None)),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "4"}, (3, 4)),
+        (OPEN_MPI, (0, 1)),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_NODE_RANK": "1"}, (None, None)),
+        ({}, (0, 1)),
+    ],
+)
+def test_hosts_are_numbered_where_a_launcher_does(environ: dict[str, str], place: tuple[int | None, ...]) -> None:
+    found = discover(environ)
+    assert (found.node, found.nodes) == place
+
+
+SKYPILOT = {
+    "SKYPILOT_NODE_RANK": "1",
+    "SKYPILOT_NUM_NODES": "2",
+    "SKYPILOT_NUM_GPUS_PER_NODE": "8",
+    "SKYPILOT_NODE_IPS": "10.0.0.4\n10.0.0.5",
+}
+DSTACK = {
+    "DSTACK_NODE_RANK": "1",
+    "DSTACK_NODES_NUM": "2",
+    "DSTACK_GPUS_PER_NODE": "0",
+    "DSTACK_MASTER_NODE_IP": "10.0.0.6",
+}
+KUBEFLOW = {
+    "PET_NNODES": "2",
+    "PET_NODE_RANK": "1",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_MASTER_ADDR": "job-node-0-0.job",
+    "PET_MASTER_PORT": "29400",
+}
+LAUNCHERS_OF_SRUN = SRUN | {
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "gpu[03,05]",
+    "SLURM_PROCID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, None),
+        (KUBEFLOW, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
+        ({"PET_NPROC_PER_NODE": "4"}, Nodes("PET_*", 1, None, "4")),
+        ({**KUBEFLOW, "PET_NNODES": "2:2"}, Nodes("PET_*", 2, 1, "auto", None, "job-node-0-0.job", 29400)),
+        (SKYPILOT, Nodes("SkyPilot", 2, 1, None, 8, "10.0.0.4")),
+        (DSTACK, Nodes("dstack", 2, 1, None, None, "10.0.0.6")),
+        (LAUNCHERS_OF_SRUN, Nodes("Slurm", 2, 1, None, None, "gpu03", 20000 + 40007 % 20000 + 2)),
+        ({**LAUNCHERS_OF_SRUN, **PLACE}, Nodes("Slurm", 2, 1, None, None, *PLACE_OF_NODES)),
+        ({**SRUN, "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0", "SLURM_JOB_NUM_NODES": "2"}, None),
+        ({**KUBEFLOW, "DEEPSEEK_ZERO_ALONE": "1"}, None),
+        (
+            {"RANK": "1", "WORLD_SIZE": "2", **PLACE},
+            Nodes("RANK and WORLD_SIZE", 2, 1, None, None, *PLACE_OF_NODES),
+        ),
+        (TORCHRUN, None),
+    ],
+)
+def test_each_engines_variables_describe_the_machines_of_a_launcher(
+    environ: dict[str, str], expected: Nodes | None
+) -> None:
+    assert nodes_of(environ) == expected
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({**KUBEFLOW, "PET_NNODES": "1:4"}, "PET_NNODES=1:4 asks for 1 to 4 machines"),
+        ({**KUBEFLOW, "PET_NNODES": "two"}, "PET_NNODES='two' is not a number"),
+        (SRUN, r"Slurm started 7 copies of this launcher \(SLURM_STEP_NUM_TASKS=7\)"),
+        (OPEN_MPI, "Open MPI started 2 copies of this launcher"),
+        ({**SKYPILOT, "SKYPILOT_NODE_RANK": ""}, "SKYPILOT_NODE_RANK='' is not a number"),
+    ],
+)
+def test_launchers_that_would_each_train_are_refused(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said) as caught:
+        nodes_of(environ)
+    assert caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize("environ", [KUBEFLOW, SKYPILOT, DSTACK, {"PET_NNODES": "1:2"}])
+def test_a_command_that_runs_on_several_machines_and_is_no_rank_is_refused(environ: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match=r"=(1:)?2, and this process is no rank of a world") as caught:
+        discover(environ)
+    assert "deepseek-zero run" in caught.value.fix and "DEEPSEEK_ZERO_ALONE=1" in caught.value.fix
+    assert discover({**environ, "DEEPSEEK_ZERO_ALONE": "1"}).size == 1
+    assert discover({**environ, **TORCHRUN}).size == 4
+
+
+def test_rank_0_must_own_an_address_that_nobody_stated() -> None:
+    guessed = World(0, 2, address="192.0.2.1", port=29500, source="Open MPI", fix="write -x MASTER_ADDR=<address>")
+    with pytest.raises(UsageError, match=r"meet at 192.0.2.1, which is no address of this machine") as caught:
+        meeting_place({}, guessed)
+    assert "-x MASTER_ADDR" in caught.value.fix
+    meeting_place({"MASTER_ADDR": "192.0.2.1"}, guessed)
+    meeting_place({}, World(1, 2, address="192.0.2.1", port=5))
+    meeting_place({}, World(0, 2, address="127.0.0.1", port=5))
 
 
 def test_a_process_with_nonsense_around_it_speaks_and_does_not_raise(monkeypatch: pytest.MonkeyPatch) -> None:

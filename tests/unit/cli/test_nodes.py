@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.world import Nodes
 from deepseek_zero.cli.nodes import DEFAULT_PORT, Asked, Machine, NodePlan, Share, plan_node
 
 CPU = Machine(cores=4)
@@ -135,3 +137,48 @@ def test_a_machine_that_is_not_in_the_hostfile_is_told_what_to_do(hostfile: Path
 def test_more_slots_in_the_hostfile_than_gpus_is_refused(hostfile: Path) -> None:
     with pytest.raises(UsageError, match=r"slot 2, but it shows 2 GPUs"):
         plan_node(Asked(hostfile=hostfile), Machine(8, ("0", "1")), {"second"})
+
+
+SKYPILOT = Nodes("SkyPilot", 2, 1, num_gpus=2, address="10.0.0.4")
+KUBEFLOW = Nodes("PET_*", 2, 1, nproc="3", address="10.0.0.9", port=29400)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said", "machine", "expected"),
+    [
+        (Asked(), SKYPILOT, GPUS, NodePlan(Share(2, ("0", "1")), 2, 1, "10.0.0.4", DEFAULT_PORT)),
+        (Asked(), KUBEFLOW, CPU, NodePlan(Share(3), 2, 1, "10.0.0.9", 29400)),
+        (
+            Asked(nproc=1, num_nodes=3, node_rank=2, master_addr="h", master_port=4),
+            KUBEFLOW,
+            CPU,
+            NodePlan(Share(1), 3, 2, "h", 4),
+        ),
+        (Asked(num_nodes=1), KUBEFLOW, CPU, NodePlan(Share(3))),
+        (Asked(include="localhost:3"), SKYPILOT, GPUS, NodePlan(Share(1, ("3",)), 2, 1, "10.0.0.4", DEFAULT_PORT)),
+        (Asked(), Nodes("PET_*", 1, nproc="auto"), CPU, NodePlan(Share(2))),
+        (Asked(), Nodes("PET_*", 1, nproc="cpu", address="h", port=5), CPU, NodePlan(Share(4))),
+        (Asked(), Nodes("PET_*", 1, nproc="gpu"), GPUS, NodePlan(Share(4))),
+    ],
+)
+def test_what_no_option_says_an_engines_variables_do(
+    asked: Asked, said: Nodes, machine: Machine, expected: NodePlan
+) -> None:
+    plan = plan_node(asked, machine, (), said)
+    assert replace(plan, share=replace(plan.share, note="")) == expected
+
+
+def test_a_hostfile_says_where_ranks_run_whatever_variables_say(hostfile: Path) -> None:
+    asked = Asked(hostfile=hostfile)
+    assert plan_node(asked, CPU, ("second",), SKYPILOT) == plan_node(asked, CPU, ("second",))
+
+
+@pytest.mark.parametrize("word", ["gpu", "0", "many", ""])
+def test_a_number_of_processes_that_is_none_is_refused(word: str) -> None:
+    with pytest.raises(UsageError, match=f"PET_NPROC_PER_NODE='{word}' gives no process"):
+        plan_node(Asked(), CPU, (), Nodes("PET_*", 1, nproc=word))
+
+
+def test_an_engine_that_does_not_say_where_nodes_meet_is_asked_for_it() -> None:
+    with pytest.raises(UsageError, match="2 nodes need --node_rank and --master_addr"):
+        plan_node(Asked(), CPU, (), Nodes("SkyPilot", 2, 1))
