@@ -35,14 +35,15 @@ __all__ = [
     "solve",
 ]
 
-__getattr__ = loads_on_first_use(
-    __name__,
-    {
-        "auto": "Facts resolve",
-        "batch": "Batch BatchRequest solve",
-        "fields": "FieldRow Status",
-        "load": "choose_source",
-        "raw_config": "AutoDecision RawConfig",
-        "schema": "Config off_default_config off_default_example",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "auto": "Facts resolve",
+            "batch": "Batch BatchRequest solve",
+            "fields": "FieldRow Status",
+            "load": "choose_source",
+            "raw_config": "AutoDecision RawConfig",
+            "schema": "Config off_default_config off_default_example",
+        },
+    )

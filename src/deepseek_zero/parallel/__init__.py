@@ -32,14 +32,15 @@ __all__ = [
     "traffic_of",
 ]
 
-__getattr__ = loads_on_first_use(
-    __name__,
-    {
-        "apply": "parallelize",
-        "inputs": "difference",
-        "layers": "Layer TensorAxis",
-        "plans": "ParallelPlan ParallelSettings choose",
-        "sequence_model": "SequenceSettings own_part share_sequences",
-        "volume": "LayerTraffic traffic_of",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "apply": "parallelize",
+            "inputs": "difference",
+            "layers": "Layer TensorAxis",
+            "plans": "ParallelPlan ParallelSettings choose",
+            "sequence_model": "SequenceSettings own_part share_sequences",
+            "volume": "LayerTraffic traffic_of",
+        },
+    )

@@ -41,17 +41,18 @@ __all__ = [
     "simulate",
 ]
 
-__getattr__ = loads_on_first_use(
-    __name__,
-    {
-        "chain": "Chain find_chain",
-        "layers": "Labelled LayersStage LayerStages names_of_stages",
-        "loop": "PlainLoop",
-        "pipeline": "Pipeline StagedModel cut_model",
-        "planned": "planned_pipeline schedule_of",
-        "schedule": "Kind",
-        "stage": "MicroBatch ModelStage loss_of",
-        "ties": "Ties",
-        "verify": "simulate",
-    },
-)
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "chain": "Chain find_chain",
+            "layers": "Labelled LayersStage LayerStages names_of_stages",
+            "loop": "PlainLoop",
+            "pipeline": "Pipeline StagedModel cut_model",
+            "planned": "planned_pipeline schedule_of",
+            "schedule": "Kind",
+            "stage": "MicroBatch ModelStage loss_of",
+            "ties": "Ties",
+            "verify": "simulate",
+        },
+    )
