@@ -554,6 +554,74 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
     assert "on another machine" in outputs[0][1]
 
 
+def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Path) -> None:
+    script = write(
+        tmp_path,
+        """
+        import os
+        print(*[os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "GROUP_RANK")])
+        """,
+    )
+    job = str(free_port() % 20000)
+    step = {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "localhost,another",
+    }
+    with (
+        started("--nproc=2", str(script), **step, SLURM_PROCID="0", SLURM_NODEID="0", SLURM_LOCALID="0") as first,
+        started("--nproc=1", str(script), **step, SLURM_PROCID="1", SLURM_NODEID="1", SLURM_LOCALID="0") as second,
+    ):
+        outputs = [process.communicate(timeout=45) for process in (first, second)]
+        assert [first.returncode, second.returncode] == [0, 0], outputs
+    assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
+    assert outputs[1][0].splitlines() == ["2 0 3 1"]
+    on_one = step | {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_PROCID": "1"}
+    code, out, err = run_command("--nproc=1", str(script), **on_one)
+    assert (code, out) == (2, "") and "Slurm started 2 copies of this launcher" in err
+
+
+@pytest.mark.parametrize("asked", [True, False], ids=["input", "all streams"])
+def test_a_launcher_whose_connection_is_gone_ends_with_its_ranks(tmp_path: Path, asked: bool) -> None:
+    """What sshd does to a command without a terminal when its client is killed: it closes the pipes."""
+    script = write(
+        tmp_path,
+        """
+        import os, sys, time
+        with open(sys.argv[1] + os.environ["RANK"], "w") as file:
+            file.write(str(os.getpid()))
+        time.sleep(90)
+        """,
+    )
+    up = [tmp_path / f"up{rank}" for rank in range(2)]
+    option = ["--end-with-input"] if asked else []
+    command = [
+        sys.executable,
+        "-m",
+        "deepseek_zero.cli",
+        "run",
+        *option,
+        "--nproc=2",
+        str(script),
+        str(tmp_path / "up"),
+    ]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": SOURCE}, **pipes) as launcher:
+        wait_until(lambda: all(path.exists() and path.read_text() for path in up), 45)
+        ranks = [psutil.Process(int(path.read_text())) for path in up]
+        assert launcher.stdin is not None and launcher.stdout is not None and launcher.stderr is not None
+        for stream in (launcher.stdin,) if asked else (launcher.stdin, launcher.stdout, launcher.stderr):
+            stream.close()
+        wait_until(lambda: not any(map(psutil.Process.is_running, ranks)), MOST_SECONDS)
+        assert launcher.wait(20) == 128 + signal.SIGHUP
+        if asked:
+            told = launcher.stderr.read().decode()
+            assert "standard input has ended" in told and "the launcher received SIGHUP" in told
+
+
 # Ranks that save when they are asked to end (here without torch: what engine/preemption.py says to the launcher).
 
 SAVER = f"""

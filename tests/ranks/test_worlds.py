@@ -19,6 +19,7 @@ import torch
 import deepseek_zero
 from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.cli.run import SHORT_ERRORS
+from tests.hosts import NETWORK, hosts
 
 LAUNCH_WORDS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -113,12 +114,50 @@ def test_srun_makes_one_world_behind_both_doors(tmp_path: Path) -> None:
     job = str(int(free_port()) % 20000)  # Slurm's port is 20000 and the job's number
     said = outputs(
         script,
-        [
-            SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "TORCH_NCCL": ""}
-            for rank in range(2)
-        ],
+        [SRUN | {"SLURM_JOB_ID": job, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(2)],
     )
     assert all("world 2 2" in each for each in said), said
+
+
+def srun_of_two_hosts(rank: int) -> dict[str, str]:
+    step = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "h[0-1]", "SLURM_STEP_NUM_NODES": "2"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_NODEID": str(rank)}
+    return SRUN | step | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"}
+
+
+def mpirun_of_two_hosts(rank: int) -> dict[str, str]:
+    """mpirun runs on the first host and tells its daemons where."""
+    counts = {"RANK": str(rank), "SIZE": "2", "LOCAL_RANK": "0", "LOCAL_SIZE": "1"}
+    listens = {"OMPI_MCA_orte_hnp_uri": f"2842361856.0;tcp://{FIRST_HOST}:41157"}
+    return {f"OMPI_COMM_WORLD_{name}": value for name, value in counts.items()} | listens
+
+
+def pod(rank: int) -> dict[str, str]:
+    """PyTorchJob counts no host's processes."""
+    return {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "h0", "MASTER_PORT": "29511"}
+
+
+@pytest.mark.parametrize("variables", [srun_of_two_hosts, mpirun_of_two_hosts, pod])
+def test_ranks_of_two_hosts_meet_where_their_launcher_says(
+    variables: Callable[[int], dict[str, str]], tmp_path: Path
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN + "engine = train()\nfrom deepseek_zero.comm import context\n" + TELL)
+    with hosts(2) as machines:
+        started = [
+            machine.run([sys.executable, str(script)], environment(**variables(rank)))
+            for rank, machine in enumerate(machines)
+        ]
+        said = [process.communicate(timeout=60)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    assert [f"rank {rank} of 2, 1 here, local rank 0" in each for rank, each in enumerate(said)] == [True, True], said
+
+
+TELL = """
+here, local = context.ranks_of_this_host(), context.local_rank()
+print(f"rank {engine.global_rank} of {engine.world_size}, {here} here, local rank {local}")
+"""
+FIRST_HOST = str(NETWORK[1])
 
 
 DOORS: dict[str, Callable[[torch.nn.Module], object]] = {

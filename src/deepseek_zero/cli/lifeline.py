@@ -32,7 +32,7 @@ DEAF_SECONDS = 10.0
 
 INPUT, OUTPUTS = 0, (1, 2)
 STREAMS = (INPUT, *OUTPUTS)
-_NO_MORE_INPUT = getattr(select, "POLLRDHUP", 0)  # of a socket; sshd uses one for input and output both
+_NO_MORE_INPUT = getattr(select, "POLLRDHUP", 0)  # of a socket; an sshd may use one for input and output
 
 
 def is_connected(stream: int) -> bool:
