@@ -1,12 +1,13 @@
-"""A limited link between two hosts: what of it an exchange of two ranks uses, receives posted first and sends first.
+"""A link between two hosts: what of it an exchange of two ranks uses, over gloo and over our own sockets.
 
-    python -m benchmarks.link                                    # as root, two minutes
-    python -m benchmarks.link --rates 100mbit --out link.md
+    python -m benchmarks.link                                    # as root, three minutes
+    python -m benchmarks.link --rates 100mbit,unlimited --out link.md
 
 The hosts are namespaces of this machine (`tests/hosts.py`), the link is a pair of veth devices that `tc tbf` limits at
-both ends.  Both ranks send and receive all the time.  "ours" is the library's own transport (`Gloo.exchange`); "sends
-first" is gloo's messages in the order that it had before.  Both take turns in one run; medians of the rounds.  A
-share of 100 % is the rate in bytes of data, each way: headers alone take 4 % of it.
+both ends.  Both ranks send and receive all the time.  "gloo" is the library's own transport over it (`Gloo.exchange`),
+"sends first" is gloo's messages in the order that it had before, "sockets" is `"transport": "tcp"` (`Tcp.exchange`).
+All take turns in one run; medians of the rounds.  A share of 100 % is the rate in bytes of data, each way: headers
+alone take 4 % of it.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.ids import CollectiveId
-from deepseek_zero.comm.transports.base import Use
-from deepseek_zero.comm.transports.gloo import Gloo, Tags
+from deepseek_zero.comm.transports.base import Transport
 from tests.hosts import Host, bits_per_second, hosts
 
 RESULTS = Path(__file__).parent / "results" / "link.md"
-RATES = ("100mbit", "1gbit")
+RATES = ("100mbit", "1gbit", "unlimited")
+WAYS = ("sockets", "gloo", "sends first")
 MIB = 1 << 20
-SHAPES = ((8 * MIB, 1), (MIB, 8))  # bytes of a message, messages under way
+SHAPES = ((8 * MIB, 1), (MIB, 8), (64 * MIB, 1))  # bytes of a message, messages under way
+MOST_SECONDS = 2.0  # that a round may take at the rate
 PORT, ROUNDS = 29400, 5
 
 
@@ -40,20 +43,27 @@ def nothing(received: object) -> None:
 
 
 class Sends:
-    """Messages between two ranks over gloo's world, each under a number of its own."""
+    """Messages between two ranks over one world, each under a number of its own."""
 
     def __init__(self) -> None:
-        rank = dist.get_rank()
-        self.other, self.sequence = 1 - rank, 0
-        self.gloo = Gloo(rank, (0, 1), dist.group.WORLD, (self.other,), Tags())
+        world = WorldContext.of_this_world()
+        world.connect_far()
+        self.other, self.sequence = 1 - world.rank, 0
+        self.transports = {"gloo": world.gloo, "sockets": world.tcp_over(world.ranks)}
 
-    def ours(self, out: list[Tensor], into: list[Tensor]) -> None:
+    def send(self, way: str, out: list[Tensor], into: list[Tensor]) -> None:
+        """Exchange as one of WAYS does, and wait for all."""
+        if way == "sends first":
+            self.sends_first(out, into)
+        else:
+            self.ours(self.transports[way], out, into)
+
+    def ours(self, transport: Transport, out: list[Tensor], into: list[Tensor]) -> None:
         waits = []
         for piece, box in zip(out, into, strict=True):
             cid = CollectiveId("world/rows", 0, self.sequence, 0, [])
             self.sequence += 1
-            use: Use = nothing
-            waits.append(self.gloo.exchange([piece, piece], [box, box], cid, use))
+            waits.append(transport.exchange([piece, piece], [box, box], cid, nothing))
         for wait in waits:
             while True:
                 try:
@@ -71,18 +81,25 @@ class Sends:
             work.wait()
 
 
-def measure(rounds: int) -> None:
+def shapes_at(rate: str) -> list[tuple[int, int]]:
+    """Return the shapes of which a round does not take too long."""
+    if rate == "unlimited":
+        return list(SHAPES)
+    return [shape for shape in SHAPES if shape[0] * shape[1] * 8 / bits_per_second(rate) < MOST_SECONDS]
+
+
+def measure(rate: str, rounds: int) -> None:
     """Print, on rank 0, seconds by way and shape: the median round, in which the slower rank counts."""
     dist.init_process_group("gloo", init_method="env://")
     ways, taken = Sends(), dict[str, list[float]]()
     for turn in range(rounds + 1):
-        for nbytes, count in SHAPES:
+        for nbytes, count in shapes_at(rate):
             out = [torch.full((nbytes,), turn, dtype=torch.uint8) for _ in range(count)]
             into = [torch.empty_like(piece) for piece in out]
-            for name, way in (("ours", ways.ours), ("sends first", ways.sends_first)):
+            for name in WAYS:
                 dist.barrier()
                 began = time.perf_counter()
-                way(out, into)
+                ways.send(name, out, into)
                 seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
                 dist.all_reduce(seconds, dist.ReduceOp.MAX)
                 assert all(bool((box == turn).all()) for box in into)
@@ -94,10 +111,10 @@ def measure(rounds: int) -> None:
     dist.destroy_process_group()
 
 
-def run_on(pair: list[Host], rounds: int) -> dict[str, float]:
+def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     """Return what rank 0 measured between two hosts."""
     world = {"WORLD_SIZE": "2", "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT)}
-    command = [sys.executable, "-m", "benchmarks.link", "--as-rank", "--rounds", str(rounds)]
+    command = [sys.executable, "-m", "benchmarks.link", "--as-rank", "--rates", rate, "--rounds", str(rounds)]
     ranks = [host.run(command, {**world, "RANK": str(rank)}) for rank, host in enumerate(pair)]
     said, other = (rank.communicate(timeout=600)[0] for rank in ranks)
     if any(rank.returncode for rank in ranks):
@@ -112,19 +129,22 @@ def table(found: dict[str, dict[str, float]]) -> str:
         "# A limited link between two hosts",
         "",
         f"Written by `benchmarks/link.py` on {date.today()}: one rank on each host, both send and receive at once,",
-        "shares of the rate each way, the median round.  An interface's headers take 4 % of every rate.",
+        "shares of the rate each way, the median round.  An interface's headers take 4 % of every rate.  Without a",
+        "limit: GB/s each way at once, two cores for both hosts.",
         "",
-        "| rate | messages | ours, ms | of the rate | sends first, ms | of the rate | times faster |",
-        "|---|---|---|---|---|---|---|",
+        "| rate | messages | " + " | ".join(f"{way}, ms | share" for way in WAYS) + " |",
+        "|---" * (2 + 2 * len(WAYS)) + "|",
     ]
-    for rate, fastest in found.items():
-        for nbytes, count in SHAPES:
-            ours, before = (fastest[f"{name}/{nbytes}/{count}"] for name in ("ours", "sends first"))
-            least = nbytes * count * 8 / bits_per_second(rate)
-            lines.append(
-                f"| {rate} | {count} of {nbytes // MIB} MiB | {ours * 1e3:.0f} | **{least / ours:.1%}** | "
-                f"{before * 1e3:.0f} | {least / before:.1%} | {before / ours:.2f} |"
-            )
+    for rate, medians in found.items():
+        for nbytes, count in shapes_at(rate):
+            cells = [f"{rate} | {count} of {nbytes // MIB} MiB"]
+            for way in WAYS:
+                seconds, sent = medians[f"{way}/{nbytes}/{count}"], nbytes * count
+                share = f"{sent / seconds / 1e9:.2f} GB/s"
+                if rate != "unlimited":
+                    share = f"{sent * 8 / bits_per_second(rate) / seconds:.1%}"
+                cells += [f"{seconds * 1e3:.0f}", f"**{share}**"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
@@ -136,12 +156,12 @@ def main() -> None:
     parser.add_argument("--as-rank", action="store_true", help="be one of the two ranks")
     args = parser.parse_args()
     if args.as_rank:
-        measure(args.rounds)
+        measure(args.rates, args.rounds)
         return
     found = {}
     for rate in args.rates.split(","):
-        with hosts(2, rate) as pair:
-            found[rate] = run_on(pair, args.rounds)
+        with hosts(2, None if rate == "unlimited" else rate) as pair:
+            found[rate] = run_on(pair, rate, args.rounds)
     args.out.write_text(table(found))
     print(args.out.read_text())
 

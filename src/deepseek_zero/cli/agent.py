@@ -8,10 +8,12 @@ Importing this module imports torch, so cli/run.py does it late.
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -99,14 +101,16 @@ class Meeting(RendezvousHandler):
             place = f"{plan.master_addr}:{plan.master_port}"
             logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
         try:
+            listener = _listener(plan.master_addr, port) if plan.node_rank == 0 else None
             return TCPStore(
                 plan.master_addr,
-                port,
+                port if listener is None else listener.getsockname()[1],
                 is_master=plan.node_rank == 0,
                 timeout=MEETING_TIMEOUT,
                 wait_for_workers=False,
+                master_listen_fd=None if listener is None else listener.detach(),
             )
-        except (DistNetworkError, DistStoreError) as error:
+        except (DistNetworkError, DistStoreError, OSError) as error:
             raise UsageError(
                 f"The nodes cannot meet at {plan.master_addr}:{plan.master_port}.",
                 why=str(error).splitlines()[0],
@@ -132,6 +136,20 @@ class Meeting(RendezvousHandler):
     def shutdown(self) -> bool:
         """The store goes with this process."""
         return True
+
+
+def _listener(host: str, port: int) -> socket.socket | None:
+    """Return a socket that listens at this address alone; None where it is another machine's that leads here.
+
+    torch's store alone would listen at every address of this machine. Raises OSError if the port is taken.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+            return None
+        raise
 
 
 @dataclass

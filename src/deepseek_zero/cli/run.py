@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import MESH
+from deepseek_zero.base.launch import INTERFACE, MESH, PORTS
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.world import Nodes, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
@@ -56,6 +56,9 @@ Started over ssh, --end-with-input ends everything here when that connection doe
 WHERE, WHAT = "Where ranks run", "What they run"
 AXES = ("pp", "tp", "sp")
 """Options that name axes of the mesh; the ranks read them from the environment, as one more place that states one."""
+
+
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable
 
 
 def _option(*names: str, text: str, panel: str) -> Any:
@@ -93,6 +96,16 @@ class RunOptions(LauncherOptions):
     node_rank: Annotated[
         int | None,
         _option("--node-rank", text="This machine's number. Default: its place in the hostfile.", panel=WHERE),
+    ] = None
+    interface: Annotated[
+        str | None,
+        _option(
+            "--interface", text="Where ranks listen: a network interface, or an address of this host.", panel=WHERE
+        ),
+    ] = None
+    ports: Annotated[
+        str | None,
+        _option("--ports", text="The ports that ranks listen at, FIRST-LAST. Default: any free ones.", panel=WHERE),
     ] = None
     pp: Annotated[int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)] = 1
     tp: Annotated[
@@ -169,10 +182,24 @@ def run(options: RunOptions) -> int:
     if plan.share.note:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
+    environment |= _listening_environment(options)
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
         environment[MESH] = ",".join(named)
     with pid_file(options), Lifeline.of_this_process(needs_input=options.end_with_input):
         return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
+
+
+def _listening_environment(options: RunOptions) -> dict[str, str]:
+    """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
+    channel = importlib.import_module("deepseek_zero.comm.channel")  # late: its package imports torch
+    found = {}
+    if options.interface is not None:
+        found[INTERFACE] = address = channel.address_of(options.interface)
+        found[GLOO_INTERFACE] = channel.interface_of(address)  # gloo carries the start, whatever the transport
+    if options.ports is not None:
+        channel.parse_ports(options.ports)
+        found[PORTS] = options.ports
+    return found
 
 
 def _enough(asked: Asked, machine: Machine, axes: Mapping[str, int], said: Nodes | None) -> Asked:

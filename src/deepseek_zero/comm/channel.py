@@ -184,18 +184,37 @@ def _family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
+def _own_address(name: str) -> str | None:
+    """Return the IPv4 address of a network interface, or None."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+        except OSError:
+            return None
+    return socket.inet_ntoa(found[20:24])
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface that has this address. Raises `UsageError` if none has."""
+    for _, name in socket.if_nameindex():
+        if _own_address(name) == address:
+            return name
+    raise UsageError(
+        f"no network interface of this host has the address {address}.",
+        "gloo, which carries the start of a run, wants a name.",
+        "name the interface instead.",
+    )
+
+
 def address_of(interface: str) -> str:
     """Return the address to listen at. interface: the name of a network interface (eth0), or an address of this host.
 
     Raises `UsageError` if this host has no such interface.
     """
     if interface in (name for _, name in socket.if_nameindex()):
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                found = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-                return socket.inet_ntoa(found[20:24])
-            except OSError:
-                reason = "It has no IPv4 address."
+        if found := _own_address(interface):
+            return found
+        reason = "It has no IPv4 address."
     else:
         try:
             with socket.socket(_family(interface), socket.SOCK_STREAM) as probe:

@@ -1,0 +1,144 @@
+"""Two hosts, our own sockets between them: what listens, who is let in, what a cut costs, how a death is told."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepseek_zero.base.errors import PeerError
+from deepseek_zero.base.launch import SECRET_FILE
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.transports.tcp import Tcp
+from tests.hosts import Host, Process, hosts
+from tests.models import Gpt, seeded
+from tests.training import Run, start_engine, train_step
+
+CPU = torch.device("cpu")
+PORTS = range(29600, 29610)
+MASTER_PORT = 29555
+TRAINS = """
+    import os, pathlib, sys, time
+    import torch
+    import deepseek_zero
+    folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+
+    def losses(transport, pause):
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+        config = {"train_micro_batch_size_per_gpu": 4, "steps_per_print": None, "zero_optimization": {"stage": 3},
+                  "transport": transport, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+        engine, *_ = deepseek_zero.initialize(model=model, config=config)
+        torch.manual_seed(2 + int(rank))
+        found = []
+        for step in range(12):
+            if pause and step == 3:
+                (folder / f"{rank}.ready").write_text(str(os.getpid()))
+                while not (folder / "go").exists():
+                    time.sleep(0.01)
+            loss = engine(torch.randn(4, 300)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            found.append(loss.item().hex())
+            if pause and step > 3:
+                time.sleep(0.1)
+        return found
+
+    ours = losses("tcp", True)
+    print("the bits are", "the same" if ours == losses("gloo", False) else "others", flush=True)
+"""
+STRANGER = """
+    import json, socket, sys
+    for host, port in json.loads(sys.argv[1]):
+        for said in (b"", b"\\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\\r\\n\\r\\n" * 9, b"\\x00\\x00\\x00\\x40" * 60):
+            with socket.create_connection((host, port), timeout=2) as line:
+                line.sendall(said)
+"""
+
+
+def secret_in(folder: Path) -> str:
+    path = folder / "secret"
+    path.touch(mode=0o600)
+    path.write_bytes(secrets.token_bytes(32))
+    return str(path)
+
+
+def started(pair: tuple[Host, ...], folder: Path) -> list[Process]:
+    """A rank on each host, by the launcher."""
+    script = folder / "trains.py"
+    script.write_text(textwrap.dedent(TRAINS))
+    options = ["--num_nodes=2", f"--master_addr={pair[0].address}", f"--master_port={MASTER_PORT}", "--nproc=1"]
+    options += ["--interface=v0", f"--ports={PORTS[0]}-{PORTS[-1]}"]
+    command = [sys.executable, "-m", "deepseek_zero.cli", "run", *options]
+    environment = {SECRET_FILE: secret_in(folder)}
+    return [host.run([*command, f"--node_rank={host.number}", str(script), str(folder)], environment) for host in pair]
+
+
+def wait_for(paths: list[Path], processes: list[Process]) -> None:
+    deadline = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < deadline and all(each.poll() is None for each in processes), [
+            each.communicate(timeout=10)[0] for each in processes if each.poll() is not None
+        ]
+        time.sleep(0.05)
+
+
+def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tmp_path: Path) -> None:
+    with hosts(2) as pair:
+        launchers = started(pair, tmp_path)
+        wait_for([tmp_path / f"{rank}.ready" for rank in (0, 1)], launchers)
+        for host in pair:
+            ports = host.ports()
+            assert {address for address, _ in ports} == {host.address}, "one address, and that one named"
+            assert len([port for _, port in ports if port in PORTS]) == 1, "one port of ours"
+            assert ((host.address, MASTER_PORT) in ports) == (host is pair[0])
+        ours = [place for host in pair for place in host.ports() if place[1] in PORTS]
+        stranger = pair[1].run([sys.executable, "-c", textwrap.dedent(STRANGER), json.dumps(ours)])
+        assert stranger.wait(20) == 0, stranger.communicate()[0]
+        (tmp_path / "go").touch()
+        pair[1].cut()
+        time.sleep(4.0)
+        pair[1].heal()
+        outputs = [launcher.communicate(timeout=60)[0] for launcher in launchers]
+    for output, launcher in zip(outputs, launchers, strict=True):
+        assert launcher.returncode == 0 and "the bits are the same" in output, output
+        assert "hold no secret" not in output
+    assert any("closed a connection from" in output for output in outputs)
+    secret = (tmp_path / "secret").read_bytes()
+    assert not any(secret.hex() in output for output in outputs)
+
+
+@pytest.mark.ranks(4, hosts=2)
+def test_two_hosts_of_two_ranks_train_to_the_bits_of_gloo() -> None:
+    found = []
+    for transport in ("gloo", "tcp"):
+        run = Run(3, "bf16", 2, optimizer="adamw", transport=transport)
+        engine = start_engine(run, seeded(Gpt))
+        losses = [loss for step in range(3) for loss in train_step(engine, run, step)]
+        found.append((losses, engine.module.state_dict()))
+    (losses, weights), (other_losses, other_weights) = found
+    assert all(map(torch.equal, losses, other_losses))
+    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    assert "shared memory within a host, our own sockets between hosts" in str(engine.runtime.comm.capabilities())
+
+
+@pytest.mark.ranks(2, hosts=2, dies=[1], timeout=30)
+def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> None:
+    comm = Comm(CPU, transport="tcp")
+    assert isinstance(comm._transport, Tcp)
+    comm.barrier("all are here")
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
+        comm.all_gather(torch.zeros(1 << 20), "gather", "nobody's").wait()
+    assert time.monotonic() - began < 1.0
