@@ -3,7 +3,8 @@
     G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
     S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
-    refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
+    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
+                   whole
 
 for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is (N-1)/N of the
 padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.
@@ -144,7 +145,7 @@ def _all_reduce_bytes(group: GroupPlan) -> int:
 def _refresh_bytes(group: GroupPlan) -> int:
     plan = group.plan
     is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
-    return _to_others(group, Cast(plan.weight.dtype)) if is_cut else 0
+    return _to_others(group, group.weight_wire) if is_cut else 0
 
 
 def _to_others(group: GroupPlan, wire: Codec) -> int:
