@@ -168,6 +168,11 @@ class Comm:
         return self if self._shard is None else self._shard
 
     @property
+    def spans_hosts(self) -> bool:
+        """Return whether the world's ranks are on several hosts, or may be. Local."""
+        return self._world is not None and not self._world.hosts.is_one
+
+    @property
     def owners(self) -> Partition:
         """Return, for each slice of a state, the ranks of this group that hold it, ascending; one each without
         replicas.

@@ -51,6 +51,7 @@ from .memory import memory_report, plan_of
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
+from .stragglers import Stragglers
 
 if TYPE_CHECKING:  # pydantic is imported by those who read a configuration, not by who names this class
     from ..config import Config
@@ -299,6 +300,10 @@ class Engine(StandsForModule):
         self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
         self._stepped = self._told_of_graphless = False
         self._batch = config.batch  # changed by `_resize`
+        # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of it.
+        are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
+        comm = parts.runtime.comm
+        self._stragglers = Stragglers(comm.meter) if are_alike and comm.spans_hosts else None
         self.observer.planned(self.plan())
 
     @property
@@ -495,9 +500,12 @@ class Engine(StandsForModule):
             return
         preemption = self.parts.preemption
         with self.observer.timed("step"):
-            word = preemption.word if preemption is not None else None
-            self.optimizer.step(word=word, number=self.global_steps + 1)
+            words = (preemption.word,) if preemption is not None else ()
+            seconds = self._stragglers.words(self.global_steps + 1) if self._stragglers is not None else ()
+            self.optimizer.step(words=(*words, *seconds), number=self.global_steps + 1)
         self.global_steps += 1
+        if self._stragglers is not None and seconds and self.optimizer.last is not None:
+            self._stragglers.hear(self.global_steps, [row[len(words) :] for row in self.optimizer.last.verdict.words])
         if self.optimizer.last is not None and self.optimizer.last.skipped:
             self.skipped_steps += 1
         else:

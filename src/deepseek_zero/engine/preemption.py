@@ -76,7 +76,7 @@ class Preemption:
     def act(self, engine: Trainer) -> None:
         """After a step: save and end, if a rank was asked to before it.  Collective then."""
         assert engine.optimizer is not None and engine.optimizer.last is not None
-        number = int(max(engine.optimizer.last.verdict.words, default=0.0))
+        number = int(max(first for first, *_ in engine.optimizer.last.verdict.words))
         if not number:
             return
         client = dict(engine.client_state()) if engine.client_state is not None else {}

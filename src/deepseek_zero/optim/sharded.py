@@ -93,7 +93,7 @@ class Verdict:
 
     any_late: a rank holds gradients that came after their sum. any_edited: the program has changed some on a rank.
     is_idle: no rank has a gradient at all. any_graphless: a rank was given a loss without a graph. absences: of each
-    rank, a number that tells which parameters have none. words: each rank's own number, empty where ranks have none.
+    rank, a number that tells which parameters have none. words: each rank's own numbers, by rank of the world.
     """
 
     norm: float
@@ -103,7 +103,7 @@ class Verdict:
     is_idle: bool = False
     any_graphless: bool = False
     absences: tuple[int, ...] = ()
-    words: tuple[float, ...] = ()
+    words: tuple[tuple[float, ...], ...] = ()
 
     @property
     def is_finite(self) -> bool:
@@ -394,13 +394,14 @@ class ShardedOptimizer(ScalesItself, Optimizer):
     # -- stepping
 
     def step(  # type: ignore[override]
-        self, closure: Callable[[], float] | None = None, *, word: float | None = None, number: int | None = None
+        self, closure: Callable[[], float] | None = None, *, words: tuple[float, ...] = (), number: int | None = None
     ) -> None:
         """Update the weights from the reduced gradients. Collective.
 
         If gradients are not finite no state changes on any rank, unless check_grad_overflow is false. Raises
-        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. word: a number of
-        this rank's that all ranks find in the verdict. number: of this step in messages; None: counted here.
+        `UsageError` on every rank if a loss had no graph, and `PeerError` if another rank failed. words: numbers of
+        this rank's that all ranks find in the verdict, as many on each. number: of this step in messages; None: counted
+        here.
         """
         if closure is not None:
             raise UsageError(
@@ -413,11 +414,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         runtime, groups = self.runtime, self.runtime.trained_groups
         with torch.no_grad(), propagate_errors(runtime.comm):
             runtime.before_step()
-            verdict = agree_on_norm(runtime, word)
+            verdict = agree_on_norm(runtime, words)
             self._refuse_differences(verdict)
             if verdict.any_late:
                 runtime.executor.reduce_late()
-                verdict = agree_on_norm(runtime, word)
+                verdict = agree_on_norm(runtime, words)
         is_idle = verdict.is_idle and bool(groups)
         if is_idle:
             self._report_idle(verdict)
@@ -598,20 +599,20 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         return f"ShardedOptimizer({self.inner!r})"
 
 
-def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
+def agree_on_norm(runtime: Runtime, words: tuple[float, ...] = ()) -> Verdict:
     """Return the verdict: the global norm of the reduced gradients, and what each rank has to say of them. Collective.
 
     The norm is the same float64 on every rank of the world: first the ranks with one piece of the model add up their
-    slices, then all ranks the pieces. word: a number that travels along; on every rank, or on none.
+    slices, then all ranks the pieces. words: numbers that travel along, as many on every rank.
     """
-    verdict, comm = _agree_on_piece(runtime, word), runtime.comm
+    verdict, comm = _agree_on_piece(runtime, words), runtime.comm
     if comm.whole is comm:
         return verdict
     flags = (verdict.any_late, verdict.any_edited, not verdict.is_idle, verdict.any_graphless)
     fact = sum(each << place for place, each in enumerate(flags))
     counted = zip(runtime.trained_groups, verdict.by_group, strict=True)
     row = [float(fact), sum(square for group, square in counted if group.planned.is_counted)]
-    row += [] if word is None else [word]
+    row += words
     rows = comm.whole.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm of all pieces").tolist()
     total = sum(rows[first][1] for first in comm.pieces)
     facts = [int(each[0]) for each in rows]
@@ -622,11 +623,11 @@ def agree_on_norm(runtime: Runtime, word: float | None = None) -> Verdict:
         any_edited=any(each & 2 for each in facts),
         is_idle=not any(each & 4 for each in facts),
         any_graphless=any(each & 8 for each in facts),
-        words=tuple(number for each in rows for number in each[2:]),
+        words=tuple(tuple(each[2:]) for each in rows),
     )
 
 
-def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
+def _agree_on_piece(runtime: Runtime, words: tuple[float, ...]) -> Verdict:
     """Return what the ranks with one piece of the model agree on. Collective among them."""
     groups, comm = runtime.trained_groups, runtime.comm
     edited = any(group.gradient.is_edited for group in groups)
@@ -635,7 +636,7 @@ def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
     said = (bool(runtime.executor.late), edited, runtime.is_idle, runtime.is_graphless)
     fact = float(sum(each << place for place, each in enumerate(said)) + (absent << len(said)))
     row = [fact, *(square for group in groups for square in group.gradient.squares())]
-    row += [] if word is None else [word]
+    row += words
     rows = (
         comm.all_gather_rows(torch.tensor(row, dtype=torch.float64), "gradient norm").tolist()
         if comm.size > 1
@@ -648,7 +649,7 @@ def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
         for number in range(len(groups))
     ]
     total = sum(sums)
-    words = [each for row in rows for each in row[1 + len(groups) * len(owners) :]]
+    heard = tuple(tuple(row[1 + len(groups) * len(owners) :]) for row in rows)
     norm = math.sqrt(total) if total >= 0 else math.nan
     facts = [int(row[0]) for row in rows]
     # Where several ranks hold a slice, a program that treats it differently on two of them shows here.
@@ -668,7 +669,7 @@ def _agree_on_piece(runtime: Runtime, word: float | None) -> Verdict:
         is_idle=all(each & 4 for each in facts),
         any_graphless=any(each & 8 for each in facts),
         absences=tuple(each >> len(said) for each in facts),
-        words=tuple(words),
+        words=heard,
     )
 
 

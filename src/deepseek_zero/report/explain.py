@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ..base.meter import AWAY, Event, Meter
+from ..base.meter import AWAY, BETWEEN, Event, Meter
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..tiers.tier import TransferEvent
 from .links import Link
@@ -34,21 +34,31 @@ class Advice:
     in_place: bool
 
 
-def shares(meter: Meter) -> dict[str, float]:
-    """Parts of a step, largest first; they add up to 1.  Waits and sums are taken out of the phases around them."""
+COMPUTING, OPTIMIZER = "computing", "the optimizer"
+OWN = (COMPUTING, OPTIMIZER, AWAY, BETWEEN)  # parts in which a rank waits for no other
+
+
+def seconds_by_part(meter: Meter) -> dict[str, float]:
+    """Parts of the steps so far, in seconds.  Waits and sums are taken out of the phases around them."""
     seconds = meter.clock.seconds
-    total = sum(seconds.values())
-    if not total:
-        return {}
     parts = {LANES[lane]: waited for lane, waited in meter.wait_seconds.items()}
     parts["adding gradients up"] = meter.sum_seconds
     # Weights are waited for in forward and backward, gradients in backward, agreement in the step: taken from the sum.
-    parts["computing"] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
-    parts["computing"] -= sum(parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts)
-    parts["computing"] -= meter.sum_seconds
-    parts["the optimizer"] = seconds.get("optimizer", 0.0) - parts.get(LANES["rows"], 0.0)
+    parts[COMPUTING] = seconds.get("forward", 0.0) + seconds.get("backward", 0.0)
+    parts[COMPUTING] -= sum(parts[each] for each in (LANES["gather"], LANES["reduce"]) if each in parts)
+    parts[COMPUTING] -= meter.sum_seconds
+    parts[OPTIMIZER] = seconds.get("optimizer", 0.0) - parts.get(LANES["rows"], 0.0)
     parts[AWAY] = seconds.get(AWAY, 0.0)
-    parts["outside"] = seconds.get("outside", 0.0)
+    parts[BETWEEN] = seconds.get(BETWEEN, 0.0)
+    return parts
+
+
+def shares(meter: Meter) -> dict[str, float]:
+    """Parts of a step, largest first; they add up to 1."""
+    total = sum(meter.clock.seconds.values())
+    if not total:
+        return {}
+    parts = seconds_by_part(meter)
     return dict(sorted(((name, part / total) for name, part in parts.items()), key=lambda item: -item[1]))
 
 

@@ -1,0 +1,85 @@
+"""Which ranks are named as slow: by their own seconds, against the median, three windows in a row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from deepseek_zero.base.meter import Meter
+from deepseek_zero.engine import stragglers
+from deepseek_zero.engine.stragglers import Stragglers
+from deepseek_zero.report.explain import OWN
+
+EQUAL = [(1.0, 0.2, 0.0, 0.1)] * 4
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What is said; a window takes two seconds."""
+    said: list[str] = []
+    clock = iter(range(0, 10_000, 2))
+    monkeypatch.setattr(stragglers, "log_once", lambda message, level: said.append(message))
+    monkeypatch.setattr(stragglers.time, "perf_counter", lambda: float(next(clock)))
+    yield said
+
+
+def slower(rank: int, part: int, by: float) -> list[tuple[float, ...]]:
+    rows: list[Any] = [list(row) for row in EQUAL]
+    rows[rank][part] += by
+    return [tuple(row) for row in rows]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_a_rank_is_named_once_with_its_part_in_the_third_window(told: list[str], part: int) -> None:
+    found = Stragglers(Meter())
+    for window in range(1, 6):
+        found.hear(10 * window, slower(2, part, 0.4))
+        assert len(told) == (window >= 3)
+    assert told[0].startswith(f"step 30: rank 2 is slow, and the others wait for it: {OWN[part]} took ")
+    found.hear(60, EQUAL)
+    for window in range(7, 10):
+        found.hear(10 * window, slower(2, part, 0.4))
+    assert len(told) == 2, "it was well in between"
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        EQUAL,
+        slower(1, 0, 0.19),  # within 1.2 times the median
+        slower(1, 2, 0.09),  # not worth a twentieth of the window
+        [(3.0, 0.6, 0.0, 0.3)] * 4,
+    ],
+)
+def test_ranks_that_are_alike_are_not_named(told: list[str], rows: list[tuple[float, ...]]) -> None:
+    found = Stragglers(Meter())
+    for window in range(10):
+        found.hear(window, rows)
+    assert told == []
+
+
+def test_a_slow_window_now_and_then_is_nobodys_fault(told: list[str]) -> None:
+    found, chance = Stragglers(Meter()), random.Random(0)
+    for window in range(1000):
+        found.hear(window, slower(chance.randrange(4), 0, 1.0) if window % 3 else EQUAL)
+    assert told == []
+
+
+def test_words_are_the_seconds_since_the_last_ones_without_waits() -> None:
+    meter = Meter()
+    found = Stragglers(meter)
+    assert [found.words(step) for step in range(1, 10)] == [()] * 9
+    meter.clock.seconds.update(forward=3.0, backward=5.0, optimizer=1.0, outside=0.5)
+    meter.waited("gather", 1.0)
+    meter.waited("reduce", 2.0)
+    meter.waited("rows", 0.25)
+    meter.sum_seconds = 0.5
+    assert found.words(10) == (4.5, 0.75, 0.0, 0.5)
+    meter.clock.seconds["forward"] += 2.0
+    assert found.words(20) == (2.0, 0.0, 0.0, 0.0)
+    meter.reset_seconds()
+    meter.clock.seconds.clear()
+    assert found.words(30) == (0.0, 0.0, 0.0, 0.0), "the meter began anew"
