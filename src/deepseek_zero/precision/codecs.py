@@ -16,15 +16,19 @@ rounded before it is added to anything, and tiles are whole blocks: devices, til
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from ..base.device import PerDevice
+
 CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every number is one of fp32
 LARGEST = {8: 127, 4: 7}
 SMALLEST_SCALE = 2.0**-126
-SCRATCH_PARTS = 4  # a scratch is cut into so many equal parts, of which one is a tile
+DECODED_AT_ONCE = PerDevice(cpu=1 << 16, accelerator=1 << 24)  # values, in two passes, where no scratch says how many
+LEAST_SCRATCH = 3  # granules that every codec can work in
 
 
 @dataclass(frozen=True)
@@ -81,36 +85,44 @@ class Blocks:
         """Write the values into a message.  Local.
 
         values: flat, of a dtype in `CODED`, a multiple of `granule` long.  message: uint8, of `length(len(values))`,
-        aligned to four bytes.  scratch: flat fp32, of at least `SCRATCH_PARTS` granules.
+        aligned to four bytes.  scratch: flat fp32, of at least `LEAST_SCRATCH` granules.
         """
         codes, scales = self._parts(message, values.numel())
-        wide, rounded, packed, small = self._tiles(scratch)
-        for start in range(0, values.numel(), wide.numel()):
-            stop = min(start + wide.numel(), values.numel())
-            tile = values[start:stop]
-            if tile.dtype != torch.float32:
-                tile = wide[: stop - start].copy_(tile)
-            rows = tile.view(-1, self.block)
-            scale = scales[start // self.block : stop // self.block]
-            self._scale(rows, scale, small)
+        widens, packs = values.dtype != torch.float32, self.bits == 4
+        rounded, wide, packed, small = self._tiles(scratch, 1, widens, packs * 0.5, 2 / self.block)
+        for start in range(0, values.numel(), rounded.numel()):
+            stop = min(start + rounded.numel(), values.numel())
+            tile = wide[: stop - start].copy_(values[start:stop]) if widens else values[start:stop]
+            rows, scale = tile.view(-1, self.block), scales[start // self.block : stop // self.block]
+            is_lost = self._scale(rows, scale, small)
             quotients = torch.mul(rows, small[: scale.numel()].unsqueeze(1), out=rounded[: stop - start].view_as(rows))
-            is_lost = scale.isnan()
-            if scale.device.type != "cpu" or bool(is_lost.any()):
-                quotients.masked_fill_(is_lost.unsqueeze(1), 0.0)  # its codes say nothing, and share bytes with others'
+            if is_lost is not None:
+                quotients.masked_fill_(
+                    is_lost.unsqueeze(1), 0.0
+                )  # their codes say nothing, and share bytes with others'
             whole = self._packed(quotients.round_(), packed)
             codes[start * self.bits // 8 : stop * self.bits // 8].view_as(whole).copy_(whole)
 
-    def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> None:
-        """Write each row's scale, and its reciprocal at the front of `small`."""
+    def _scale(self, rows: Tensor, scale: Tensor, small: Tensor) -> Tensor | None:
+        """Write each row's scale, and its reciprocal at the front of `small`; return which rows are not finite, None if
+        none is.
+
+        On the CPU it asks first whether a row is out of the ordinary; on an accelerator asking would wait for it.
+        """
         inverse, low = small[: scale.numel()], small[scale.numel() : 2 * scale.numel()]
         torch.amax(rows, 1, out=scale)
         torch.maximum(scale, torch.amin(rows, 1, out=low).neg_(), out=scale)
         scale.mul_(1.0 / LARGEST[self.bits])
-        scale.add_(torch.sub(scale, scale, out=low))  # an infinity becomes a NaN, which no other row's scale does
+        asks, is_lost = scale.device.type == "cpu", None
+        if not asks or not isfinite(float(scale.sum())):
+            scale.add_(torch.sub(scale, scale, out=low))  # an infinity becomes a NaN; finite numbers stay
+            is_lost = scale.isnan()
         torch.reciprocal(scale, out=inverse)
-        is_zero = scale < SMALLEST_SCALE
-        scale.masked_fill_(is_zero, 0.0)
-        inverse.masked_fill_(is_zero, 0.0)
+        if not asks or not float(scale.amin()) >= SMALLEST_SCALE:
+            is_zero = scale < SMALLEST_SCALE
+            scale.masked_fill_(is_zero, 0.0)
+            inverse.masked_fill_(is_zero, 0.0)
+        return is_lost
 
     def _packed(self, whole: Tensor, packed: Tensor) -> Tensor:
         """Return the codes, one row of whole numbers for each block, as what the bytes hold."""
@@ -124,14 +136,16 @@ class Blocks:
         """Write values [start, stop) of a message into `out`.  Local.
 
         start, stop: multiples of `granule`.  out: flat, of a dtype in `CODED`, to which values are rounded once.
-        scratch: as for `encode`.
+        scratch: as for `encode`, but that for fp32 `decode_scratch` elements for each value are enough.
         """
         codes, scales = self._parts(message, message.numel() * self.block // self.length(self.block))
-        wide, whole, high, _ = self._tiles(scratch)
-        for low in range(start, stop, wide.numel()):
-            end = min(low + wide.numel(), stop)
+        widens, half = out.dtype != torch.float32, self.decode_scratch / 2
+        wide, whole, high = self._tiles(scratch, widens, half, half) if widens or half else (out, out, out)
+        tile = wide.numel() if widens else 2 * whole.numel() if half else DECODED_AT_ONCE.on(out.device)
+        for low in range(start, stop, tile):
+            end = min(low + tile, stop)
             into = out[low - start : end - start]
-            exact = into if into.dtype == torch.float32 else wide[: end - low]
+            exact = wide[: end - low] if widens else into
             self._decode_tile(
                 codes[low * self.bits // 8 : end * self.bits // 8],
                 scales[low // self.block : end // self.block].unsqueeze(1),
@@ -139,8 +153,13 @@ class Blocks:
                 whole,
                 high,
             )
-            if exact is not into:
+            if widens:
                 into.copy_(exact)
+
+    @property
+    def decode_scratch(self) -> int:
+        """Return the elements of scratch for each value that `decode` works in where it writes fp32."""
+        return 0 if self.bits == 8 else 1
 
     def _decode_tile(self, codes: Tensor, scale: Tensor, out: Tensor, whole: Tensor, high: Tensor) -> None:
         if self.bits == 8:
@@ -159,11 +178,14 @@ class Blocks:
         count = numel * self.bits // 8
         return message[:count].view(torch.int8), message[count:].view(torch.float32)
 
-    def _tiles(self, scratch: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Cut a scratch into parts of one tile each, which is a multiple of the granule."""
-        numel = scratch.numel() // SCRATCH_PARTS // self.granule * self.granule
-        first, second, third, fourth = (scratch[part * numel : (part + 1) * numel] for part in range(SCRATCH_PARTS))
-        return first, second, third, fourth
+    def _tiles(self, scratch: Tensor, *shares: float) -> list[Tensor]:
+        """Cut a scratch into parts of so many elements for each value of one tile, the largest it has room for."""
+        numel = int(scratch.numel() / sum(shares)) // self.granule * self.granule
+        found, reached = [], 0
+        for share in shares:
+            found.append(scratch[reached : reached + int(numel * share)])
+            reached += int(numel * share)
+        return found
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block}"

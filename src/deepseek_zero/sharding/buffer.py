@@ -18,7 +18,7 @@ from ..base.device import storage_users
 from ..base.memory import return_pages
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.transports.base import SymmetricMemory
-from ..planner.layout import SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
+from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec
 from ..tiers.budget import DeviceBudget
@@ -435,14 +435,14 @@ class Message:
         """Add up a message from each rank (`ordered_sum`).  Local."""
         wire, scratch = self.wire, _scratch(self.pool)
         if isinstance(wire, Blocks):
-            half = scratch.numel() // 2
+            end = 2 * (scratch.numel() // (2 + wire.decode_scratch) // BLOCK * BLOCK)
             ordered_sum(
                 received,
                 into,
-                scratch[:half],
+                scratch[:end],
                 divisor=divisor,
                 add=add,
-                decode=lambda piece, start, stop, out: wire.decode(piece, start, stop, out, scratch[half:]),
+                decode=lambda piece, start, stop, out: wire.decode(piece, start, stop, out, scratch[end:]),
             )
         else:
             ordered_sum(received, into, scratch, divisor=divisor, add=add)

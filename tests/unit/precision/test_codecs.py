@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.precision.codecs import SCRATCH_PARTS, SMALLEST_SCALE, Blocks, Cast
+from deepseek_zero.precision.codecs import LEAST_SCRATCH, SMALLEST_SCALE, Blocks, Cast
 
 CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512)]
 LARGE = 1 << 14  # elements of scratch
@@ -65,7 +65,7 @@ def test_neither_the_size_of_a_tile_nor_the_part_that_is_decoded_changes_a_bit(c
     values = values_of(codec, blocks=22)
     message = coded(codec, values)
     whole = decoded(codec, message, values.numel())
-    smallest = SCRATCH_PARTS * codec.granule
+    smallest = LEAST_SCRATCH * codec.granule
     for scratch_numel in (smallest, 3 * smallest, smallest + 7):
         assert torch.equal(coded(codec, values, scratch_numel), message)
         start, stop, part = codec.granule, 4 * codec.granule, torch.empty(3 * codec.granule)
