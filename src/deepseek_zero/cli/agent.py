@@ -9,14 +9,13 @@ Importing this module imports torch, so cli/run.py does it late.
 from __future__ import annotations
 
 import errno
-import json
 import logging
+import math
 import os
 import signal
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import FrameType
@@ -39,27 +38,20 @@ from deepseek_zero.base.errors import UsageError
 from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_FILE
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
+from deepseek_zero.cli.peers import PeerWatch
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
 
 ROLE = "default"
 
 POLL_SECONDS = 0.1
 
-PEER_POLL_SECONDS = 0.5
-"""How often a node asks the store whether another node has failed."""
-
 MEETING_TIMEOUT = timedelta(minutes=15)
 """How long a node waits for the others to be started."""
-
-FAREWELL_SECONDS = 2.0
-"""How long the node that holds the store stays after a failure, so that the others can read of it."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 REQUESTS = (signal.SIGTERM, signal.SIGUSR1)
 """Passed on to ranks that save when they are asked to end (engine/preemption.py)."""
-
-FAILED_KEY, FINISHED_KEY = "deepseek_zero/failed", "deepseek_zero/finished"
 
 
 def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -153,45 +145,6 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 @dataclass
-class _PeerWatch:
-    """Tells the other nodes of failures through the store, and hears of theirs; silent on a single node."""
-
-    plan: NodePlan
-    _asked_at: float = field(default_factory=time.monotonic)
-
-    def tell_failure(self, store: Store, death: Death, world_size: int) -> None:
-        """Make a failure known to the other nodes; the first one told stays."""
-        if self.plan.num_nodes > 1:
-            told = {"exit_code": death.exit_code, "headline": death.headline(world_size), "story": death.story()}
-            with suppress(RuntimeError):  # the node that holds the store may be gone: it failed first
-                store.compare_set(FAILED_KEY, "", json.dumps(told))
-                if self.plan.node_rank == 0:
-                    time.sleep(FAREWELL_SECONDS)
-
-    def heard_failure(self, store: Store) -> Outcome | None:
-        """Return what another node told, if it told of a failure or went away."""
-        if self.plan.num_nodes == 1 or time.monotonic() - self._asked_at < PEER_POLL_SECONDS:
-            return None
-        self._asked_at = time.monotonic()
-        try:
-            if not store.check([FAILED_KEY]):
-                return None
-            told = json.loads(store.get(FAILED_KEY))
-        except RuntimeError:
-            return Outcome(1, "node 0, which holds the store, is gone")
-        return Outcome(int(told["exit_code"]), f"{told['headline']}, on another machine", told["story"])
-
-    def all_finished(self, store: Store) -> bool:
-        """Return whether every node's ranks have ended well; call it repeatedly once ours have."""
-        if self.plan.num_nodes == 1:
-            return True
-        with suppress(RuntimeError):
-            store.set(f"{FINISHED_KEY}/{self.plan.node_rank}", "1")
-            return bool(store.check([f"{FINISHED_KEY}/{node}" for node in range(self.plan.num_nodes)]))
-        return True
-
-
-@dataclass
 class EndRequest:
     """Signals by which somebody asked this launch to end.  grace: seconds from SIGTERM to the end by force."""
 
@@ -217,12 +170,19 @@ class RankAgent(SimpleElasticAgent):
     """Runs one machine's ranks for torch's elastic scaffolding."""
 
     def __init__(
-        self, spec: WorkerSpec, plan: NodePlan, ranks: Ranks, environment: Mapping[str, str], grace: float
+        self,
+        spec: WorkerSpec,
+        plan: NodePlan,
+        ranks: Ranks,
+        environment: Mapping[str, str],
+        grace: float,
+        dead_after: float,
     ) -> None:
         super().__init__(spec)
         self._ranks, self._environment = ranks, environment
         self._request = EndRequest(grace)
-        self._peers = _PeerWatch(plan)
+        self._plan, self._dead_after = plan, dead_after
+        self._peers: PeerWatch | None = None  # where there are other machines, once all have met
         self._attempt = -1
         self.elsewhere: Outcome | None = None
 
@@ -238,6 +198,10 @@ class RankAgent(SimpleElasticAgent):
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._attempt += 1
+        plan, own = self._plan, [worker.global_rank for worker in worker_group.workers]
+        if plan.num_nodes > 1:
+            named = f"ranks {own[0]} to {own[-1]}" if len(own) > 1 else f"rank {own[0]}"
+            self._peers = PeerWatch(self._meeting_store, plan.node_rank, plan.num_nodes, named, self._dead_after)
         return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
 
     def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
@@ -274,11 +238,11 @@ class RankAgent(SimpleElasticAgent):
             if self._remaining_restarts > 0:
                 logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
             return RunResult(WorkerState.FAILED)
-        self.elsewhere = self._peers.heard_failure(self._meeting_store)
+        self.elsewhere = self._peers.heard_failure() if self._peers is not None else None
         if self.elsewhere is not None:
             return RunResult(WorkerState.FAILED)
         ended_well = self._ranks.finished or self._ranks.saved
-        if ended_well and self._peers.all_finished(self._meeting_store):
+        if ended_well and (self._peers is None or self._peers.all_finished()):
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
         return RunResult(WorkerState.HEALTHY)
 
@@ -310,15 +274,22 @@ class RankAgent(SimpleElasticAgent):
 
     def tell_failure(self, death: Death) -> None:
         """Tell the other nodes, if there are any."""
-        self._peers.tell_failure(self._meeting_store, death, self.world_size)
+        if self._peers is not None:
+            self._peers.tell_failure(Outcome(death.exit_code, death.headline(self.world_size), death.story()))
 
 
 def run_ranks(
-    plan: NodePlan, command: Command, environment: Mapping[str, str], max_restarts: int = 0, grace: float = 0.0
+    plan: NodePlan,
+    command: Command,
+    environment: Mapping[str, str],
+    max_restarts: int = 0,
+    grace: float = 0.0,
+    dead_after: float = math.inf,
 ) -> Outcome:
     """Run this machine's ranks to their end; environment: what every rank gets besides its place in the world.
 
-    grace: seconds that ranks have to save after SIGTERM, where they said that they do.
+    grace: seconds that ranks have to save after SIGTERM, where they said that they do. dead_after: seconds of silence
+    after which another machine is lost.
     """
     _silence_scaffolding()
     with Ranks(command) as ranks:
@@ -332,7 +303,7 @@ def run_ranks(
             max_restarts=max_restarts,
             monitor_interval=0.001,
         )
-        agent = RankAgent(spec, plan, ranks, environment, grace)
+        agent = RankAgent(spec, plan, ranks, environment, grace, dead_after)
         _catch_signals(agent)
         try:
             result = agent.run()

@@ -133,6 +133,10 @@ class RunOptions(LauncherOptions):
         bool,
         _option("--end-with-input", text="End all ranks here when standard input ends (started over ssh).", panel=WHAT),
     ] = False
+    dead_after: Annotated[
+        float,
+        _option("--dead-after", text="Seconds of silence until a machine is lost, or inf. Default 10.", panel=WHERE),
+    ] = 10.0
     as_deepspeed: Annotated[
         bool, _option("--as-deepspeed", text="`import deepspeed` in the script means this library.", panel=WHAT)
     ] = False
@@ -161,7 +165,11 @@ def run(options: RunOptions) -> int:
     for axis, size in axes.items():
         if size < 1:
             raise UsageError(f"--{axis} is {size}.", why="An axis has at least one rank.", fix=f"Leave --{axis} out.")
-    for option, value in (("--max-restarts", options.max_restarts), ("--save-grace", options.save_grace)):
+    for option, value in (
+        ("--max-restarts", options.max_restarts),
+        ("--save-grace", options.save_grace),
+        ("--dead-after", options.dead_after),
+    ):
         if not value >= 0:  # not a number, too
             raise UsageError(
                 f"{option} is {value}.", why="It counts from 0.", fix=f"Leave {option} out, or give 0 or more."
@@ -186,7 +194,8 @@ def run(options: RunOptions) -> int:
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
         environment[MESH] = ",".join(named)
     with pid_file(options), Lifeline.of_this_process(needs_input=options.end_with_input):
-        return _tell(agent.run_ranks(plan, command, environment, options.max_restarts, options.save_grace))
+        limits = options.max_restarts, options.save_grace, options.dead_after
+        return _tell(agent.run_ranks(plan, command, environment, *limits))
 
 
 def _listening_environment(options: RunOptions) -> dict[str, str]:

@@ -13,6 +13,7 @@ import secrets
 import socket
 import struct
 import threading
+import time
 from enum import IntEnum
 
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from .channel import (
     Address,
     Door,
     Hello,
+    Refused,
     Role,
     address_of,
     dial,
@@ -37,7 +39,10 @@ from .channel import (
 )
 
 MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
-ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to answer
+ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
+HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
+QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
+HOST_SECONDS = 10.0  # without a sign of its host, until rank 0 is gone
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
 LOOPBACK = "127.0.0.1"
 _REQUEST = struct.Struct("!BII")
@@ -59,8 +64,9 @@ class Board:
         self._door = door
         door.admit(Role.BOARD, lambda connection, rank: door.watch(connection, _Reader(self, connection, door).read))
 
-    def set(self, key: str, value: str) -> None:
+    def set(self, key: str, value: str) -> bool:
         self._texts[key] = value
+        return True
 
     def look(self, key: str) -> str | None:
         """Return the text under a key, or None."""
@@ -119,31 +125,44 @@ class _Reader:
 
 
 class FarBoard:
-    """The board as another rank sees it. RuntimeError if rank 0 is gone."""
+    """The board as another rank sees it.
+
+    RuntimeError if rank 0 is gone: nobody listens there any more, or its host has not answered for HOST_SECONDS. Where
+    its host answers and it does not (it is stopped, or busy), nothing is known, and nobody waits long to learn that.
+    """
 
     def __init__(self, address: Address, secret: bytes, rank: int) -> None:
         self._address, self._secret, self._rank = address, secret, rank
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
-        self._connect()
+        self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
+        self._unreachable_since: float | None = None
+        self._connect(ANSWER_SECONDS)
 
-    def set(self, key: str, value: str) -> None:
-        self._ask(Operation.SET, key, value)
+    def set(self, key: str, value: str) -> bool:
+        """Write a text; return whether it stands there."""
+        return self._ask(Operation.SET, key, value, ANSWER_SECONDS) is not None
 
     def look(self, key: str) -> str | None:
-        """Return the text under a key, or None."""
-        return self._ask(Operation.LOOK, key)
+        """Return the text under a key; None if there is none, or if nothing is known."""
+        if time.monotonic() < self._quiet_until:
+            return None
+        return self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)
 
     def close(self) -> None:
         """Close the connection."""
         with self._lock:
-            if self._connection is not None:
-                self._connection.close()
-            self._connection = None
+            self._drop()
 
-    def _connect(self) -> socket.socket:
-        connection = dial(self._address, ANSWER_SECONDS)
+    def _drop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        self._connection = None
+
+    def _connect(self, seconds: float) -> socket.socket:
+        connection = self._reach()
         try:
+            connection.settimeout(seconds)
             introduce(connection, self._secret, Hello(Role.BOARD, self._rank, 0))
         except BaseException:
             connection.close()
@@ -151,21 +170,42 @@ class FarBoard:
         self._connection = connection
         return connection
 
-    def _ask(self, operation: Operation, key: str, value: str = "") -> str | None:
-        """Ask once, and once more over a new connection where the old one broke."""
+    def _reach(self) -> socket.socket:
+        """Return a connection that rank 0's host has taken. TimeoutError if it has not, RuntimeError if for long."""
+        try:
+            connection = dial(self._address, HURRIED_SECONDS)
+        except ConnectionRefusedError:
+            raise
+        except OSError as error:
+            self._unreachable_since = since = self._unreachable_since or time.monotonic()
+            if time.monotonic() - since > HOST_SECONDS:
+                raise RuntimeError(f"rank 0's host has not answered for {HOST_SECONDS:g} s: {error}") from None
+            raise TimeoutError from None
+        self._unreachable_since = None
+        return connection
+
+    def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> str | None:
+        """Ask once, and again over a new connection where the old one broke; None if there is no answer."""
         name, text = key.encode()[:MOST_KEY], value.encode()[:MOST_TEXT]
         request = _REQUEST.pack(operation, len(name), len(text)) + name + text
+        if time.monotonic() < self._quiet_until:
+            seconds = HURRIED_SECONDS
         with self._lock:
-            for is_last in (False, True):
+            for _ in range(2):
                 try:
-                    return self._answer(self._connection or self._connect(), request)
-                except OSError as error:
-                    if self._connection is not None:
-                        self._connection.close()
-                    self._connection = None
-                    if is_last or isinstance(error, TimeoutError):
-                        raise RuntimeError(f"rank 0, which keeps the board, does not answer: {error}") from None
-        raise AssertionError
+                    connection = self._connection or self._connect(seconds)
+                    connection.settimeout(seconds)
+                    return self._answer(connection, request)
+                except (ConnectionRefusedError, Refused) as error:
+                    self._drop()
+                    raise RuntimeError(f"rank 0, which keeps the board, has ended: {error}") from None
+                except ConnectionError:
+                    self._drop()
+                except TimeoutError:
+                    self._drop()
+                    break
+            self._quiet_until = time.monotonic() + QUIET_SECONDS
+            return None
 
     def _answer(self, connection: socket.socket, request: bytes) -> str | None:
         connection.sendall(request)

@@ -59,10 +59,12 @@ class Position:
 class Store(Protocol):
     """A table of texts that all ranks see (board.py). Raises RuntimeError if its keeper is gone."""
 
-    def set(self, key: str, value: str) -> None: ...
+    def set(self, key: str, value: str) -> bool:
+        """Write a text; return whether it stands there."""
+        ...
 
     def look(self, key: str) -> str | None:
-        """Return the text under a key, or None."""
+        """Return the text under a key; None if there is none, or if nothing is known."""
         ...
 
 
@@ -90,8 +92,8 @@ class FlightRecorder:
         if topic == "waiting":
             self.is_waiting = bool(text)
         try:
-            self._store.set(f"{topic}/{self.rank}", text)
-            self._said[topic] = text
+            if self._store.set(f"{topic}/{self.rank}", text):
+                self._said[topic] = text
         except RuntimeError:
             self._is_gone = True
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import struct
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -84,3 +86,42 @@ def test_a_broken_connection_is_made_again_and_an_ended_rank_0_is_known(door: Do
     friend._connection.shutdown(socket.SHUT_RDWR)
     with pytest.raises(RuntimeError, match="rank 0"):
         friend.look("a")
+
+
+def test_a_stopped_rank_0_is_not_gone_and_keeps_nobody_waiting(
+    door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deepseek_zero.comm.board.HURRIED_SECONDS", 0.2)
+    monkeypatch.setattr("deepseek_zero.comm.board.ANSWER_SECONDS", 0.4)
+    monkeypatch.setattr("deepseek_zero.comm.board.QUIET_SECONDS", 0.5)
+    board, friend = Board(door), far(1)
+    board.set("a", "b")
+    goes_on = threading.Event()
+    look_at = door._look_at
+    monkeypatch.setattr(door, "_look_at", lambda descriptor: (goes_on.wait(), look_at(descriptor)))
+    began = time.monotonic()
+    assert not friend.set("c", "d")
+    assert [friend.look("a") for _ in range(100)] == [None] * 100
+    assert time.monotonic() - began < 1.0
+    goes_on.set()
+    time.sleep(0.5)
+    assert friend.set("c", "d") and friend.look("a") == "b"
+    assert board.look("c") == "d"
+
+
+def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
+    door: Door, far: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Board(door)
+    friend = far(1)
+    friend.close()
+
+    def unreachable(*_: object) -> socket.socket:
+        raise TimeoutError("no route")
+
+    monkeypatch.setattr("deepseek_zero.comm.board.dial", unreachable)
+    assert not friend.set("a", "b")
+    assert friend.look("a") is None
+    monkeypatch.setattr("deepseek_zero.comm.board.HOST_SECONDS", 0.0)
+    with pytest.raises(RuntimeError, match="rank 0's host has not answered"):
+        friend.set("a", "b")

@@ -581,7 +581,10 @@ class Links:
     def _recover(self, link: _Link) -> None:
         """Look for a new connection until there is one, or evidence that the rank is lost."""
         generation, began = link.generation, time.monotonic()
-        answered, told = began, generation == 0
+        answered, told = (
+            max(link.heard, began - SILENT_SECONDS),
+            generation == 0,
+        )  # this one may have stood still itself
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
@@ -589,7 +592,7 @@ class Links:
                     if told and generation:
                         logger.warning(f"rank {link.rank} is heard again, after {now - began:.1f} s")
                     return
-                if not told and now - max(link.heard, began - SILENT_SECONDS) > TELL_SECONDS:
+                if not told and now - answered > TELL_SECONDS:
                     told = True
                     logger.warning(f"rank {link.rank} at {link.address[0]} is silent; this rank waits for it")
                 if link.generation > generation and link.connection is not None and now - link.heard < SILENT_SECONDS:

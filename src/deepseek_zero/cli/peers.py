@@ -1,0 +1,129 @@
+"""What the launchers of several machines know of each other: that they live, that ranks failed, that all finished.
+
+Each machine's launcher has one thread that asks the store where they meet, twice a second, and writes there that it
+lives.  A store whose machine is unreachable can keep who asks waiting for minutes; the launcher itself asks only this
+thread.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from typing import Protocol
+
+from deepseek_zero.base.log import logger
+from deepseek_zero.cli.ranks import Outcome
+
+ASK_SECONDS = 0.5
+FAREWELL_SECONDS = 2.0
+"""How long a launcher stays after a failure of its own, so that the others can read of it."""
+
+TELL_AFTER = 5.0
+"""Seconds of silence after which a line names the machine."""
+
+FAILED_KEY, FINISHED_KEY, ALIVE_KEY = "deepseek_zero/failed", "deepseek_zero/finished", "deepseek_zero/alive"
+
+
+class Store(Protocol):
+    """The part of torch's stores that launchers use. RuntimeError if it is gone."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+
+
+class PeerWatch:
+    """Tells the launchers of the other machines of a failure, and hears of theirs and of their silence.
+
+    dead_after: seconds of silence after which a machine is lost; inf: never. Clocks are this machine's own: what counts
+    is how long it has seen no change.
+    """
+
+    def __init__(self, store: Store, node: int, nodes: int, ranks: str, dead_after: float) -> None:
+        """ranks: of this machine, in words."""
+        self._store, self._node, self._nodes, self._dead_after = store, node, nodes, dead_after
+        self._name = f"node {node} ({socket.gethostname()}, {ranks})"
+        self._seen: dict[int, tuple[str, float]] = {}  # by node: what it wrote last, and when this one saw it change
+        self._names: dict[int, str] = {0: "node 0, which holds the store,"}
+        self._told: set[int] = set()  # whose silence is told
+        self._answered = time.monotonic()  # the store, last
+        self._failure = ""  # to tell the others
+        self._is_failure_told = threading.Event()
+        self._has_finished = self._have_all_finished = self._is_store_gone = False
+        self._heard: Outcome | None = None
+        threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-peers").start()
+
+    def tell_failure(self, outcome: Outcome) -> None:
+        """Make a failure known to the others; the first one told stays. Waits until they can have read of it."""
+        told = {"exit_code": outcome.exit_code, "headline": outcome.headline, "story": outcome.story}
+        self._failure = json.dumps(told)
+        self._is_failure_told.wait(FAREWELL_SECONDS)
+        if self._node == 0:
+            time.sleep(FAREWELL_SECONDS)
+
+    def heard_failure(self) -> Outcome | None:
+        """Return what another machine told, if it told of a failure, went away or is silent."""
+        return self._heard or self._silence()
+
+    def all_finished(self) -> bool:
+        """Return whether the ranks of every machine have ended well; call it repeatedly once ours have."""
+        self._has_finished = True
+        return self._have_all_finished or self._is_store_gone
+
+    def _silence(self) -> Outcome | None:
+        now = time.monotonic()
+        silent = {node: now - at for node, (_, at) in self._seen.items()}
+        if now - self._answered > 2 * ASK_SECONDS:
+            silent = {0: now - self._answered}  # what it says of the others is as old
+        for node, seconds in silent.items():
+            name = self._names.get(node, f"node {node}")
+            if seconds > self._dead_after:
+                return Outcome(1, f"{name} has been silent for {self._dead_after:g} s (--dead-after)")
+            if seconds > TELL_AFTER and node not in self._told:
+                self._told.add(node)
+                logger.warning(f"{name} has been silent for {TELL_AFTER:g} s")
+            elif seconds < TELL_AFTER and node in self._told:
+                self._told.discard(node)
+                logger.warning(f"{name} is heard again")
+        return None
+
+    def _serve(self) -> None:
+        """Ask and tell until the store is gone."""
+        beats = 0
+        try:
+            while not self._have_all_finished:
+                beats += 1
+                self._store.set(f"{ALIVE_KEY}/{self._node}", f"{beats} {self._name}")
+                if self._failure and not self._is_failure_told.is_set():
+                    self._store.compare_set(FAILED_KEY, "", self._failure)
+                    self._is_failure_told.set()
+                if self._heard is None and self._store.check([FAILED_KEY]):
+                    told = json.loads(self._store.get(FAILED_KEY))
+                    headline = f"{told['headline']}, on another machine"
+                    self._heard = Outcome(int(told["exit_code"]), headline, told["story"])
+                self._look_at_others()
+                self._answered = time.monotonic()
+                if self._has_finished:
+                    self._store.set(f"{FINISHED_KEY}/{self._node}", "1")
+                    places = [f"{FINISHED_KEY}/{node}" for node in range(self._nodes)]
+                    self._have_all_finished = self._store.check(places)
+                time.sleep(ASK_SECONDS)
+        except RuntimeError:
+            self._is_store_gone = True
+            if not self._has_finished:
+                self._heard = self._heard or Outcome(1, "node 0, which holds the store, is gone")
+
+    def _look_at_others(self) -> None:
+        for node in range(self._nodes):
+            key = f"{ALIVE_KEY}/{node}"
+            if node != self._node and self._store.check([key]):
+                said = self._store.get(key).decode()
+                if self._seen.get(node, ("", 0.0))[0] != said:
+                    self._seen[node] = said, time.monotonic()
+                    self._names[node] = said.partition(" ")[2]
