@@ -155,6 +155,7 @@ class _Link:
     gone: str = ""
     heard: float = 0.0
     spoke: float = 0.0
+    silence_told_at: float | None = None
     # sending
     queue: deque[_Frame] = field(default_factory=deque)
     sent: deque[_Frame] = field(default_factory=deque)  # and not received yet, as far as is known
@@ -516,6 +517,8 @@ class Links:
         """Tell the others that this rank is there; try a new connection to those that are silent."""
         with self._lock:
             for link in self.links.values():
+                if link.generation and not link.gone:
+                    _tell_silence(link, now)
                 if link.connection is None and link.generation:
                     self._start_recovery(link)  # should the last one have ended at the moment of the break
                 if not link.resumed:
@@ -581,20 +584,12 @@ class Links:
     def _recover(self, link: _Link) -> None:
         """Look for a new connection until there is one, or evidence that the rank is lost."""
         generation, began = link.generation, time.monotonic()
-        answered, told = (
-            max(link.heard, began - SILENT_SECONDS),
-            generation == 0,
-        )  # this one may have stood still itself
+        answered = max(link.heard, began - SILENT_SECONDS)  # not before: this rank may have stood still itself
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
                 if link.resumed and (link.generation > generation or link.heard > began):
-                    if told and generation:
-                        logger.warning(f"rank {link.rank} is heard again, after {now - began:.1f} s")
                     return
-                if not told and now - answered > TELL_SECONDS:
-                    told = True
-                    logger.warning(f"rank {link.rank} at {link.address[0]} is silent; this rank waits for it")
                 if link.generation > generation and link.connection is not None and now - link.heard < SILENT_SECONDS:
                     time.sleep(PAUSE_SECONDS / 10)  # it is new: the other end has not said where to go on yet
                     continue
@@ -659,6 +654,16 @@ def _end_with_the_host(connection: socket.socket) -> None:
     for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_AFTER * 1000))
+
+
+def _tell_silence(link: _Link, now: float) -> None:
+    """Say once that a rank is silent, and once that it is heard again."""
+    if link.silence_told_at is None and now - link.heard > TELL_SECONDS:
+        link.silence_told_at = link.heard
+        logger.warning(f"rank {link.rank} at {link.address[0]} is silent; this rank waits for it")
+    elif link.silence_told_at is not None and now - link.heard < SILENT_SECONDS:
+        logger.warning(f"rank {link.rank} is heard again, after {link.heard - link.silence_told_at:.1f} s")
+        link.silence_told_at = None
 
 
 def _lost(link: _Link) -> ConnectionLost:
