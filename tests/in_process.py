@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -27,6 +28,7 @@ from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.flight_recorder import FlightRecorder
 from deepseek_zero.comm.ids import CollectiveId
+from deepseek_zero.comm.transports import base
 from deepseek_zero.comm.transports.base import Transport, Use, Wait
 from deepseek_zero.optim.sharded import ShardedOptimizer, StepSettings
 from deepseek_zero.planner.plan import Machine, plan_model
@@ -123,6 +125,7 @@ class Message:
     outgoing: dict[int, list[Piece]] = field(default_factory=dict)
     incoming: dict[int, list[Piece | None]] = field(default_factory=dict)
     done: set[int] = field(default_factory=set)
+    arrivals: list[list[float]] = field(default_factory=list)  # of every member that has come, for the time of arrival
     has_travelled: bool = False
 
     @property
@@ -204,11 +207,20 @@ class InProcess:
         message = self.world.messages.setdefault(key, Message(len(self.ranks)))
         message.outgoing[self.rank] = [Piece(piece) for piece in pieces]
         message.incoming[self.rank] = [None if box is None else Piece(box) for box in inbox]
+        message.arrivals.append(cid.arrived)
+        if message.is_complete:
+            self.world.completed += 1
+            for arrived in message.arrivals:
+                arrived.append(time.perf_counter())
         receipt = Receipt(message, self.rank, pieces[self.rank], inbox, use)
         self.context.expected.append(receipt)
 
         def wait() -> None:
-            self._wait(lambda: message.is_complete, f"'{name}', number {cid.sequence} of {cid.lane}")
+            what = f"'{name}', number {cid.sequence} of {cid.lane}"
+            self._wait(lambda: message.is_complete or self._has_news(cid), what)
+            if not message.is_complete:
+                self.context.seen = self.world.completed
+                raise TimeoutError
             if receipt in self.context.expected:
                 self.context.expected.remove(receipt)
             receipt.take(in_place=self.reads_in_place)
@@ -217,15 +229,21 @@ class InProcess:
 
         return wait
 
+    def _has_news(self, cid: CollectiveId) -> bool:
+        """Whether any collective was completed since this rank could last issue what waits for one."""
+        is_hurried = cid.patience is not None and cid.patience() < base.POLL_SECONDS
+        return is_hurried and self.context.seen < self.world.completed
+
     def is_read(self, tensor: Tensor) -> bool:
+        """Whether a member of any group still reads a buffer of this rank."""
         if not self.reads_in_place:
             return False
-        memory = tensor.untyped_storage().data_ptr()
+        memory, here = tensor.untyped_storage().data_ptr(), self.context.rank
         return any(
-            piece.seen.numel() and piece.storage.data_ptr() == memory and member not in message.done | {self.rank}
+            piece.seen.numel() and piece.storage.data_ptr() == memory and member not in message.done | {mine}
             for (ranks, *_), message in self.world.messages.items()
-            if ranks == self.ranks and self.rank in message.outgoing
-            for member, piece in enumerate(message.outgoing[self.rank])
+            if here in ranks and (mine := ranks.index(here)) in message.outgoing
+            for member, piece in enumerate(message.outgoing[mine])
         )
 
     def wait_until_read(self, tensor: Tensor) -> None:
@@ -261,6 +279,7 @@ class Context(WorldContext):
     def __init__(self, world: World, rank: int) -> None:
         self._in_process = world
         self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
+        self.seen = 0  # collectives that had been completed when this rank last stopped waiting to look around
         hosts = Hosts(rank, ("this process",) * world.size)
         super().__init__(hosts, FlightRecorder(rank, world.size, world.store))
 
@@ -302,6 +321,7 @@ class World(Generic[T]):
         self.store = dist.HashStore()
         self.messages: dict[tuple[tuple[int, ...], str, int, int], Message] = {}
         self.issued: list[list[tuple[str, str]]] = [[] for _ in range(size)]
+        self.completed = 0  # collectives to which every member has come
 
     def outcomes(self, body: Callable[[Rank], T]) -> list[T | Exception]:
         """Run `body` on every rank, once for each world; by rank, what it returned or raised."""
@@ -351,7 +371,8 @@ def sharded(rank: Rank, model: nn.Module, mesh: Mesh | None = None, **settings: 
     """Wrap a model on this rank as planned.  settings: of `PlanSettings`; nothing is too small to be cut."""
     here = (mesh or Mesh()).on_world(rank.size, rank.index)
     chosen = PlanSettings(**{"persistence_numel": 0, **settings})
-    plan = plan_model(model, chosen, here, Machine(rank.comm.reads_in_place))
+    in_place = rank.comm.reads_in_place
+    plan = plan_model(model, chosen, here, Machine(in_place, near_read_in_place=in_place, far_read_in_place=in_place))
     return wrap_model(model, plan, rank.comm.lay_out(here))
 
 

@@ -35,6 +35,7 @@ class Reference:
     """A model of fp32 masters and weights of `dtype`, trained on the micro-batches of `ranks` ranks.
 
     adds_first: a rank adds its micro-batches before the ranks are summed (stages 0 and 1); otherwise after (2 and 3).
+    ranks_per_host: of sums by host; 1: in the order of ranks.
     """
 
     model: nn.Module
@@ -44,6 +45,7 @@ class Reference:
     dtype: torch.dtype = torch.float32
     make_optimizer: MakeOptimizer = OPTIMIZERS["sgd"]
     max_norm: float = 0.0
+    ranks_per_host: int = 1
     masters: list[nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -97,10 +99,16 @@ class Reference:
         return total
 
     def _mean(self, of_ranks: list[Tensor]) -> Tensor:
-        total = of_ranks[0].float().clone()
-        for grad in of_ranks[1:]:
-            total.add_(grad)
+        """Add up in fp32, `ranks_per_host` neighbours first and then these sums, and divide by all ranks."""
+        runs = [of_ranks[start : start + self.ranks_per_host] for start in range(0, len(of_ranks), self.ranks_per_host)]
+        total = self._sum([self._sum(run) for run in runs])
         return total.div_(float(self.ranks))
+
+    def _sum(self, values: list[Tensor]) -> Tensor:
+        total = values[0].float().clone()
+        for value in values[1:]:
+            total.add_(value)
+        return total
 
     def step(self, batches: Sequence[Sequence[Batch]], norm: float | None = None) -> tuple[list[list[Tensor]], float]:
         """One optimizer step; the losses and the gradient's norm.

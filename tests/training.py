@@ -50,6 +50,7 @@ class Run:
     tier: str = "none"
     moments: str = "fp32"
     updates: tuple[tuple[str, Any], ...] = ()
+    ranks_per_host: int | None = None
 
     def config(self) -> dict[str, Any]:
         """The run in DeepSpeed's words."""
@@ -59,6 +60,7 @@ class Run:
             "gradient_clipping": self.clipping,
             "steps_per_print": None,
             "transport": self.transport,
+            "ranks_per_host": self.ranks_per_host,
             "optimizer": {"moments": self.moments},
             "bf16": {"enabled": self.dtype == "bf16", "master": self.master},
             "zero_optimization": {

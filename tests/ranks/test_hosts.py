@@ -1,31 +1,129 @@
-"""Worlds over real hosts (tests/hosts.py): how they start, what travels between them."""
+"""Worlds over several hosts (tests/hosts.py), and sums by host there and on one: their start, bits, and bytes."""
 
 from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 
+import deepseek_zero
+from deepseek_zero.base.errors import NotBuiltError, UsageError
+from deepseek_zero.checkpoint import load
+from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.comm import context
+from deepseek_zero.engine.memory import predicted_volume
+from tests.hosts import sent_from_here
 from tests.models import Gpt, batch_of, seeded
 from tests.reference import OPTIMIZERS, Reference
-from tests.training import DTYPES, Run, start_engine, train_step
+from tests.training import DTYPES, Run, train_step
+
+RANKS = 4
 
 
-@pytest.mark.ranks(4, hosts=2)
-def test_two_hosts_start_where_no_launcher_counts_their_ranks() -> None:
+def start(run: Run, **keys: Any) -> Any:
+    model = seeded(Gpt)
+    optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config() | keys)[0]
+
+
+def assert_trains_as_one_process(engine: Any, run: Run, per_host: int) -> None:
+    """Two steps have the losses and weights of one process that adds in the order by host."""
+    dtype, rank = DTYPES[run.dtype], dist.get_rank()
+    optimizer = OPTIMIZERS[run.optimizer]
+    reference = Reference(
+        seeded(Gpt), RANKS, run.accumulation, run.stage < 2, dtype, optimizer, ranks_per_host=per_host
+    )
+    for step in range(2):
+        losses = train_step(engine, run, step)
+        batches = [[batch_of(step, micro, each) for micro in range(run.accumulation)] for each in range(RANKS)]
+        expected, _ = reference.step(batches)
+        assert all(map(torch.equal, losses, expected[rank])), f"loss of step {step}"
+    weights = engine.module.state_dict()
+    for name, weight in reference.model.state_dict().items():
+        assert torch.equal(weights[name], weight), name
+
+
+@pytest.mark.ranks(RANKS, hosts=2)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_two_hosts_whose_ranks_nobody_counts_start_and_add_up_by_host(stage: int) -> None:
     assert "LOCAL_WORLD_SIZE" not in os.environ and "LOCAL_RANK" not in os.environ
-    rank, run = dist.get_rank(), Run(3, "bf16")
+    rank, run = dist.get_rank(), Run(stage, accumulation=2)
     assert socket.gethostname() == f"h{rank // 2}"
-    engine = start_engine(run, seeded(Gpt))
+    engine = start(run)
     world = context.WorldContext.of_this_world()
     assert world.hosts.near == [rank // 2 * 2, rank // 2 * 2 + 1]
     assert (context.ranks_of_this_host(), context.local_rank()) == (2, rank % 2)
     assert "shared memory within a host, gloo between hosts" in str(engine.runtime.comm.capabilities())
-    reference = Reference(seeded(Gpt), 4, 1, False, DTYPES[run.dtype], OPTIMIZERS["sgd"])
-    for step in range(2):
-        (loss,) = train_step(engine, run, step)
-        expected, _ = reference.step([[batch_of(step, 0, each)] for each in range(4)])
-        assert loss.equal(expected[rank][0])
+    assert engine.runtime.settings.ranks_per_host == 2
+    assert any("sums by host: over 2 ranks of each of 2 hosts" in line for line in engine.runtime.plan.explain())
+    assert_trains_as_one_process(engine, run, 2)
+
+
+@pytest.mark.ranks(RANKS)
+@pytest.mark.parametrize(("stage", "transport"), [(0, "gloo"), (2, "fastest"), (3, "gloo"), (3, "fastest")])
+def test_one_host_has_the_same_bits_where_the_order_is_stated(stage: int, transport: str, tmp_path: Path) -> None:
+    run = Run(stage, accumulation=2, transport=transport, bucket=4096, ranks_per_host=2)
+    engine = start(run)
+    assert_trains_as_one_process(engine, run, 2)
+    engine.save_checkpoint(tmp_path, "here")
+    assert Manifest.read(tmp_path / "here" / "manifest.json").ranks_per_host == 2
+    with pytest.MonkeyPatch.context() as patch:
+        said = list[str]()
+        patch.setattr(load, "log_first", said.append)
+        engine.load_checkpoint(tmp_path)
+        assert not said
+        start(replace(run, ranks_per_host=1)).load_checkpoint(tmp_path)
+        assert "sums over 2 neighbours first, this run has 1" in said[0]
+
+
+@pytest.mark.ranks(RANKS, hosts=2)
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_what_crosses_the_link_is_metered_and_by_host_is_once_a_byte(per_host: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
+    run = Run(3, "bf16", ranks_per_host=per_host)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=run.config())[0]
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 512, dtype=torch.bfloat16)).float().sum())
+        engine.step()
+
+    step()
+    meter, steps = engine.runtime.comm.meter, 3
+    meter.reset()
+    dist.barrier()
+    before = sent_from_here()
+    dist.barrier()  # nobody of this host has begun before all have looked
+    for _ in range(steps):
+        step()
+    dist.barrier()
+    sent, mine = sent_from_here() - before, sum(meter.far_bytes.values())
+    table = engine.runtime.comm.all_gather_rows(torch.tensor([mine, meter.far_bytes["rows"]]), "far bytes")
+    here = dist.get_rank() // 2 * 2
+    between, rows = table[here : here + 2].sum(dim=0).tolist()
+    volume, padded = predicted_volume(engine.runtime), sum(group.layout.padded_numel for group in engine.runtime.groups)
+    gathers = volume.gathers // (padded // RANKS * (RANKS - 1) * 2)
+    per_host_bytes = {1: 2 * (2 * gathers + 2), 2: 2 * gathers + 4}[per_host]  # L x F x P x e, and F x P x e
+    assert between - rows == steps * padded // 2 * per_host_bytes
+    if per_host == 2:
+        assert between - rows == 2 * steps * (volume.state_bytes - volume.inside_hosts)
+    assert between <= sent <= 1.005 * between + (64 << 10)
+
+
+@pytest.mark.ranks(RANKS)
+def test_orders_that_cannot_be_are_refused_by_name() -> None:
+    with pytest.raises(UsageError, match=r"ranks_per_host=3: .*hosts have 1 or 3"):
+        start(Run(2, ranks_per_host=3))
+    run = Run(3, "bf16", ranks_per_host=2)
+    zero = run.config()["zero_optimization"] | {"zero_quantized_gradients": True}
+    with pytest.raises(NotBuiltError, match="ranks_per_host = 2 beside zero_quantized_gradients"):
+        start(run, zero_optimization=zero)
+    dist.barrier()

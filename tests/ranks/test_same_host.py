@@ -85,18 +85,19 @@ def test_shared_memory_gives_the_bits_of_gloo(stage: int, dtype: str, accumulati
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_two_hosts_of_two_ranks_give_the_bits_of_gloo(stage: int, dtype: str) -> None:
-    expected = trained(Run(stage, dtype, optimizer="adamw", transport="gloo"))
+    run = Run(stage, dtype, optimizer="adamw", ranks_per_host=2)
+    expected = trained(replace(run, transport="gloo"))
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU)
         assert isinstance(comm._transport, Hierarchical)
         assert comm._transport.near.peers == (dist.get_rank() ^ 1,)
-        assert_same(trained(Run(stage, dtype, optimizer="adamw")), expected)
+        assert_same(trained(run), expected)
 
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(("stage", "dtype"), [(0, "bf16"), (1, "fp32"), (2, "bf16"), (3, "fp32"), (3, "bf16")])
 def test_two_hosts_with_our_own_sockets_between_give_the_bits_of_gloo(stage: int, dtype: str) -> None:
-    run = Run(stage, dtype, 2, optimizer="adamw", transport="gloo")
+    run = Run(stage, dtype, 2, optimizer="adamw", transport="gloo", ranks_per_host=2)
     expected = trained(run)
     with hosts(lambda rank: f"host {rank // 2}"):
         comm = Comm(CPU, transport="tcp")

@@ -168,6 +168,39 @@ class Mesh:
         runs = range(0, self.shard_size, size)
         return tuple(ranks[start : start + size] for ranks in self.groups_along(*SHARD_AXES) for start in runs)
 
+    def host_groups(self, per_host: int) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
+        """The world cut twice, for sums by host: into the ranks of one host among those that hold the slices of one
+        state, and into those with one place on their hosts, hosts ascending.
+
+        per_host: ranks of the world that each host has, in runs.  UsageError where hosts have different numbers.
+        """
+        dealt = [self._on_hosts(ranks, per_host) for ranks in self.groups_along(*SHARD_AXES)]
+        near = tuple(run for runs in dealt for run in runs)
+        return near, tuple(across for runs in dealt for across in zip(*runs, strict=True))
+
+    def hosts_of(self, per_host: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return this rank's two groups of `host_groups`."""
+        runs = self._on_hosts(self.ranks_along(*SHARD_AXES), per_host)
+        near = next(run for run in runs if self.rank in run)
+        return near, tuple(run[near.index(self.rank)] for run in runs)
+
+    def near_size(self, per_host: int) -> int:
+        """Return how many ranks of one host hold slices of one state; 1 where sums by host are those by rank."""
+        size = len(self.hosts_of(per_host)[0]) if per_host > 1 else 1
+        return 1 if size == self.shard_size else size
+
+    def _on_hosts(self, ranks: tuple[int, ...], per_host: int) -> list[tuple[int, ...]]:
+        """Return ranks that hold the slices of one state, host by host."""
+        runs = [tuple(run) for _, run in itertools.groupby(ranks, key=lambda rank: rank // per_host)]
+        if len(sizes := sorted({len(run) for run in runs})) > 1:
+            raise UsageError(
+                f"ranks_per_host={per_host}: of the ranks that hold the slices of one state, hosts have "
+                f"{' or '.join(map(str, sizes))}.",
+                "Sums by host are formed in every host over the same number of ranks.",
+                f"choose a divisor of {self.shard_size}, or 1 for sums in the order of ranks.",
+            )
+        return runs
+
     def replica_groups(self, neighbours: int) -> tuple[tuple[int, ...], ...]:
         """The world cut into the ranks that hold the same slice of what so many neighbours along "tp" share: replicas,
         and these neighbours of each, ascending.

@@ -62,19 +62,22 @@ class Event(NamedTuple):
 class Meter:
     """Counts since the last reset.
 
-    sent_bytes[kind]: bytes this rank sent, by any transport. calls[kind]: collectives. wait_seconds[lane]: seconds of
-    waiting. sum_seconds: seconds of adding up what other ranks sent. clock: the phases in which that happened.
+    sent_bytes[kind]: bytes this rank sent, by any transport; far_bytes[kind]: those of them that went to other hosts.
+    calls[kind]: collectives. wait_seconds[lane]: seconds of waiting. sum_seconds: seconds of adding up what other ranks
+    sent. clock: the phases in which that happened.
     """
 
     sent_bytes: Counter[str] = field(default_factory=Counter)
+    far_bytes: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
     wait_seconds: dict[str, float] = field(default_factory=dict)
     sum_seconds: float = 0.0
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
 
-    def count(self, kind: str, sent_bytes: int) -> None:
+    def count(self, kind: str, sent_bytes: int, far_bytes: int = 0) -> None:
         self.sent_bytes[kind] += sent_bytes
+        self.far_bytes[kind] += far_bytes
         self.calls[kind] += 1
 
     def waited(self, lane: str, seconds: float) -> None:
@@ -86,6 +89,7 @@ class Meter:
 
     def reset(self) -> None:
         self.sent_bytes.clear()
+        self.far_bytes.clear()
         self.calls.clear()
         self.reset_seconds()
 

@@ -41,7 +41,6 @@ MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
-REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 
@@ -102,7 +101,7 @@ class Manifest:
 
     parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra: what version 2 did
     not have from the start, by name, so that older releases of the library still read the file: "names" of the state
-    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh".
+    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh", "ranks_per_host" (of sums by host).
     """
 
     world_size: int
@@ -128,6 +127,11 @@ class Manifest:
         A load needs it only to know whose random numbers and buffers a rank goes on with: states are found by name.
         """
         return self.extra.get("mesh")
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Return how many ranks its sums were formed over first; 1: in the order of ranks."""
+        return self.extra.get("ranks_per_host") or 1
 
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""

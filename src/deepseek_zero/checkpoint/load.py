@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..base.errors import CheckpointError
+from ..base.log import log_first
 from ..base.memory import trim_heap
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..optim.updater import MasterShard, ParamOverlap
@@ -25,7 +26,7 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
+from .format import BUFFER, DELAYED, MANIFEST, MOMENT, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
@@ -83,6 +84,12 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
     replace_states(
         contents, tag, lambda: _restore_all(folder, manifest, plain, contents, settings, known), manifest.lifted
     )
+    here = contents.runtime.settings.ranks_per_host or 1
+    if manifest.world_size == comm.size and manifest.ranks_per_host != here:
+        log_first(
+            f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, this run has {here}: its "
+            f"bits are another run's; ranks_per_host = {manifest.ranks_per_host} would go on with the same"
+        )
     return Loaded(folder, plain["trainer"], plain["client"])
 
 
@@ -296,25 +303,7 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
         for member in group.members:
             if reader.has(WEIGHT, name := piece.name(member)):
                 write_weight(group, member, partial(reader.read, WEIGHT, name, "", part=piece.part(member)))
-                if group.plan.sends_differences:
-                    _write_replica(reader, group, member, piece)
         store_weights(group)
-
-
-def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, piece: Piece) -> None:
-    """Write this rank's part of a weight that follows its master by differences; the master's cast where none was
-    saved.
-    """
-    name, slot = piece.name(member), member.slot
-    start, stop = group.layout.owned(slot, group.comm_ctx.comm.rank)
-    if start >= stop:
-        return
-    if not reader.has(REPLICA, name):
-        group.write_own_weight(slot, None)
-        return
-    low = start - slot.start
-    for at, values in reader.read(REPLICA, name, "", low, stop - slot.start, piece.part(member)):
-        group.write_own_weight(slot, values, at - low)
 
 
 def write_weight(

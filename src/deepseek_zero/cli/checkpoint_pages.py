@@ -108,6 +108,7 @@ def _facts(entry: CheckpointInfo) -> dict[str, Any]:
             "ranks": manifest.world_size if has_states else None,
             "stage": manifest.stage if has_states else None,
             "mesh": manifest.mesh,
+            "ranks_per_host": manifest.ranks_per_host,
             "optimizer": manifest.optimizer,
             "num_parameters": sum(math.prod(each["shape"]) for each in manifest.parameters.values()),
             "chunks": len(manifest.chunks),
@@ -161,6 +162,8 @@ def _facts_table(entry: CheckpointInfo, facts: dict[str, Any]) -> Table:
         table.add_row("saved by", f"{facts['ranks']} rank(s) at stage {facts['stage']}")
         if facts["mesh"] is not None:
             table.add_row("mesh", _format_mesh(facts["mesh"]))
+        if facts["ranks_per_host"] > 1:
+            table.add_row("sums", f"by host, of {facts['ranks_per_host']} ranks each")
         table.add_row("optimizer", facts["optimizer"] or "none named")
     table.add_row("parameters", format_count(facts["num_parameters"]))
     table.add_row(

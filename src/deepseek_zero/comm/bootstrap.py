@@ -32,6 +32,14 @@ class Hosts:
         return all(self.keys) and len(set(self.keys)) == 1
 
     @property
+    def per_host(self) -> int:
+        """Return how many ranks every host has, where each has the next so many; else, and on one host, 1."""
+        size = self.keys.count(self.keys[0])
+        runs = [self.keys[start : start + size] for start in range(0, len(self.keys), size)]
+        is_dealt = all(self.keys) and all(len(run) == size and len(set(run)) == 1 for run in runs)
+        return size if is_dealt and len(runs) > 1 else 1
+
+    @property
     def local_size(self) -> int:
         """Return the number of ranks on this host: counted if this rank can tell, else as the launcher says, else
         all.

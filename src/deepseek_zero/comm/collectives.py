@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from ..base.meter import Event, Meter
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number
+from .transports import base
 from .transports.base import (
     ConnectionLost,
     SingleRank,
@@ -51,6 +52,7 @@ TRANSPORTS = ("fastest", "gloo", "tcp")
 _FAR_WAYS: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
 Finish = Callable[[], None]
 T = TypeVar("T")
+HOP_SECONDS = 1e-3  # how long a wait lasts while a second hop may have to be issued
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,14 @@ class IssuedCollective:
 
 @dataclass
 class Pending:
-    """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`."""
+    """A collective under way.  `wait()` returns when its data may be used, or raises `PeerError`.
+
+    is_here: whether its data has come; None: its wait is no wait for other ranks.
+    """
 
     _wait: Wait
     _finish: Finish | None = None
+    is_here: Callable[[], bool] | None = None
     _done: bool = False
     _error: Exception | None = None  # it ended so: there is no data, however often `wait` is called
 
@@ -93,10 +99,37 @@ class Pending:
 
     def then(self, finish: Finish) -> Pending:
         """Return this collective followed by local work, which `wait()` does."""
-        return Pending(self.wait, finish)
+        return Pending(self.wait, finish, self.is_done)
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return without other ranks' doing.  Local."""
+        return self._done or self.is_here is None or self.is_here()
 
 
 DONE = Pending(no_wait)
+
+
+def all_of(pendings: Sequence[Pending]) -> Pending:
+    """Return several collectives as one."""
+
+    def wait() -> None:
+        for pending in pendings:
+            pending.wait()
+
+    return Pending(wait, is_here=lambda: all(pending.is_done() for pending in pendings))
+
+
+class Hops(Protocol):
+    """Movements of two hops, of which the second is issued by whoever waits for anything meanwhile."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a second hop is still to be issued."""
+        ...
+
+    def advance(self) -> None:
+        """Issue what can be issued, without waiting."""
+        ...
 
 
 @dataclass
@@ -111,6 +144,11 @@ class _Engine:
     name: str = "engine"
     gave_up: bool = False
     has_raised: bool = False
+    hops: weakref.WeakSet[Hops] = field(default_factory=weakref.WeakSet)
+
+    def patience(self) -> float:
+        """Return how long a wait may last before second hops are asked for."""
+        return HOP_SECONDS if any(hops.is_open for hops in self.hops) else base.POLL_SECONDS
 
 
 class Comm:
@@ -148,6 +186,7 @@ class Comm:
         self._last: IssuedCollective | None = None  # the collective issued last
         self._lanes: dict[str, Lane] = {}  # by their last name: "gather", "reduce" or "rows"
         self._transport: Transport = SingleRank(device)
+        self._far: frozenset[int] = frozenset()  # members on other hosts
         if world is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             world = WorldContext.of_this_world()
         if world is not None:
@@ -238,15 +277,21 @@ class Comm:
         engine.name = engine.name if axis else f"engine {self._number - 1}"
         self.name, self._lanes = f"{engine.name} {axis}".strip(), {}
         world.tags.take(self.name, slots)
-        ways = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
-        self._host_transport = ways[engine.transport](self.ranks)
+        self._host_transport = self._way(world, self.ranks)
         self._transport = self._host_transport
+        near = world.hosts.near
+        self._far = frozenset(member for member, rank in enumerate(self.ranks) if rank not in near)
         if device.type != "cpu":
             self._transport = HostStaged(world.gloo_over(self.ranks), self.rank, self.size, device)
         if device.type == "cuda" and not shares_gpu(world.hosts.local_size):
             pair = nccl.take(self.name, trains=engine.trains, free=free, idle=idle)
             self._transport = Nccl(self.rank, self.size, pair, device)
         weakref.finalize(self, _end, world, self.name, self._host_transport, self._transport).atexit = False
+
+    def _way(self, world: WorldContext, ranks: Sequence[int]) -> Transport:
+        """Return the transport between these ranks of the world that the engine was told to use. Local."""
+        ways = {"gloo": world.gloo_over, "tcp": world.tcp_over, "fastest": world.fastest_over}
+        return ways[self._engine.transport](ranks)
 
     def capabilities(self) -> list[Capability]:
         """Describe how tensors travel from this rank to the others, and why not faster. Local."""
@@ -274,6 +319,18 @@ class Comm:
     def reads_in_place(self) -> bool:
         """Return whether `exchange` needs no inbox."""
         return self._transport.reads_in_place
+
+    def would_read_in_place(self, ranks: Sequence[int]) -> bool:
+        """Return whether `reads_in_place` of a group of these ranks of the world, this one among them. Local."""
+        world = self.whole._world
+        if world is None or self.device.type != "cpu":
+            return False
+        return self._way(world, ranks).reads_in_place
+
+    @property
+    def ranks_per_host(self) -> int:
+        """Return how many ranks each of several hosts has, in runs of the world's; 1 where that is not so. Local."""
+        return 1 if self.whole._world is None else self.whole._world.hosts.per_host
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Allocate a flat buffer in the memory that other ranks reach best; its contents are arbitrary. Local."""
@@ -325,11 +382,21 @@ class Comm:
             self._wait(self._world, lambda: self._transport.wait_until_read(tensor), issued)
 
     def progress(self) -> None:
-        """Take in messages that other ranks have sent, without waiting; called often, so only while something is
-        expected.
+        """Take in messages that other ranks have sent, without waiting, and issue second hops; called often, so only
+        while something is expected.
         """
+        self.hear()
+        for hops in self._engine.hops:
+            hops.advance()
+
+    def hear(self) -> None:
+        """Take in messages that other ranks of this group have sent, without waiting. Local."""
         if self._transport.expects:
             self._transport.progress()
+
+    def add_hops(self, hops: Hops) -> None:
+        """Have second hops issued by this engine's waits, in whatever group, for as long as they live. Local."""
+        self._engine.hops.add(hops)
 
     # -- movements
 
@@ -353,7 +420,8 @@ class Comm:
         Any dtype, the same on every rank. kind: as what the meter counts it. Collective within its lane. The buffer
         belongs to the transport until `wait()`, which raises `PeerError` if another rank failed or strayed.
         """
-        self.meter.count(kind, full.numel() // self.size * (self.size - 1) * full.element_size())
+        nbytes = full.numel() // self.size * full.element_size()
+        self.meter.count(kind, nbytes * (self.size - 1), nbytes * len(self._far))
 
         def start(cid: CollectiveId) -> Wait:
             return self._until_buffers_are_read(self._transport.all_gather(full, cid), [full])
@@ -378,7 +446,8 @@ class Comm:
         counts it. Collective within its lane.
         """
         sent = sum(piece.numel() * piece.element_size() for rank, piece in enumerate(pieces) if rank != self.rank)
-        self.meter.count(kind, sent)
+        far = sum(pieces[rank].numel() * pieces[rank].element_size() for rank in self._far)
+        self.meter.count(kind, sent, far)
 
         def timed(received: Sequence[Tensor]) -> None:
             began = time.perf_counter()
@@ -405,7 +474,7 @@ class Comm:
         pieces, inbox = [nothing, nothing], [nothing, nothing]
         if piece is not None:
             pieces[there] = piece
-            self.meter.count("send", piece.numel() * piece.element_size())
+            self.meter.count("send", piece.nbytes, piece.nbytes * len(self._far))
         if box is not None:
             inbox[there] = box
         return self._issue(lane, what, lambda cid: self._transport.exchange(pieces, inbox, cid, _do_nothing))
@@ -428,7 +497,7 @@ class Comm:
         """
         table = torch.zeros(self.size, row.numel(), dtype=row.dtype)
         table[self.rank] = row
-        self.meter.count("rows", row.numel() * row.element_size() * (self.size - 1))
+        self.meter.count("rows", row.nbytes * (self.size - 1), row.nbytes * len(self._far))
         full = table.view(-1)
         self._issue("rows", f"agree on {what}", lambda cid: self._host_transport.all_gather(full, cid)).wait()
         return table
@@ -474,9 +543,11 @@ class Comm:
         issued = self._last = IssuedCollective(lane, lane_name, lane.issued, what, time.perf_counter())
         lane.log.append((lane.issued, what))
         lane.issued += 1
-        cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived)
+        patience = self._engine.patience if self._engine.hops else None
+        cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived, patience)
         wait = self._until_evidence(world, issued, lambda: start(cid))
-        return Pending(lambda: self._wait(world, wait, issued))
+        is_here = None if isinstance(self._transport, Nccl) else lambda: bool(issued.arrived)
+        return Pending(lambda: self._wait(world, wait, issued), is_here=is_here)
 
     def _first_use(self, world: WorldContext, lane_name: str) -> Lane:
         lane = self._lanes[lane_name] = world.lane(f"{self.name}/{lane_name}", lane_number(self._number, lane_name))
@@ -498,10 +569,16 @@ class Comm:
         Raises `PeerError` if a rank is gone or in another collective. Any other error is this rank's own (no memory, a
         shape, a dtype): it keeps its type, and is posted to the ranks that wait for this one.
         """
+        looked = time.perf_counter()
         while True:
             try:
                 return action()
             except TimeoutError:
+                for hops in self._engine.hops:
+                    hops.advance()
+                if self._engine.hops and time.perf_counter() - looked < base.POLL_SECONDS:
+                    continue
+                looked = time.perf_counter()
                 if error := world.recorder.find_desync(self._position(world, issued), self._engine.name):
                     self._engine.gave_up = True
                     raise error from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 LANES = ("gather", "reduce", "rows")  # of each engine
@@ -11,7 +12,8 @@ _LANE_STEP = 4  # lane numbers of one engine
 
 class CollectiveId(NamedTuple):
     """The identity of one collective's messages. lane: "engine 0/gather". number: the lane's, which no other lane of
-    this world ever has. arrived: gets the time of arrival.
+    this world ever has. arrived: gets the time of arrival. patience: seconds that a wait for it may last before its
+    caller is asked whether to go on; None: as long as any (transports/base.py).
     """
 
     lane: str
@@ -19,6 +21,7 @@ class CollectiveId(NamedTuple):
     sequence: int
     check: int  # 32 bits of the name: a rank that strayed stands in the same place under another name
     arrived: list[float]
+    patience: Callable[[], float] | None = None
 
 
 def lane_number(engine: int, lane: str) -> int:

@@ -173,14 +173,12 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
 class WeightCodesKeywords(TypedDict, total=False):
     """Keys of `zero_optimization.compression.weights`."""
 
-    bits: Literal[8, 4] | Auto | None
-    """Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. Stages 1 and 2 send what an
-    update changed, stage 3 weights themselves, for which 4 bits are too few.
-    """
+    bits: Literal[8] | Auto | None
+    """Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8."""
     block: Literal[32, 64, 128, 256, 512] | Auto | None
     """Weights that share a scale."""
     difference: bool | Auto | None
-    """Send what weights differ from those that all ranks have."""
+    """Send what weights differ from those that all ranks have (stages 1 and 2)."""
 
 
 class GradientCodesKeywords(TypedDict, total=False):
@@ -314,9 +312,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     update goes over all ranks.
     """
     zero_quantized_weights: bool | Auto | None
-    """Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of weights at stages 1 and 2;
-    `compression.weights` says more.
-    """
+    """Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more."""
     zero_quantized_nontrainable_weights: bool | Auto | None
     """Keep frozen weights as int8 blocks."""
     zero_quantized_gradients: bool | Auto | None
@@ -1068,6 +1064,11 @@ class _Keys(TypedDict, total=False):
     transport: Literal["fastest", "gloo", "tcp"] | Auto | None
     """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared
     memory on one host and our own sockets between hosts.
+    """
+    ranks_per_host: float | Auto | None
+    """Ours. Gradients are added up within runs of so many ranks first, then over the runs: other bits, and between
+    hosts each byte crosses once instead of once per rank. 1: in the order of ranks; null: as many as each of several
+    hosts has, 1 on one.
     """
     mesh: MeshSizesKeywords | Auto | None
     """Ours. Named axes over the ranks; also `initialize(mesh=...)`."""

@@ -170,19 +170,19 @@ Block = Literal[32, 64, 128, 256, 512]
 
 
 class WeightCodes(Section):
-    bits: Literal[8, 4] | None = effective(
+    bits: Literal[8] | None = effective(
         None,
-        "Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. Stages 1 and 2 send what "
-        "an update changed, stage 3 weights themselves, for which 4 bits are too few.",
+        "Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8.",
         unit="bits",
         example=8,
         needs=_STAGE_3,
     )
     block: Block = effective(256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS)
-    difference: bool | None = accepted(
-        None,
-        "Send what weights differ from those that all ranks have.",
-        "stages 1 and 2 always do, and at stage 3 ranks have none",
+    difference: bool = later(
+        False,
+        "Send what weights differ from those that all ranks have (stages 1 and 2).",
+        Milestone.SPEED,
+        example=True,
     )
 
 
@@ -394,8 +394,7 @@ class ZeroOptimization(Section):
     )
     zero_quantized_weights: bool = effective(
         False,
-        "Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of weights at stages 1 and "
-        "2; `compression.weights` says more.",
+        "Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more.",
         example=True,
         needs=_STAGE_3,
     )
@@ -1319,6 +1318,15 @@ class Config(Section):
         "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared "
         "memory on one host and our own sockets between hosts.",
         example="gloo",
+    )
+    ranks_per_host: int | None = effective(
+        None,
+        "Ours. Gradients are added up within runs of so many ranks first, then over the runs: other bits, and between "
+        "hosts each byte crosses once instead of once per rank. 1: in the order of ranks; null: as many as each of "
+        "several hosts has, 1 on one.",
+        unit="ranks",
+        example=2,
+        ge=1,
     )
     # Parallel degrees
     mesh: MeshSizes = section(MeshSizes, "Ours. Named axes over the ranks; also `initialize(mesh=...)`.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base.device import free_device_bytes
-from ..base.errors import UsageError
+from ..base.errors import NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
@@ -43,7 +43,14 @@ def plan_run(
         row = torch.tensor([int(comm.shard.reads_in_place)])
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
         settings = with_useful_copies(settings, mesh, in_place=in_place)
-    machine = Machine(comm.shard.reads_in_place, replicas_read_in_place=near)
+    settings = with_order_of_sums(settings, mesh, comm.ranks_per_host)
+    inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
+    machine = Machine(
+        comm.shard.reads_in_place,
+        replicas_read_in_place=near,
+        near_read_in_place=comm.would_read_in_place(inside),
+        far_read_in_place=comm.would_read_in_place(across),
+    )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
         return plan_shape(shape, settings, mesh, machine, update, placement)
     machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
@@ -71,6 +78,29 @@ def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) ->
         return settings
     log_once(f"zero_hpz_partition_size = {size} changes nothing here: {why}.")
     return replace(settings, secondary_ranks=1)
+
+
+def with_order_of_sums(settings: PlanSettings, mesh: Mesh, counted: int) -> PlanSettings:
+    """Return the settings with the ranks per host that sums follow: stated, else counted; logs where that cannot be.
+
+    counted: ranks that each of several hosts has; 1: one host, or several that differ.
+    """
+    if settings.compression.gradients is not None and (settings.ranks_per_host or 1) > 1:
+        raise NotBuiltError(
+            f"ranks_per_host = {settings.ranks_per_host} beside zero_quantized_gradients is not built yet.",
+            "Sums by host travel between hosts in fp32: more bytes than the codes of every rank.",
+            "leave one of the two out; weights may be compressed.",
+        )
+    if settings.ranks_per_host is not None:
+        return settings
+    if settings.compression.gradients is not None:
+        return replace(settings, ranks_per_host=1)
+    try:
+        mesh.near_size(counted)
+    except UsageError as error:
+        log_once(f"sums are formed in the order of ranks, and not host by host: {error.what}")
+        counted = 1
+    return replace(settings, ranks_per_host=counted)
 
 
 def update_of(config: Config, optimizer: OptimizerParts, device: torch.device) -> UpdateSettings | None:

@@ -35,7 +35,7 @@ from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
 from .pieces import PiecePlans, no_example, plan_pieces
-from .planning import stated_budgets, update_of, with_useful_copies
+from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
 
@@ -254,7 +254,8 @@ def plan(
     near = hosts == 1 and axes.device.type == "cpu" and settings.transport != "gloo"
     budgets = stated_budgets(settings, placement, axes.device)
     in_place = near and axes.shard_size > 1
-    machine = Machine(in_place, budgets, near and axes.dp_replicate > 1)
+    machine = Machine(in_place, budgets, near and axes.dp_replicate > 1, in_place, in_place)
+    settings = with_order_of_sums(settings, axes, ranks // hosts if hosts > 1 and ranks % hosts == 0 else 1)
     settings = with_useful_copies(settings, axes, in_place=in_place)
     found = plan_shape(shape, settings, axes, machine, update_of(chosen, parts, axes.device), placement)
     return pieces.added_to(found)

@@ -11,7 +11,10 @@ from functools import cache, cached_property
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from ..base.device import PerDevice
+from ..precision.codecs import Codec
 
 # Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
 # direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
@@ -20,7 +23,7 @@ BLOCK = 1024
 # Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large
 # kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
-MAX_IN_FLIGHT = 2  # messages of one reduction, or units whose differences are under way
+MAX_IN_FLIGHT = 2  # messages of one reduction
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape, int]  # offset, size, flat start
@@ -149,6 +152,24 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int) -> Messages:
     numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel)
     count = -(-slice_numel // max(1, numel))
     return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
+
+
+def message_rooms(
+    numel: int, wire: Codec, ranks: int, near: int, *, in_place: bool, near_in_place: bool, far_in_place: bool
+) -> list[tuple[torch.dtype, int]]:
+    """Return the buffers, by dtype and elements, in which the sum of one message is received: one inbox, or by host the
+    hosts' sums, then the inboxes of both hops.
+
+    numel, wire: elements that each rank sends to each, and how.  near: as `GroupPlan` has it.  in_place: the ranks
+    read each other's pieces; near_in_place, far_in_place: those of a host, and those with one place on their hosts.
+    """
+    dtype, length = wire.dtype, wire.length(numel)
+    if near == 1:
+        return [] if in_place else [(dtype, length * (ranks - 1))]
+    hosts = ranks // near
+    found = [(torch.float32, numel * hosts)]
+    found += [] if near_in_place else [(dtype, length * hosts * (near - 1))]
+    return found + ([] if far_in_place else [(torch.float32, numel * (hosts - 1))])
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

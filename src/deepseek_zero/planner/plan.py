@@ -34,13 +34,16 @@ class Machine:
     """What a plan assumes of the machine.
 
     reads_in_place: ranks of one host read each other's memory, so that a gather lends no buffer;
-    replicas_read_in_place: so do the ranks that hold the same slices.  budgets: bytes of one
+    replicas_read_in_place: so do the ranks that hold the same slices; near_read_in_place, far_read_in_place: where sums
+    are formed by host, those of a host, and those with one place on their hosts.  budgets: bytes of one
     rank for states and buffers, by memory; asked where the settings leave open which memory is used.
     """
 
     reads_in_place: bool = False
     budgets: Mapping[Tier, int] = field(default_factory=dict)
     replicas_read_in_place: bool = False
+    near_read_in_place: bool = False
+    far_read_in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +113,8 @@ class Plan:
             self.mesh.device,
             in_place,
             replicas_in_place,
+            self.machine.near_read_in_place,
+            self.machine.far_read_in_place,
         )
 
     def volume(self) -> StepVolume:
@@ -141,7 +146,7 @@ class Plan:
         """Return every unit's groups, a line each, and the schedule."""
         lines = [f"stage {self.settings.stage}, {self.mesh.world_size} rank(s), device {self.mesh.device}"]
         lines += [line for number, unit in enumerate(self.units) for line in unit.explain(number)]
-        said = [*self._secondary_line(), *self._coded_line()]
+        said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
         return [*lines, *said, f"schedule: {self.schedule}", *self._piece_lines()]
 
     def uncoded(self) -> Plan:
@@ -170,6 +175,18 @@ class Plan:
             f"update goes over all {world}, the others stay among {inside}"
         ]
 
+    def _hosts_line(self) -> list[str]:
+        """Return in which order sums are formed, where it is not that of the ranks."""
+        near = max((group.near for unit in self.units for group in unit.groups), default=1)
+        if near == 1:
+            return []
+        volume, hosts = self.volume(), self.mesh.shard_size // near
+        return [
+            f"sums by host: over {near} ranks of each of {hosts} hosts first, then over the hosts; of "
+            f"{format_bytes(volume.state_bytes)} that a rank sends in a step {format_bytes(volume.inside_hosts)} stay "
+            "inside its host"
+        ]
+
     def _piece_lines(self) -> list[str]:
         """What is to be said of the axes that cut the model."""
         found = [each.explain() for each in (self.tensor, self.pipeline) if each is not None]
@@ -186,7 +203,8 @@ class Plan:
             f"{'units':<32} {'elements':>14}  states",
         ]
         lines += self._unit_lines()
-        lines += ["", *said] if (said := [*self._secondary_line(), *self._coded_line()]) else []
+        said = [*self._secondary_line(), *self._hosts_line(), *self._coded_line()]
+        lines += ["", *said] if said else []
         lines += ["", "bytes of this rank between steps"]
         lines += [f"  {state:<16} {format_bytes(nbytes):>12}" for state, nbytes in states.items() if nbytes]
         lines += [f"  in all on {tier.value:<6} {format_bytes(nbytes):>12}" for tier, nbytes in tiers.items()]

@@ -8,7 +8,7 @@ where it has others inside, its first gradient may come later, and the number is
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ import torch
 from ..base.device import CPU
 from ..precision.codecs import Cast
 from ..tiers.tier import Tier
-from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, messages_of
+from .layout import SUM_TILE_NUMEL, FlatLayout, message_rooms, messages_of
 from .schedule import ActionKind, Schedule, schedule_units
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
@@ -53,6 +53,8 @@ class _StepReplay:
         False  # other memories are not the training device's: a sum for them is made beside its summands
     )
     replicas_in_place: bool = False  # ranks that hold the same slices read each other's memory
+    near_in_place: bool = False  # so do those of a host, where sums are formed by host
+    far_in_place: bool = False  # and those with one place on their hosts
     ledger: PoolLedger = field(default_factory=PoolLedger)
     is_reducing: bool = False
     in_flight: list[Size] = field(default_factory=list)  # buffers that end with the reduction under way
@@ -85,19 +87,6 @@ class _StepReplay:
         self._wait_in_flight()
         self.ledger.give(self.outgoing)
         self.outgoing = []
-        self._send_differences()
-
-    def _send_differences(self) -> None:
-        """Behind the update, what whole weights are to follow by: codes, and while they are made what they are of."""
-        under_way: deque[Size] = deque()
-        for group in (group for unit in self.units for group in unit.trained if group.plan.sends_differences):
-            if len(under_way) == MAX_IN_FLIGHT:
-                self.ledger.give([under_way.popleft()])
-            under_way.append((group.weight_wire.dtype, group.weight_wire.length(group.padded_numel)))
-            working = [(torch.float32, group.layout.slice_numel), self.scratch]
-            self.ledger.take([under_way[-1], *working])
-            self.ledger.give(working)
-        self.ledger.give(under_way)
 
     def _all_reduce(self, unit: UnitPlan) -> None:
         """The sum over replicas, two units under way at a time."""
@@ -154,7 +143,7 @@ class _StepReplay:
             held = [(group.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
             under_way = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).in_flight
-            taken += [] if self.in_place else [self._inbox(group)] * under_way
+            taken += self._rooms(group) * under_way
             self.ledger.take(taken)
             self.in_flight += held + taken
             if self._is_staged(group):
@@ -179,10 +168,18 @@ class _StepReplay:
         message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
-    def _inbox(self, group: GroupPlan) -> Size:
-        """One message from every other rank."""
-        message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
-        return group.grad_wire.dtype, group.grad_wire.length(message) * (group.ranks - 1)
+    def _rooms(self, group: GroupPlan) -> list[Size]:
+        """What one message from every other rank is received in."""
+        numel = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
+        return message_rooms(
+            numel,
+            group.grad_wire,
+            group.ranks,
+            group.near,
+            in_place=self.in_place,
+            near_in_place=self.near_in_place,
+            far_in_place=self.far_in_place,
+        )
 
     def _wait_in_flight(self) -> None:
         if self.is_reducing:
@@ -227,12 +224,15 @@ def pool_buffers(
     device: torch.device = CPU,
     in_place: bool = False,
     replicas_in_place: bool = False,
+    near_in_place: bool = False,
+    far_in_place: bool = False,
 ) -> Counter[Size]:
     """Buffers the pool holds after two training steps, by size: the first walks units as declared, later ones as
     agreed.
 
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
-    read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.
+    read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.  near_in_place,
+    far_in_place: of those of a host, and those with one place on their hosts.
     In a world of one nothing is lent but for states that rest in other memories.
     """
     groups = [group for unit in units for group in unit.groups]
@@ -250,6 +250,8 @@ def pool_buffers(
             in_place,
             device.type != "cpu",
             replicas_in_place,
+            near_in_place,
+            far_in_place,
         )
         player.play(schedule)
         most |= player.ledger.peak

@@ -121,13 +121,6 @@ class ShardPlan:
         return self.master is not None and self.master.dtype == torch.int16
 
     @property
-    def sends_differences(self) -> bool:
-        """Whether ranks that all hold the weight hear what the masters differ from it, as codes; what these leave out
-        stays in the masters, and the weight is a state of its own.
-        """
-        return self.weight.placement is R and self.weight.wire is not None
-
-    @property
     def is_offloaded(self) -> bool:
         """Whether any state rests in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)
@@ -222,6 +215,8 @@ class PlanSettings:
     layerwise_micro_batches: parts of a batch that each unit takes in turn, on one gather.  secondary_ranks: neighbours
     among which a second copy of sharded weights is cut (hpZ); 1, or as many as share slices: there is none.
     compression: of matrices on their way between the ranks that share slices.
+    ranks_per_host: sums are formed within runs of so many ranks first, then over the runs (comm/by_host.py); 1: in the
+    order of ranks; None: left to whoever knows the hosts, and for a plan without them 1.
     """
 
     stage: int = 3
@@ -248,6 +243,7 @@ class PlanSettings:
     layerwise_micro_batches: int = 1
     secondary_ranks: int = 1
     compression: Compression = Compression()
+    ranks_per_host: int | None = 1
     unused_is_error: bool = False
     tunes: tuple[str, ...] = ()
     unit_names: tuple[str, ...] = ()
@@ -296,8 +292,7 @@ def plan_for(
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
     compression = settings.compression if is_coded else Compression()
-    sends_differences = trainable and weight_place is R and state_place is S and compression.weights is not None
-    coded_as = compression.weights if weight_place is S or sends_differences else None
+    coded_as = compression.weights if weight_place is S else None
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
     secondary = None
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
@@ -307,8 +302,8 @@ def plan_for(
     policy = settings.policy
     tier = settings.state_tier
     moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
-    master = moments if sends_differences else replace(moments, dtype=policy.stored_dtype(weight.dtype))
-    is_weight = master.dtype == weight.dtype and not sends_differences
+    master = replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    is_weight = master.dtype == weight.dtype
     if is_weight:
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)

@@ -44,7 +44,8 @@ class GroupPlan:
 
     key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
     before they travel.  replicas: ranks that have sums of the same slices, to be added up once a step.
-    secondary_ranks: that hold the slices of a second copy of the weight.
+    secondary_ranks: that hold the slices of a second copy of the weight.  near: ranks of one host among those that
+    hold the slices, where sums are formed by host; 1: in the order of ranks.
     """
 
     plan: ShardPlan
@@ -53,6 +54,7 @@ class GroupPlan:
     predivide: float = 1.0
     replicas: int = 1
     secondary_ranks: int = 1
+    near: int = 1
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
@@ -178,15 +180,13 @@ def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSetti
     Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.
     """
     compression = settings.compression
+    codes_weights = compression.weights is not None and settings.stage == 3
     found = {
         name: param.numel
         for name, param in unit.params.items()
         if len(param.shape) >= 2
         and name not in persistent
-        and (
-            (compression.weights is not None and (settings.stage == 3 or (settings.stage > 0 and param.trainable)))
-            or (compression.gradients is not None and param.trainable)
-        )
+        and (codes_weights or (param.trainable and compression.gradients is not None))
         and settings.policy.weight_dtype(param.dtype) in CODED
     }
     return frozenset(found) if ranks > 1 and sum(found.values()) >= compression.min_numel else frozenset()
@@ -255,7 +255,8 @@ def plan_group(
     layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
-    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks)
+    near = mesh.near_size(settings.ranks_per_host or 1)
+    group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks, near)
     return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
 
 
@@ -265,7 +266,7 @@ def plan_units(
     """Return the units of a model, root first.
 
     Of parameters that are split along "tp" the shapes are of this rank's part already (planner/split.py).  UsageError
-    where a second copy of weights does not divide among the ranks that share slices.
+    where a second copy of weights, or hosts, do not divide among the ranks that share slices.
     """
     if settings.secondary_ranks < mesh.shard_size and mesh.shard_size % settings.secondary_ranks:
         raise UsageError(

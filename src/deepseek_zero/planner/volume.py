@@ -1,10 +1,10 @@
 """What a step will send, in bytes, from plan and schedule alone; base/meter.py counts what is sent.
 
     G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
-    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in
+    S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in;
+                   by host, of H hosts with L ranks, slice x H x (L-1) so, and slice x (H-1) in fp32 between hosts
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
-    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
-                   whole
+    refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
 
 for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is (N-1)/N of the
 padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.
@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+
+import torch
 
 from ..precision.codecs import Cast, Codec
 from .pieces import PipelinePlan
@@ -31,7 +33,8 @@ class StepVolume:
     rows: control messages that carry no state: the table of norms, and whether gradients came late; first_step_rows:
     once, the order of units.  inner_gathers: the part of `gathers` that comes from a second copy of the weights.
     tensor: activations and their gradients of layers that ranks share; boundaries: those that stages pass on;
-    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages share.
+    first_step_headers: once, what these messages hold; ties: gradients of parameters that stages share.  inside_hosts:
+    where sums are formed by host, the part of gathers, reduces and refresh that stays inside one.
     """
 
     gathers: int
@@ -44,6 +47,7 @@ class StepVolume:
     boundaries: int = 0
     ties: int = 0
     first_step_headers: int = 0
+    inside_hosts: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -86,7 +90,27 @@ def step_volume(
         rows=8 * (1 + ranks * len(trained)) * (world - 1),
         first_step_rows=8 * len(units) * (world - 1),
         inner_gathers=inside,
+        inside_hosts=_inside_hosts(units, schedule, settings, pipeline),
     )
+
+
+def _inside_hosts(
+    units: Sequence[UnitPlan], schedule: Schedule, settings: PlanSettings, pipeline: PipelinePlan | None
+) -> int:
+    """Return the part of all gathers and sums of a step that stays inside a host, where sums are formed by host."""
+    if not any(group.near > 1 for unit in units for group in unit.groups):
+        return 0
+    gathers, total = Counter[int](), 0
+    for kind, number, times in _movements(units, schedule, settings, pipeline):
+        gathers[number] += times if kind is ActionKind.GATHER else 0
+        if kind is ActionKind.REDUCE:
+            total += times * sum(_reduce_bytes(group, inside=True) for group in units[number].trained)
+    for number, unit in enumerate(units):
+        for group in unit.sharded:
+            times = _outer_gathers(group, gathers[number])
+            total += times * _to_others(group, group.weight_wire, inside=True)
+        total += sum(_refresh_bytes(group, inside=True) for group in unit.trained)
+    return total
 
 
 def _movements(
@@ -119,20 +143,30 @@ def _gather_bytes(group: GroupPlan, times: int) -> tuple[int, int]:
     The first gather behind an update goes over all ranks and makes the copy; what nothing updates has it from the
     first step on.
     """
-    outer = times
-    if group.plan.secondary is not None:
-        outer = min(times, 1 if group.plan.grad is not None else 0)
+    outer = _outer_gathers(group, times)
     inner_slice = group.padded_numel // group.secondary_ranks * (group.secondary_ranks - 1)
     inner = (times - outer) * inner_slice * group.plan.weight.dtype.itemsize
     return outer * _to_others(group, group.weight_wire), inner
 
 
-def _reduce_bytes(group: GroupPlan) -> int:
-    """Return the bytes of one sum over the shards; at stage 0 every rank wants all of it."""
-    plan = group.plan
+def _outer_gathers(group: GroupPlan, times: int) -> int:
+    """Return how many of so many gathers go over all ranks that share slices."""
+    return times if group.plan.secondary is None else min(times, 1 if group.plan.grad is not None else 0)
+
+
+def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
+    """Return the bytes of one sum over the shards; at stage 0 every rank wants all of it.
+
+    inside: those alone that stay in a host, where sums are formed by host.
+    """
+    plan, near = group.plan, _near_slices(group)
     assert plan.grad is not None and plan.master is not None
     is_whole = plan.grad.placement is not S and plan.master.placement is R
-    return _to_others(group, group.grad_wire) + (_to_others(group, Cast(plan.grad.dtype)) if is_whole else 0)
+    whole = _to_others(group, Cast(plan.grad.dtype), inside=inside) if is_whole else 0
+    if not near:
+        return _to_others(group, group.grad_wire, inside=inside) + whole
+    between = 0 if inside else (group.ranks // group.near - 1) * _slice_bytes(group, Cast(torch.float32))
+    return near * _slice_bytes(group, group.grad_wire) + between + whole
 
 
 def _all_reduce_bytes(group: GroupPlan) -> int:
@@ -142,11 +176,20 @@ def _all_reduce_bytes(group: GroupPlan) -> int:
     return 2 * (group.replicas - 1) * part * group.plan.grad.dtype.itemsize
 
 
-def _refresh_bytes(group: GroupPlan) -> int:
+def _refresh_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     plan = group.plan
     is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
-    return _to_others(group, group.weight_wire) if is_cut else 0
+    return _to_others(group, Cast(plan.weight.dtype), inside=inside) if is_cut else 0
 
 
-def _to_others(group: GroupPlan, wire: Codec) -> int:
-    return wire.nbytes(group.padded_numel // group.ranks) * (group.ranks - 1)
+def _to_others(group: GroupPlan, wire: Codec, *, inside: bool = False) -> int:
+    return (_near_slices(group) if inside else group.ranks - 1) * _slice_bytes(group, wire)
+
+
+def _near_slices(group: GroupPlan) -> int:
+    """Return how many slices' worth a rank sends inside its host in a gather or sum by host: each host's to each."""
+    return group.ranks // group.near * (group.near - 1)
+
+
+def _slice_bytes(group: GroupPlan, wire: Codec) -> int:
+    return wire.nbytes(group.padded_numel // group.ranks)

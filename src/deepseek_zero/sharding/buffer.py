@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -16,13 +17,15 @@ from torch import Tensor
 
 from ..base.device import storage_users
 from ..base.memory import return_pages
+from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
-from ..comm.transports.base import SymmetricMemory
-from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, messages_of
+from ..comm.issue_queue import OrderedIssueQueue
+from ..comm.transports.base import SymmetricMemory, Use
+from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec
 from ..tiers.budget import DeviceBudget
-from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, Work, copy_engine_for, read_now
+from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, copy_engine_for, read_now
 
 WORTH_RETURNING = 1 << 20  # bytes; having the pages of a smaller buffer again costs more than they are worth
 
@@ -263,50 +266,6 @@ class FlatBuffer:
         return start - low, max(start, stop) - low
 
 
-class OrderedIssueQueue:
-    """Collectives that wait for a transfer first, issued in the order they were added, which is the same on all
-    ranks.
-    """
-
-    def __init__(self) -> None:
-        self._waiting: deque[QueuedCollective] = deque()
-
-    def add(self, transfer: Work, start: Callable[[], Pending]) -> Pending:
-        """Add a collective, which `start` issues when the transfer is over, at the latest when it is waited for."""
-        turn = QueuedCollective(transfer, start)
-        self._waiting.append(turn)
-        self.advance()
-        return Pending(lambda: self._finish(turn))
-
-    def advance(self) -> None:
-        """Issue the first collectives whose transfers are over."""
-        while self._waiting and self._waiting[0].transfer.is_done():
-            self._waiting.popleft().issue()
-
-    def issue_all(self) -> None:
-        """Issue every collective, however long its transfer takes."""
-        while self._waiting:
-            self._waiting.popleft().issue()
-
-    def _finish(self, turn: QueuedCollective) -> None:
-        while turn.pending is None:
-            self._waiting.popleft().issue()
-        turn.pending.wait()
-
-
-@dataclass(eq=False)
-class QueuedCollective:
-    """One collective in the queue."""
-
-    transfer: Work
-    start: Callable[[], Pending]
-    pending: Pending | None = None
-
-    def issue(self) -> None:
-        self.transfer.wait()
-        self.pending = self.start()
-
-
 @dataclass(frozen=True)
 class CommContext:
     """The means of a move: the ranks among which states are cut, the pool its scratch comes from, message size, divisor
@@ -314,8 +273,8 @@ class CommContext:
 
     tiers: the memories for offloaded states. issue_queue: gathers out of them. copy_engine: copies between them and the
     device. replicas: the ranks that hold the same slices, if there are others, among which sums travel too. inner: the
-    ranks among which second copies of weights are cut, if there are some. gather_kind: as what the meter counts
-    gathers.
+    ranks among which second copies of weights are cut, if there are some. hosts: the two hops of movements, where sums
+    are formed by host. gather_kind: as what the meter counts gathers.
     """
 
     comm: Comm
@@ -327,6 +286,7 @@ class CommContext:
     copy_engine: CopyEngine = field(default_factory=CopyEngine)
     replicas: CommContext | None = None
     inner: CommContext | None = None
+    hosts: ByHost | None = None
     gather_kind: str = "all_gather"
 
     @property
@@ -421,16 +381,6 @@ class Message:
         self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
         self.pool.give(scratch)
 
-    def add(self, low: int, out: Tensor) -> None:
-        """Add the elements from the flat index `low` on, a whole message, to `out`, in fp32, rounded once.  Local."""
-        scratch, piece = _scratch(self.pool), self.piece(low, low + out.numel())
-        half = scratch.numel() // 2
-        for start in range(0, out.numel(), half):
-            stop = min(start + half, out.numel())
-            self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
-            out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))  # no name keeps a view of what is lent
-        self.pool.give(scratch)
-
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
         """Add up a message from each rank (`ordered_sum`).  Local."""
         wire, scratch = self.wire, _scratch(self.pool)
@@ -448,34 +398,14 @@ class Message:
             ordered_sum(received, into, scratch, divisor=divisor, add=add)
         self.pool.give(scratch)
 
+    def of_hosts(self) -> Message:
+        """Return the message of the sums that hosts have formed, which travel in fp32."""
+        return replace(self, wire=Cast(torch.float32))
+
     def arrived(self) -> None:
         """Give back what was lent, once nobody on this rank needs it."""
         if self.is_lent:
             self.pool.give(self.memory)
-
-
-def move_differences(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
-    """Add to a whole `target`, on every rank, what the slices of `source` differ from it, as the target's spec has them
-    coded: source is left as it is, and target comes near it.
-
-    source: fp32, wherever it rests.  Neither may be written before `wait()`.  Collective within "gather".
-    """
-    comm, pool, numel = comm_ctx.comm, comm_ctx.pool, target.layout.slice_numel
-    if not numel:
-        return DONE
-    message = Message.of(target, target.spec.wire, pool)
-    lacking = pool.take(numel, torch.float32)
-    lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
-    message.encode(lacking, comm.rank * numel)
-    pool.give(lacking)
-    pending = comm.all_gather(message.memory, "gather", what, comm_ctx.gather_kind)
-
-    def add() -> None:
-        for rank in range(comm.size):
-            message.add(rank * numel, target.shard(rank))
-        message.arrived()
-
-    return pending.then(add)
 
 
 def _scratch(pool: Pool) -> Tensor:
@@ -514,7 +444,7 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     if target.coded_as is not None and comm.size > 1:
         message = Message.of(target, target.coded_as, comm_ctx.pool)
         message.encode(own, comm.rank * slice_numel)
-        pending = comm.all_gather(message.memory, lane, what, comm_ctx.gather_kind)
+        pending = all_gather(message.memory, lane, comm_ctx, what)
 
         def decode() -> None:  # this rank's own slice too: every rank computes with the same bits
             for rank in range(comm.size):
@@ -527,7 +457,13 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
         into.copy_(own)
     if comm.size == 1:
         return DONE
-    return comm.all_gather(target.load(), lane, what, comm_ctx.gather_kind)
+    return all_gather(target.load(), lane, comm_ctx, what)
+
+
+def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
+    """Fill `full` from every rank's slice, in two hops where sums are formed by host.  Collective within the lane."""
+    way = comm_ctx.comm if comm_ctx.hosts is None else comm_ctx.hosts
+    return way.all_gather(full, lane, what, comm_ctx.gather_kind)
 
 
 def _reduce_scatter(
@@ -546,21 +482,14 @@ def _reduce_scatter(
         return DONE
     step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    count = 0 if comm.reads_in_place else depth
-    room = message.wire.length(step) * (comm.size - 1)
-    inboxes = [comm_ctx.pool.take(room, message.wire.dtype) for _ in range(count)]
+    rooms = [MessageRoom(comm_ctx, message, step) for _ in range(depth)]
+    arriving = message if comm_ctx.hosts is None else message.of_hosts()
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
         pieces = [
             message.encode(source.shard(rank)[low:high], rank * layout.slice_numel + low) for rank in range(comm.size)
         ]
-        boxes: list[Tensor | None] = [None] * comm.size
-        if inboxes and comm.size > 1:
-            length = message.wire.length(high - low)
-            boxes = [*torch.split(inboxes[number % depth][: (comm.size - 1) * length], length)]
-            boxes.insert(comm.rank, None)
-
         kept = own[low:high]
         landing = (
             HostGradStaging(kept, step, extent, comm_ctx, add=add) if kept.device != comm_ctx.pool.device else None
@@ -568,14 +497,14 @@ def _reduce_scatter(
 
         def add_up(received: Sequence[Tensor]) -> None:
             into = kept if landing is None else landing.sum()
-            message.sum(received, into, divisor=comm_ctx.divisor, add=add)
+            arriving.sum(received, into, divisor=comm_ctx.divisor, add=add)
             if landing is not None:
                 landing.send()
 
         if comm.size == 1:
             add_up(pieces)  # the one summand goes where the sum is kept
             return DONE
-        return comm.exchange(pieces, boxes, "reduce", what, add_up)
+        return rooms[number % depth].exchange(pieces, high - low, what, add_up)
 
     under_way = deque(start(number) for number in range(depth))
 
@@ -584,11 +513,74 @@ def _reduce_scatter(
             under_way.popleft().wait()
             if number < len(cuts):
                 under_way.append(start(number))
-        for inbox in inboxes:
-            comm_ctx.pool.give(inbox)
+        for room in rooms:
+            room.give_back()
         message.arrived()
 
     return Pending(finish)
+
+
+class MessageRoom:
+    """The lent buffers in which one part of a message after another is received and added up, and the way it takes."""
+
+    def __init__(self, comm_ctx: CommContext, message: Message, numel: int) -> None:
+        """numel: elements that each rank sends to each, at most."""
+        self.comm_ctx, self.message = comm_ctx, message
+        comm, hosts = comm_ctx.comm, comm_ctx.hosts
+        sizes = message_rooms(
+            numel,
+            message.wire,
+            comm.size,
+            1 if hosts is None else hosts.near.size,
+            in_place=comm.reads_in_place,
+            near_in_place=hosts is not None and hosts.near.reads_in_place,
+            far_in_place=hosts is not None and hosts.across.reads_in_place,
+        )
+        self._lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
+
+    def exchange(self, pieces: Sequence[Tensor], numel: int, what: str, add_up: Use) -> Pending:
+        """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of the hosts.
+
+        numel: elements of a piece.  Collective within the lane "reduce".  The room is free for the next part when the
+        wait is over.
+        """
+        comm, hosts, length = self.comm_ctx.comm, self.comm_ctx.hosts, pieces[0].numel()
+        if hosts is None:
+            (boxes,) = _inboxes(self._lent[0] if self._lent else None, comm, length)
+            return comm.exchange(pieces, boxes, "reduce", what, add_up)
+        near, across = hosts.near, hosts.across
+        sums, *inboxes = self._lent
+        near_inbox = None if near.reads_in_place else inboxes.pop(0)
+        near_boxes = _inboxes(near_inbox, near, length, across.size)
+        (far_boxes,) = _inboxes(inboxes[0] if inboxes else None, across, numel)
+        across.wait_until_read(sums)  # the last part's, by ranks that read in place
+        of_hosts = torch.split(sums[: across.size * numel], numel)
+
+        def inside() -> list[Pending]:
+            found = []
+            for host, (own, boxes) in enumerate(zip(of_hosts, near_boxes, strict=True)):
+                here = pieces[host * near.size : (host + 1) * near.size]
+                use = partial(self.message.sum, into=own, divisor=1.0, add=False)
+                found.append(near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter"))
+            return found
+
+        return hosts.in_two_hops(inside, lambda: across.exchange(of_hosts, far_boxes, "reduce", what, add_up), "reduce")
+
+    def give_back(self) -> None:
+        for tensor in self._lent:
+            self.comm_ctx.pool.give(tensor)
+
+
+def _inboxes(room: Tensor | None, comm: Comm, length: int, count: int = 1) -> list[list[Tensor | None]]:
+    """Return boxes for so many exchanges, by rank, out of one buffer; without one, pieces are read in place."""
+    if room is None or comm.size == 1:
+        return [[None] * comm.size for _ in range(count)]
+    boxes = torch.split(room[: count * (comm.size - 1) * length], length)
+    found: list[list[Tensor | None]] = []
+    for start in range(0, len(boxes), comm.size - 1):
+        found.append([*boxes[start : start + comm.size - 1]])
+        found[-1].insert(comm.rank, None)
+    return found
 
 
 def all_reduce(values: Tensor, comm_ctx: CommContext, what: str) -> Pending:

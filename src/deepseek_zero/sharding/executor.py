@@ -27,10 +27,10 @@ from torch import nn
 
 from ..base.errors import UsageError
 from ..comm.collectives import Comm, Pending
+from ..comm.issue_queue import OrderedIssueQueue
 from ..planner.schedule import Action, Pass, Schedule, schedule_units
 from ..planner.spec import PlanSettings
 from ..planner.units import UnitPlan
-from .buffer import OrderedIssueQueue
 from .param_group import ParamGroup, ParamInfo, gathers_a_copy
 from .tuning import Tuner
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..comm.agreement import AllRanks, agree
+from ..comm.by_host import ByHost
 from ..comm.collectives import Comm, scatter
 from ..comm.context import ranks_of_this_host
 from ..planner.plan import Plan
@@ -45,6 +46,9 @@ def wrap_model(model: nn.Module, plan: Plan, comm: Comm, tiers: Tiers | None = N
     if 1 < settings.secondary_ranks < plan.mesh.shard_size:
         inner = comm.whole.split(plan.mesh.inner_groups(settings.secondary_ranks), "inner")
         comm_ctx = comm_ctx.with_inner(inner)
+    per_host = settings.ranks_per_host or 1
+    if plan.mesh.near_size(per_host) > 1:
+        comm_ctx = replace(comm_ctx, hosts=ByHost.over(comm.whole, *plan.mesh.host_groups(per_host)))
     contexts = {1: comm_ctx}
     wanted = {_sharers(group.key) for unit in plan.units for group in unit.groups}
     for neighbours in _of_all_ranks(wanted, comm.whole):

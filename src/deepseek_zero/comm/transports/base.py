@@ -30,6 +30,11 @@ class ConnectionLost(Exception):
         self.rank = rank
 
 
+def patience_of(cid: CollectiveId) -> float:
+    """Return how long a wait for a collective lasts before its caller is asked whether to go on."""
+    return POLL_SECONDS if cid.patience is None else cid.patience()
+
+
 Wait = Callable[[], None]
 Use = Callable[[Sequence[Tensor]], None]
 
@@ -39,8 +44,8 @@ class Transport(Protocol):
     (r+1)*slice).
 
     Both return a function that waits until the data is here; it raises `ConnectionLost` if it never will be, and
-    TimeoutError after POLL_SECONDS. They raise TimeoutError themselves if there is no room to begin; then nothing has
-    begun.
+    TimeoutError after `patience_of` the collective. They raise TimeoutError themselves if there is no room to begin;
+    then nothing has begun.
     """
 
     @property

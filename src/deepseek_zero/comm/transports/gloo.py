@@ -125,7 +125,7 @@ class Gloo(CopyingTransport):
     def _start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         works: list[dist.Work | None] = []
         tag = self.tags.begin(cid)
-        completion = _Completion(cid.arrived)
+        completion = _Completion(cid)
         try:
             # Every receive before any send: gloo tells a sender over the same connection that there is room for its
             # message, and that notice queues behind what this rank is sending already: one direction at a time.
@@ -150,19 +150,19 @@ class Gloo(CopyingTransport):
 
 
 class _Completion:
-    """Set by the waiting thread; `wait` gives up after POLL_SECONDS so that its caller can read the flight recorder."""
+    """Set by the waiting thread; `wait` gives up after a while so that its caller can read the flight recorder."""
 
-    def __init__(self, arrived: list[float]) -> None:
-        self._event, self._arrived = threading.Event(), arrived
+    def __init__(self, cid: CollectiveId) -> None:
+        self._event, self._cid = threading.Event(), cid
         self.error: Exception | None = None
 
     def set(self, error: Exception | None) -> None:
-        self._arrived.append(time.perf_counter())
+        self._cid.arrived.append(time.perf_counter())
         self.error = error
         self._event.set()
 
     def wait(self) -> None:
-        if not self._event.wait(base.POLL_SECONDS):
+        if not self._event.wait(base.patience_of(self._cid)):
             raise TimeoutError
         if self.error is not None:
             raise self.error

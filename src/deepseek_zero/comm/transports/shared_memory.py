@@ -182,7 +182,8 @@ class HostPages:
             self._take_messages()
 
         def wait() -> None:
-            self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting)
+            patience = base.patience_of(cid)
+            self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting, patience)
             if error := self._failed.pop(tag, None):
                 raise error
 
@@ -237,20 +238,20 @@ class HostPages:
 
     # -- messages
 
-    def _until(self, done: Callable[[], bool], needed: Callable[[], set[int]]) -> None:
+    def _until(self, done: Callable[[], bool], needed: Callable[[], set[int]], patience: float | None = None) -> None:
         """Take messages in until `done` and all of this rank's own are sent: it may not come here again for long.
 
         ConnectionLost where a rank that is needed has ended; TimeoutError after a while.
         """
-        began = time.perf_counter()
+        began, patience = time.perf_counter(), base.POLL_SECONDS if patience is None else patience
         while not (is_done := done()) or self.sockets.has_unsent:
             if not is_done and (ended := needed() & self.sockets.gone):
                 raise ConnectionLost(f"the process of rank {min(ended)} has ended", min(ended))
             waited = time.perf_counter() - began
-            if waited > base.POLL_SECONDS:
+            if waited > patience:
                 raise TimeoutError
             if waited > SPIN_SECONDS:
-                self.sockets.wait(base.POLL_SECONDS - waited)
+                self.sockets.wait(patience - waited)
             with self._lock:
                 self._take_messages()
 

@@ -73,8 +73,8 @@ _NUMBERED = (Kind.EAGER, Kind.PIECE, Kind.READY)
 class _Exchange:
     """What one collective waits for. left: boxes not filled and tensors of others' not received."""
 
-    def __init__(self, arrived: list[float]) -> None:
-        self._arrived = arrived
+    def __init__(self, cid: CollectiveId) -> None:
+        self._cid = cid
         self.left = 0
         self.event = threading.Event()
         self.error: Exception | None = None
@@ -82,7 +82,7 @@ class _Exchange:
     def end_one(self) -> None:
         self.left -= 1
         if not self.left:
-            self._arrived.append(time.perf_counter())
+            self._cid.arrived.append(time.perf_counter())
             self.event.set()
 
     def fail(self, error: Exception) -> None:
@@ -90,7 +90,7 @@ class _Exchange:
         self.event.set()
 
     def wait(self) -> None:
-        if not self.event.wait(base.POLL_SECONDS):
+        if not self.event.wait(base.patience_of(self._cid)):
             raise TimeoutError
         if self.error is not None:
             raise self.error
@@ -239,7 +239,7 @@ class Links:
 
     def start(self, messages: Mapping[int, tuple[Tensor, Tensor]], cid: CollectiveId) -> Wait:
         """Send a tensor to each of these ranks and receive one; by rank (outgoing, incoming), empty ones not at all."""
-        exchange, tag, lost = _Exchange(cid.arrived), tag_of(cid), None
+        exchange, tag, lost = _Exchange(cid), tag_of(cid), None
         with self._lock:
             self._lanes[cid.lane] = cid.lane_number
             exchange.left = 1  # until all are begun
