@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from deepseek_zero.base.mesh import Mesh
@@ -103,6 +102,13 @@ class Baton:
         chosen = able if able and self._random is not None else (able or waiting)[:1]
         if chosen:
             self._turns[self._random.choice(chosen) if self._random is not None else chosen[0]].release()
+
+
+class Texts(dict[str, str]):
+    """The table of texts of a world's flight recorders."""
+
+    set = dict.__setitem__
+    look = dict.get
 
 
 class Piece:
@@ -318,7 +324,7 @@ class World(Generic[T]):
     def __init__(self, size: int, *, seed: int | None = None, reads_in_place: bool = False, timeouts: int = 0) -> None:
         self.size, self.reads_in_place = size, reads_in_place
         self.baton = Baton(size, seed, timeouts)
-        self.store = dist.HashStore()
+        self.store = Texts()
         self.messages: dict[tuple[tuple[int, ...], str, int, int], Message] = {}
         self.issued: list[list[tuple[str, str]]] = [[] for _ in range(size)]
         self.completed = 0  # collectives to which every member has come
