@@ -22,7 +22,7 @@ from . import world
 from .device import CPU, default_device
 from .errors import PeerError, UsageError, shown
 from .log import log_first, speak
-from .world import discover, meeting_place
+from .world import ask_mpi, discover, meeting_place
 
 # Evidence ends a wait (comm/flight_recorder.py), never patience: a rank that loads data for an hour is late, not dead.
 PATIENCE = timedelta(days=7)
@@ -300,7 +300,7 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, 
     found = discover(os.environ)
     if found.port is None and port is not None:
         found = replace(found, port=port)
-    found = meeting_place(os.environ, found)
+    found = meeting_place(os.environ, ask_mpi(found))
     if found.size == 1:
         return False
     os.environ.update(found.variables())  # where torch looks, and scripts that ask for LOCAL_RANK

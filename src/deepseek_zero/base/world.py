@@ -14,7 +14,10 @@ import re
 import socket
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from .errors import UsageError
@@ -259,18 +262,22 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
 
 def _address(environ: Mapping[str, str], launcher: Launcher, *, is_one_host: bool) -> str | None:
     """Return the address that a launcher's variables imply: Slurm lists its hosts, on one host it is this one, and
-    Open MPI's mpirun says where it listens itself, most often beside rank 0 (`_refuse_foreign_address`).
+    Open MPI says where its mpirun is, most often beside rank 0 (`_refuse_foreign_address`).
     """
     if launcher is SLURM and environ.get("SLURM_STEP_NODELIST"):
         return next(hosts_of(environ["SLURM_STEP_NODELIST"]))
     if is_one_host and launcher is not TORCHRUN:
         return "127.0.0.1"
-    if launcher is MPI[0] and (found := re.search(r"tcp://([0-9.,]+):", environ.get(_MPIRUN_LISTENS, ""))):
+    if launcher is not MPI[0]:
+        return None
+    if found := re.search(r"tcp://([0-9.,]+):", environ.get(_MPIRUN_LISTENS, "")):
         return next((each for each in found[1].split(",") if each and not each.startswith("127.")), None)
-    return None
+    job = re.fullmatch(r"prterun-(.+)-\d+@\d+", environ.get(_MPIRUN_JOB, ""))
+    return job[1] if job is not None else None
 
 
-_MPIRUN_LISTENS = "OMPI_MCA_orte_hnp_uri"  # "4711.0;tcp://10.0.0.1,172.17.0.1:41157"
+_MPIRUN_LISTENS = "OMPI_MCA_orte_hnp_uri"  # of Open MPI 4: "4711.0;tcp://10.0.0.1,172.17.0.1:41157"
+_MPIRUN_JOB = "PMIX_NAMESPACE"  # of Open MPI 5: mpirun's host and process id, "prterun-h0-4711@1"
 
 
 def hosts_of(text: str) -> Iterator[str]:
@@ -344,6 +351,37 @@ def meeting_place(environ: Mapping[str, str], world: World) -> World:
         "Its variables do not say where they can meet, and each would train a model of its own.",
         f"{world.fix}; {ALONE}=1 means {world.size} trainings of one process on purpose.",
     )
+
+
+def ask_mpi(world: World) -> World:
+    """The same world, with rank 0's address by mpi4py where an MPI started its processes, nothing says where they meet
+    and that package is installed for this MPI.  Collective in MPI's world then.
+    """
+    by_mpi = world.source in {each.source for each in MPI}
+    if world.size == 1 or world.address is not None or not by_mpi or find_spec("mpi4py") is None:
+        return world
+    try:
+        everyone = import_module("mpi4py.MPI").COMM_WORLD
+    except (ImportError, RuntimeError):  # it finds no library of MPI's
+        return world
+    if (everyone.Get_size(), everyone.Get_rank()) != (world.size, world.rank):  # another MPI's package
+        return world
+    row = bytearray(_LONGEST_NAME)
+    if world.rank == 0:
+        name = socket.gethostname()
+        with suppress(OSError):
+            name = next((place for each in socket.getaddrinfo(name, None) if _is_far(place := str(each[4][0]))), name)
+        row[: len(name)] = name.encode()
+    everyone.Bcast(row, root=0)
+    return replace(world, address=row.rstrip(b"\0").decode())
+
+
+_LONGEST_NAME = 256
+
+
+def _is_far(address: str) -> bool:
+    """Return whether other machines can mean this one by an address."""
+    return not address.startswith(("127.", "::1", "fe80"))
 
 
 def _refuse_foreign_address(environ: Mapping[str, str], world: World) -> None:

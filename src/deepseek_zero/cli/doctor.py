@@ -107,7 +107,7 @@ def _world() -> Finding:
         return Finding("world", "unclear", str(error), Severity.BAD)
     if found.size == 1:
         return Finding("world", "one process", f"source: {found.source}")
-    places = {"on its host": (found.local_rank, found.local_size), "of the hosts": (found.node, found.nodes)}
+    places = {"local rank": (found.local_rank, found.local_size), "host": (found.node, found.nodes)}
     told = "".join(f"; {place} {here} of {many}" for place, (here, many) in places.items() if None not in (here, many))
     where = f"ranks meet at {found.address}:{found.port}"
     return Finding("world", f"rank {found.rank} of {found.size}", f"source: {found.source}{told}; {where}")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -93,6 +97,10 @@ ROWS = {
             "OMPI_MCA_orte_hnp_uri": "2842361856.0;tcp://127.0.0.1,10.0.0.7,172.17.0.1:41157",
         },
         (1, 4, 1, 2, "10.0.0.7", 29500),
+    ),
+    "mpirun of Open MPI 5, over two hosts": (
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", "PMIX_NAMESPACE": "prterun-gpu-03-16414@1"},
+        (1, 4, 1, 2, "gpu-03", 29500),
     ),
     "mpirun whose daemons srun started": (
         {**SRUN, "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1", **OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "4", **PLACE},
@@ -340,3 +348,43 @@ def test_gpus_are_shared_where_a_host_has_more_ranks_than_gpus(monkeypatch: pyte
     assert default_device() == torch.device("cuda", 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert default_backend(gpu) == "gloo"
+
+
+class EveryoneOfMpi:
+    """mpi4py's COMM_WORLD, on one of two ranks."""
+
+    def __init__(self, rank: int, size: int = 2) -> None:
+        self.rank, self.size = rank, size
+
+    def Get_rank(self) -> int:  # MPI's name
+        return self.rank
+
+    def Get_size(self) -> int:
+        return self.size
+
+    def Bcast(self, row: bytearray, root: int) -> None:
+        assert root == 0
+        if self.rank == 0:
+            assert row.rstrip(b"\0")
+        else:
+            row[:8] = b"10.0.0.8"
+
+
+def test_mpi4py_is_asked_where_nothing_else_says_where_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    unknown = discover(MPICH)
+    assert unknown.address is None
+    monkeypatch.setattr(world, "find_spec", lambda name: None)
+    assert world.ask_mpi(unknown) is unknown
+    monkeypatch.setattr(world, "find_spec", lambda name: name)
+    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(1, 4)))
+    assert world.ask_mpi(unknown).address == "10.0.0.8"
+    own = world.ask_mpi(replace(unknown, rank=1, address="stated"))
+    assert own.address == "stated"
+    assert world.ask_mpi(World()) == World()
+    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 1)))
+    assert world.ask_mpi(unknown) is unknown, "mpi4py of another MPI sees a world of one"
+    monkeypatch.setattr(world, "import_module", lambda name: SimpleNamespace(COMM_WORLD=EveryoneOfMpi(0, 4)))
+    found = world.ask_mpi(replace(unknown, rank=0))
+    monkeypatch.setattr(world, "import_module", import_module)
+    assert world.ask_mpi(unknown) is unknown, "mpi4py cannot be imported"
+    assert found.address and meeting_place({}, found) is found

@@ -76,3 +76,26 @@ def test_a_tight_limit_of_open_files_is_a_note(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("resource.getrlimit", lambda _: (64, 4096))
     found = doctor._open_files()
     assert (found.value, found.verdict) == ("64, up to 4096 with `ulimit -n`", doctor.Severity.NOTE)
+
+
+def test_the_world_and_its_source_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told() -> dict[str, doctor.Finding]:
+        return {one.name: one for one in (doctor._world(), *doctor._default_launch(Machine(4)))}
+
+    assert (told()["world"].value, told()["world"].meaning) == ("one process", "source: no launcher")
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "h0"}.items():
+        monkeypatch.setenv(name, value)
+    assert told()["world"].verdict is doctor.Severity.BAD and "MASTER_PORT is not set" in told()["world"].meaning
+    monkeypatch.setenv("MASTER_PORT", "29511")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert told()["world"].value == "rank 1 of 2"
+    assert told()["world"].meaning == (
+        "source: RANK and WORLD_SIZE; local rank 1 of 2; host 0 of 1; ranks meet at h0:29511"
+    )
+    assert "`run` joins" not in told()
+    for name, value in {"DSTACK_NODES_NUM": "2", "DSTACK_NODE_RANK": "1", "DSTACK_MASTER_NODE_IP": "10.0.0.6"}.items():
+        monkeypatch.setenv(name, value)
+    joins = told()["`run` joins"]
+    assert (joins.value, joins.meaning) == ("node 1 of 2", "source: dstack; nodes meet at 10.0.0.6; options beat it")
+    monkeypatch.setenv("PET_NNODES", "1:4")
+    assert told()["`run` joins"].verdict is doctor.Severity.BAD
