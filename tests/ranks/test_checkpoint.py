@@ -472,6 +472,39 @@ def test_a_step_that_was_cut_by_a_save_is_taken_again_from_its_first_micro_batch
     assert_same(engine.module_state_dict(), resumed.module_state_dict())
 
 
+@pytest.mark.ranks(3, fresh=True)
+def test_another_number_of_ranks_goes_on_with_the_next_sample(tmp_path: Path) -> None:
+    """Steps of six samples among 20: two ranks take one step, three the next two, one rank those of the next epoch."""
+    rank, seen = dist.get_rank(), []
+    for number, (ranks, micro, last) in enumerate([(2, 3, 1), (3, 1, 3), (1, 2, 6)]):
+        dist.barrier()
+        dist.destroy_process_group()
+        if rank < ranks:
+            store = dist.FileStore(str(tmp_path / f"store{number}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": micro, "optimizer": {"type": "SGD"}}
+            data = torch.arange(20.0).view(20, 1)
+            engine, _, loader, _ = deepseek_zero.initialize(model=nn.Linear(1, 1), config=config, training_data=data)
+            if number:
+                engine.load_checkpoint(tmp_path / str(number - 1))
+            batches = iter(deepseek_zero.utils.RepeatingLoader(loader))
+            while engine.global_steps < last:
+                batch = next(batches)
+                engine.backward(engine(batch).square().mean())
+                engine.step()
+                rows = engine.runtime.comm.all_gather_rows(batch.flatten(), "samples")
+                seen += rows.flatten().int().tolist()
+            engine.save_checkpoint(tmp_path / str(number))
+            dist.barrier()
+        store = dist.FileStore(str(tmp_path / f"all{number}"), 3)
+        if rank < ranks:
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    orders = [torch.randperm(20, generator=torch.Generator().manual_seed(epoch)).tolist() for epoch in range(2)]
+    if rank == 0:
+        assert seen == [*orders[0], *orders[0][:4], *orders[1][:12]]
+
+
 @pytest.mark.ranks(4, fresh=True, timeout=120)
 def test_four_ranks_three_one_and_two_have_the_same_bits(tmp_path: Path) -> None:
     rank, walk = (
