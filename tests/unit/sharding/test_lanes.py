@@ -143,6 +143,39 @@ def test_ranks_that_stray_issue_the_same_and_lose_no_gradient(
     assert all(each == found[0] for each in found), "one order per lane"
 
 
+STRAYS: dict[str, tuple[Route, ...]] = {
+    "straight": (STRAIGHT,) * 4,
+    "a rank of each host skips": (STRAIGHT, (0, 4), (2,), STRAIGHT),
+    "each rank skips others": ((0, 1, 2), (2, 3, 4), (0, 4), (3,)),
+    "each rank in its own order": ((0, 1, 2, 3, 4), (3, 1, 4, 0, 2), (2, 4, 0, 1, 3), STRAIGHT[::-1]),
+}
+
+
+@pytest.mark.parametrize("routes", STRAYS.values(), ids=STRAYS)
+@pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_second_hops_are_issued_in_one_order_however_ranks_stray(
+    routes: Sequence[Route], settings: dict[str, Any], seed: int | None
+) -> None:
+    """Each lane of each group of two hosts of two ranks; who waits for anything issues them, or all would wait."""
+    lanes = [f"engine 0 {group}/{lane}" for group in ("near", "across") for lane in ("gather", "reduce")]
+
+    def body(rank: Rank) -> dict[str, list[str]]:
+        model, runtime = start(rank, stage=3, ranks_per_host=2, **settings)
+        for step in range(STEPS):
+            model(batch(rank.index, step), routes[rank.index]).square().mean().backward()
+            reduce_late(runtime)
+            assert_at_rest(runtime)
+            expected = plain_gradients(routes, step)
+            for name, param in model.named_parameters():
+                assert_equal(param.grad.full_tensor(), expected[name], f"{name}, step {step}", exact=False)
+            runtime.after_step()
+        return {lane: rank.issued(lane) for lane in lanes}
+
+    found = run_ranks(4, body, seed=seed, reads_in_place=seed == 2)
+    assert all(each == found[0] for each in found) and all(found[0].values())
+
+
 @pytest.mark.parametrize("settings", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("order", [STRAIGHT, (3, 0, 4, 2, 1)])
 def test_what_is_issued_is_the_program_once_the_order_is_known(order: Sequence[int], settings: dict[str, Any]) -> None:
