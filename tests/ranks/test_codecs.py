@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import deepseek_zero
+from deepseek_zero.engine.memory import predicted_volume
 from deepseek_zero.precision.codecs import Blocks
-from tests.models import Batch, batch_of, seeded
+from tests.models import Batch, Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.ranks.test_bytes import SendCounter
 from tests.ranks.test_parity import assert_same_bits, masters_of
@@ -31,11 +32,12 @@ CODES: dict[str, tuple[Blocks | None, Blocks | None]] = {
 }
 
 
-def start(run: Run, codes: str, model: nn.Module | None = None, **keys: Any) -> Any:
+def start(run: Run, codes: str, model: nn.Module | None = None, hpz: int = 1, **keys: Any) -> Any:
     """The engine of a run whose weights and gradients are coded.  keys: of the configuration."""
     weights, gradients = CODES[codes]
     model = seeded() if model is None else model
     config = run.config() | keys
+    config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     config["zero_optimization"]["compression"] = {
         "weights": {"bits": weights.bits, "block": weights.block} if weights is not None and run.stage == 3 else {},
         "gradients": {"bits": gradients.bits, "block": gradients.block} if gradients is not None else {},
@@ -127,6 +129,22 @@ class Rounding(Reference):
         return losses, [self._mean(list(each)).to(self.grad_dtype) for each in zip(*summands, strict=True)]
 
 
+def formula(engine: Any, run: Run, codes: str) -> float:
+    """What a rank sends in a step without a window: f P times bytes per element, codes with a scale for each block."""
+    weights, gradients = CODES[codes] if run.stage == 3 else (None, CODES[codes][1])
+    ranks, total = dist.get_world_size(), 0.0
+    for group in engine.runtime.groups:
+        own = group.plan.weight.dtype.itemsize
+        kept = group.plan.grad.dtype.itemsize if run.stage < 2 else own
+        is_coded = len(group.layout.slots[0].shape) > 1
+        gathered = weights.bits / 8 + 4 / weights.block if weights is not None and is_coded else own
+        reduced = gradients.bits / 8 + 4 / gradients.block if gradients is not None and is_coded else kept
+        times = run.accumulation if run.stage > 1 else 1
+        whole = {0: kept, 1: own, 2: own, 3: 2 * times * gathered}[run.stage]
+        total += group.layout.padded_numel / ranks * (ranks - 1) * (times * reduced + whole)
+    return total
+
+
 AXES = {
     "stage": (0, 1, 2, 3),
     "codes": tuple(CODES),
@@ -175,6 +193,11 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
             losses = train_step(engine, run, step)
         if step and transport == "gloo":
             assert counter.sent_bytes == meter.total_bytes()
+        if step:
+            volume = predicted_volume(engine.runtime)
+            assert meter.total_bytes() == volume.state_bytes + volume.rows
+            if not window:
+                assert volume.state_bytes == formula(engine, run, codes)
         everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
         expected, _ = reference.step(everyone, engine.get_global_grad_norm())
         assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
@@ -186,3 +209,101 @@ def test_training_has_the_bits_of_one_process_that_rounds_the_same_tensors(
         assert report.measured_total == report.predicted_total
     else:  # a gather that waits for its slice lends its message later than the schedule says
         assert report.measured_total <= report.predicted_total
+
+
+@pytest.mark.ranks(3, timeout=25)
+@pytest.mark.parametrize("codes", ["int4 gradients", "int8 both, small blocks"])
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_stages_and_transports_agree(codes: str) -> None:
+    def train(stage: int, transport: str) -> tuple[list[float], dict[str, Tensor], int]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 30))
+        fp16 = {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}
+        engine = start(Run(stage, transport=transport, optimizer="adamw"), codes, model, fp16=fp16, bf16={})
+        losses = []
+        for step in range(4):
+            x = torch.linspace(-1, 1, 80).view(2, 40) * (1 + step + dist.get_rank())
+            loss = engine(x).float().square().mean()
+            losses.append(loss.item())
+            engine.backward(loss * (float("inf") if step == 1 and dist.get_rank() == 2 else 1.0))
+            engine.step()
+        return losses, masters_of(engine), engine.skipped_steps
+
+    stages = (0, 1, 2) if codes == "int4 gradients" else (3,)  # coded weights are stage 3's
+    (losses, masters, skipped), *others = [train(stage, way) for stage in stages for way in ("fastest", "gloo")]
+    assert skipped == 1 and all(map(torch.isfinite, map(torch.tensor, losses)))
+    for found, values, count in others:
+        assert (found, count) == (losses, 1)
+        assert_same_bits(values, masters, "masters")
+
+
+@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.parametrize("transport", ["fastest", "gloo"])
+def test_whoever_reads_weights_outside_a_forward_gets_exact_ones_and_frozen_ones_are_computed_with_as_codes(
+    transport: str,
+) -> None:
+    model, plain = seeded(), seeded()
+    for each in (model, plain):
+        each.blocks[1].requires_grad_(False)
+    exact = {name: value.clone() for name, value in plain.state_dict().items()}
+    run = Run(3, transport=transport)
+    engine = start(run, "int8 weights", model)
+    held = dict(exact)
+    for flat in flats_of(engine):
+        flat.through(Blocks(8, 256), held)
+    plain.load_state_dict(held)
+    batch = batch_of(0, 0, dist.get_rank())
+    loss = engine(batch.tokens, batch.targets)
+    assert torch.equal(loss, plain(batch.tokens, batch.targets))
+    assert not torch.equal(held["head.weight"], exact["head.weight"])
+    assert_same_bits(dict(engine.module.state_dict()), exact, "a state dict between forward and backward")
+    engine.backward(loss)
+    masters = masters_of(engine)
+    frozen = engine.module.blocks[1].up.weight
+    with deepseek_zero.zero.GatheredParameters([frozen, engine.module.head.weight], modifier_rank=0):
+        assert torch.equal(frozen, exact["blocks.1.up.weight"])
+        if dist.get_rank() == 0:
+            frozen.data[0, 0] = exact["blocks.1.up.weight"][0, 0] = 5.0
+    exact["blocks.1.up.weight"][0, 0] = 5.0
+    assert_same_bits(masters_of(engine), masters, "masters behind a change of a frozen weight")
+    assert_same_bits(dict(engine.module.state_dict()), exact, "weights behind that change")
+
+
+@pytest.mark.ranks(4, timeout=25)
+def test_a_second_copy_holds_decoded_weights_and_changes_no_bit() -> None:
+    run = Run(3, "bf16", 2, optimizer="adamw", transport="gloo")
+    plain = start(run, "both")
+    engine = start(run, "both", hpz=2)
+    for step in range(3):
+        assert all(map(torch.equal, train_step(engine, run, step), train_step(plain, run, step)))
+    assert_same_bits(masters_of(engine), masters_of(plain), "masters")
+    engine.runtime.comm.meter.reset()
+    train_step(engine, run, 3)
+    volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+    assert meter.total_bytes() == volume.state_bytes + volume.rows
+    assert meter.sent_bytes["inner_gather"] == volume.inner_gathers > 0
+
+
+@pytest.mark.ranks(2, timeout=25)
+def test_small_units_and_models_of_vectors_are_sent_as_they_are_and_explain_says_what_codes_save() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "zero_quantized_weights": True,
+            "zero_quantized_gradients": True,
+        },
+    }
+    engine = deepseek_zero.initialize(model=seeded(), config=config)[0]
+    assert not any(group.planned.is_coded for group in engine.runtime.groups), "every unit is below min_numel"
+    assert "codes on the wire" not in engine.explain()
+    engine = deepseek_zero.initialize(model=nn.LayerNorm(5), config=config)[0]
+    assert not any(group.planned.is_coded for group in engine.runtime.groups)
+    config["zero_optimization"]["compression"] = {"min_numel": 0}  # type: ignore[index]
+    engine = deepseek_zero.initialize(model=seeded(Gpt, width=30), config=config)[0]
+    assert "sent as int8/256" in engine.explain() and "sent as int4/128" in engine.explain()
+    plan = engine.runtime.plan
+    saved = plan.uncoded().volume().state_bytes / plan.volume().state_bytes
+    assert saved > 2 and f"({saved:.2f} x less)" in engine.explain()
+    assert deepseek_zero.plan(seeded(Gpt, width=30), config, ranks=2, rank=0).volume() == plan.volume()
