@@ -41,6 +41,7 @@ MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save
 # cast.
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
+REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
 VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 

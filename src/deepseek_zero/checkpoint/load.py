@@ -26,7 +26,7 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, MANIFEST, MOMENT, RNG, WEIGHT, WHOLE, Manifest
+from .format import BUFFER, DELAYED, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
@@ -303,7 +303,25 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
         for member in group.members:
             if reader.has(WEIGHT, name := piece.name(member)):
                 write_weight(group, member, partial(reader.read, WEIGHT, name, "", part=piece.part(member)))
+                if group.plan.sends_differences:
+                    _write_replica(reader, group, member, piece)
         store_weights(group)
+
+
+def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, piece: Piece) -> None:
+    """Write this rank's part of a weight that follows its master by differences; the master's cast where none was
+    saved.
+    """
+    name, slot = piece.name(member), member.slot
+    start, stop = group.layout.owned(slot, group.comm_ctx.comm.rank)
+    if start >= stop:
+        return
+    if not reader.has(REPLICA, name):
+        group.write_own_weight(slot, None)
+        return
+    low = start - slot.start
+    for at, values in reader.read(REPLICA, name, "", low, stop - slot.start, piece.part(member)):
+        group.write_own_weight(slot, values, at - low)
 
 
 def write_weight(

@@ -21,7 +21,7 @@ from ..planner.spec import R
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..tiers.tier import Extent
 from .contents import Contents
-from .format import DELAYED, MOMENT, WEIGHT, WHOLE, SavedChunk
+from .format import DELAYED, MOMENT, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import Piece
 from .safetensors_file import dtype_name
 
@@ -130,6 +130,10 @@ def _weight_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
             read = partial(_read_from, group.weight.read_now, place)
         places.append((place, place + stop - start))
         write_group.items.append(WriteItem(chunk, exact_dtype(group), (stop - start,), read, group))
+        if group.plan.sends_differences:
+            chunk, weight = replace(chunk, kind=REPLICA), group.weight
+            read = partial(_read_from, weight.read_now, start)
+            write_group.items.append(WriteItem(chunk, weight.spec.dtype, (stop - start,), read, group))
     if places:
         low, high = places[0][0], places[-1][1]
         write_group.extents = [ExtentRange(extent, low, high, changes=False) for extent in exact_extents(group)]

@@ -173,12 +173,14 @@ class OffloadOptimizerKeywords(TypedDict, total=False):
 class WeightCodesKeywords(TypedDict, total=False):
     """Keys of `zero_optimization.compression.weights`."""
 
-    bits: Literal[8] | Auto | None
-    """Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8."""
+    bits: Literal[8, 4] | Auto | None
+    """Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. Stages 1 and 2 send what an
+    update changed, stage 3 weights themselves, for which 4 bits are too few.
+    """
     block: Literal[32, 64, 128, 256, 512] | Auto | None
     """Weights that share a scale."""
     difference: bool | Auto | None
-    """Send what weights differ from those that all ranks have (stages 1 and 2)."""
+    """Send what weights differ from those that all ranks have."""
 
 
 class GradientCodesKeywords(TypedDict, total=False):
@@ -312,7 +314,9 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     update goes over all ranks.
     """
     zero_quantized_weights: bool | Auto | None
-    """Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more."""
+    """Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of weights at stages 1 and 2;
+    `compression.weights` says more.
+    """
     zero_quantized_nontrainable_weights: bool | Auto | None
     """Keep frozen weights as int8 blocks."""
     zero_quantized_gradients: bool | Auto | None

@@ -170,19 +170,19 @@ Block = Literal[32, 64, 128, 256, 512]
 
 
 class WeightCodes(Section):
-    bits: Literal[8] | None = effective(
+    bits: Literal[8, 4] | None = effective(
         None,
-        "Gather matrices as blocks of integers of so many bits; zero_quantized_weights says 8.",
+        "Send matrices as blocks of integers of so many bits; zero_quantized_weights says 8. Stages 1 and 2 send what "
+        "an update changed, stage 3 weights themselves, for which 4 bits are too few.",
         unit="bits",
         example=8,
         needs=_STAGE_3,
     )
     block: Block = effective(256, "Weights that share a scale.", unit="elements", example=128, needs=_CODED_WEIGHTS)
-    difference: bool = later(
-        False,
-        "Send what weights differ from those that all ranks have (stages 1 and 2).",
-        Milestone.SPEED,
-        example=True,
+    difference: bool | None = accepted(
+        None,
+        "Send what weights differ from those that all ranks have.",
+        "stages 1 and 2 always do, and at stage 3 ranks have none",
     )
 
 
@@ -394,7 +394,8 @@ class ZeroOptimization(Section):
     )
     zero_quantized_weights: bool = effective(
         False,
-        "Gather matrices as int8 blocks at stage 3 (qwZ); `compression.weights` says more.",
+        "Send matrices as int8 blocks (qwZ): weights that are gathered at stage 3, changes of weights at stages 1 and "
+        "2; `compression.weights` says more.",
         example=True,
         needs=_STAGE_3,
     )

@@ -128,6 +128,19 @@ def compression_of(config: Config) -> Compression:
     zero = config.zero_optimization
     weights, gradients = zero.compression.weights, zero.compression.gradients
     weight_bits = weights.bits or (WEIGHT_BITS if zero.zero_quantized_weights else None)
+    if weight_bits == 4 and zero.stage == 3:
+        raise UsageError(
+            "zero_optimization.compression.weights.bits is 4 at stage 3.",
+            "Weights themselves lose too much in 4 bits: the loss shows it at once.",
+            "take 8 bits, or stage 1 or 2, where the changes of weights are sent.",
+        )
+    if weight_bits and zero.stage in (1, 2) and policy_of(config).master == "none":
+        raise UsageError(
+            f"weights are sent in {weight_bits} bits at stage {zero.stage} (zero_quantized_weights), and bf16 has no "
+            "master.",
+            "What codes leave out of a weight is kept in its fp32 master.",
+            "take another master, or leave weights as they are.",
+        )
     grad_bits = gradients.bits or (GRADIENT_BITS if zero.zero_quantized_gradients else None)
     return Compression(
         weights=Blocks(weight_bits, weights.block) if weight_bits else None,

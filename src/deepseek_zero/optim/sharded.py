@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -27,7 +28,8 @@ from ..base.device import PerDevice, ScalesItself, adopt_step_hooks, tell_schedu
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..comm.agreement import agree
-from ..comm.collectives import propagate_errors
+from ..comm.collectives import Pending, propagate_errors
+from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.loss_scale import LossScaler
@@ -500,8 +502,15 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             group.weights_changed()
         self.updater.step_now(self.tiles.now, due)
         # In unit order on every rank: a rank may own no shard of a group and still takes part in its gather.
-        pending = [group.refresh(unit.name) for unit in self.runtime.units for group in unit.trained]
-        for each in pending:
+        pending: list[Pending] = []
+        differences: deque[Pending] = deque()  # few at a time: each has its message in a lent buffer
+        for unit in self.runtime.units:
+            for group in unit.trained:
+                if group.plan.sends_differences and len(differences) == MAX_IN_FLIGHT:
+                    differences.popleft().wait()
+                under_way = differences if group.plan.sends_differences else pending
+                under_way.append(group.refresh(unit.name, is_update=True))
+        for each in (*pending, *differences):
             each.wait()
         later = [tile for unit, tiles in self.tiles.later.items() if unit not in done for tile in tiles]
         self.updater.step_deferred(later, due)

@@ -23,7 +23,7 @@ BLOCK = 1024
 # Elements of a sum over ranks that are added at a time: 1 MiB of fp32 stays in a core's cache; a GPU wants few, large
 # kernels.
 SUM_TILE_NUMEL = PerDevice(cpu=1 << 18, accelerator=1 << 24)
-MAX_IN_FLIGHT = 2  # messages of one reduction
+MAX_IN_FLIGHT = 2  # messages of one reduction, or units whose differences are under way
 
 Shape = tuple[int, ...]
 Box = tuple[Shape, Shape, int]  # offset, size, flat start

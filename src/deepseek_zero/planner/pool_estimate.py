@@ -8,7 +8,7 @@ where it has others inside, its first gradient may come later, and the number is
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ import torch
 from ..base.device import CPU
 from ..precision.codecs import Cast
 from ..tiers.tier import Tier
-from .layout import SUM_TILE_NUMEL, FlatLayout, message_rooms, messages_of
+from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, message_rooms, messages_of
 from .schedule import ActionKind, Schedule, schedule_units
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
@@ -87,6 +87,19 @@ class _StepReplay:
         self._wait_in_flight()
         self.ledger.give(self.outgoing)
         self.outgoing = []
+        self._send_differences()
+
+    def _send_differences(self) -> None:
+        """Behind the update, what whole weights are to follow by: codes, and while they are made what they are of."""
+        under_way: deque[Size] = deque()
+        for group in (group for unit in self.units for group in unit.trained if group.plan.sends_differences):
+            if len(under_way) == MAX_IN_FLIGHT:
+                self.ledger.give([under_way.popleft()])
+            under_way.append((group.weight_wire.dtype, group.weight_wire.length(group.padded_numel)))
+            working = [(torch.float32, group.layout.slice_numel), self.scratch]
+            self.ledger.take([under_way[-1], *working])
+            self.ledger.give(working)
+        self.ledger.give(under_way)
 
     def _all_reduce(self, unit: UnitPlan) -> None:
         """The sum over replicas, two units under way at a time."""

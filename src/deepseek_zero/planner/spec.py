@@ -121,6 +121,13 @@ class ShardPlan:
         return self.master is not None and self.master.dtype == torch.int16
 
     @property
+    def sends_differences(self) -> bool:
+        """Whether ranks that all hold the weight hear what the masters differ from it, as codes; what these leave out
+        stays in the masters, and the weight is a state of its own.
+        """
+        return self.weight.placement is R and self.weight.wire is not None
+
+    @property
     def is_offloaded(self) -> bool:
         """Whether any state rests in another memory than the training device's."""
         specs = (self.weight, self.grad, self.master, self.moments)
@@ -292,7 +299,8 @@ def plan_for(
     weight_place, grad_place, state_place = COLUMNS[2 if persistent and settings.stage == 3 else settings.stage]
     weight_tier = settings.weight_tier if weight_place is S else Tier.DEVICE
     compression = settings.compression if is_coded else Compression()
-    coded_as = compression.weights if weight_place is S else None
+    sends_differences = trainable and weight_place is R and state_place is S and compression.weights is not None
+    coded_as = compression.weights if weight_place is S or sends_differences else None
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
     secondary = None
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
@@ -302,8 +310,8 @@ def plan_for(
     policy = settings.policy
     tier = settings.state_tier
     moments = Spec(state_place, policy.master_dtype(weight.dtype), tier)
-    master = replace(moments, dtype=policy.stored_dtype(weight.dtype))
-    is_weight = master.dtype == weight.dtype
+    master = moments if sends_differences else replace(moments, dtype=policy.stored_dtype(weight.dtype))
+    is_weight = master.dtype == weight.dtype and not sends_differences
     if is_weight:
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)

@@ -180,13 +180,15 @@ def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSetti
     Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.
     """
     compression = settings.compression
-    codes_weights = compression.weights is not None and settings.stage == 3
     found = {
         name: param.numel
         for name, param in unit.params.items()
         if len(param.shape) >= 2
         and name not in persistent
-        and (codes_weights or (param.trainable and compression.gradients is not None))
+        and (
+            (compression.weights is not None and (settings.stage == 3 or (settings.stage > 0 and param.trainable)))
+            or (compression.gradients is not None and param.trainable)
+        )
         and settings.policy.weight_dtype(param.dtype) in CODED
     }
     return frozenset(found) if ranks > 1 and sum(found.values()) >= compression.min_numel else frozenset()

@@ -4,7 +4,8 @@
     S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in;
                    by host, of H hosts with L ranks, slice x H x (L-1) so, and slice x (H-1) in fp32 between hosts
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
-    refresh        slice x (N-1), once, where the optimizer works on slices of a weight that is whole
+    refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
+                   whole
 
 for each such action in the passes of a step.  A slice is padded numel / N elements, so each term is (N-1)/N of the
 padded size.  With persistence 0, window 0 and G micro-batches the sum is 2, 2, G+1 and 3G times that at stages 0 to 3.
@@ -179,7 +180,7 @@ def _all_reduce_bytes(group: GroupPlan) -> int:
 def _refresh_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     plan = group.plan
     is_cut = plan.master is not None and plan.master.placement is S and plan.weight.placement is R
-    return _to_others(group, Cast(plan.weight.dtype), inside=inside) if is_cut else 0
+    return _to_others(group, group.weight_wire, inside=inside) if is_cut else 0
 
 
 def _to_others(group: GroupPlan, wire: Codec, *, inside: bool = False) -> int:

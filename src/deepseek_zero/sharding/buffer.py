@@ -381,6 +381,16 @@ class Message:
         self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
         self.pool.give(scratch)
 
+    def add(self, low: int, out: Tensor) -> None:
+        """Add the elements from the flat index `low` on, a whole message, to `out`, in fp32, rounded once.  Local."""
+        scratch, piece = _scratch(self.pool), self.piece(low, low + out.numel())
+        half = scratch.numel() // 2
+        for start in range(0, out.numel(), half):
+            stop = min(start + half, out.numel())
+            self.wire.decode(piece, start, stop, scratch[: stop - start], scratch[half:])
+            out[start:stop].copy_(scratch[: stop - start].add_(out[start:stop]))  # no name keeps a view of what is lent
+        self.pool.give(scratch)
+
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
         """Add up a message from each rank (`ordered_sum`).  Local."""
         wire, scratch = self.wire, _scratch(self.pool)
@@ -406,6 +416,30 @@ class Message:
         """Give back what was lent, once nobody on this rank needs it."""
         if self.is_lent:
             self.pool.give(self.memory)
+
+
+def move_differences(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+    """Add to a whole `target`, on every rank, what the slices of `source` differ from it, as the target's spec has them
+    coded: source is left as it is, and target comes near it.
+
+    source: fp32, wherever it rests.  Neither may be written before `wait()`.  Collective within "gather".
+    """
+    comm, pool, numel = comm_ctx.comm, comm_ctx.pool, target.layout.slice_numel
+    if not numel:
+        return DONE
+    message = Message.of(target, target.spec.wire, pool)
+    lacking = pool.take(numel, torch.float32)
+    lacking.copy_(source.read(0, numel)).sub_(target.shard(comm.rank))
+    message.encode(lacking, comm.rank * numel)
+    pool.give(lacking)
+    pending = all_gather(message.memory, "gather", comm_ctx, what)
+
+    def add() -> None:
+        for rank in range(comm.size):
+            message.add(rank * numel, target.shard(rank))
+        message.arrived()
+
+    return pending.then(add)
 
 
 def _scratch(pool: Pool) -> Tensor:

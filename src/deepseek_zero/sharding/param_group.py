@@ -37,6 +37,7 @@ from .buffer import (
     all_reduce,
     has_pages_to_return,
     move,
+    move_differences,
 )
 from .init import take_values
 from .secondary import SecondaryWeight
@@ -95,6 +96,7 @@ class ParamGroup:
         self.secondary: SecondaryWeight | None = None
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
+        self.weight_is_written = False  # by a load, where it is a state beside its master
         self.is_pinned = False  # by a GatheredParameters block: whole until it ends, whatever runs inside it
         self.runtime: Callable[[], Any] = lambda: None  # weak: set by the runtime that drives this group
         self.optimizer: Callable[[], Any] = lambda: None  # weak: set by the optimizer that updates this group
@@ -215,9 +217,8 @@ class ParamGroup:
         self.planned = self.planned.promoted()
         self._allocate_weight(what)
         values.guard = self.guard
-        self.master = replace(
-            self.master, buffer=values, weight=weight_shard(self.weight, self.plan, rank), is_split=False
-        )
+        beneath = None if self.plan.sends_differences else weight_shard(self.weight, self.plan, rank)
+        self.master = replace(self.master, buffer=values, weight=beneath, is_split=False)
         self.master.copy_to_weight(0, values.memory.numel())
         self.placeholder, self._views = self.placeholder.float(), []
         set_placeholders(self.members, self.placeholder)
@@ -320,17 +321,44 @@ class ParamGroup:
         if self.weight.is_offloaded:
             trim_heap()  # of its gradients
 
-    def refresh(self, what: str) -> Pending:
+    def refresh(self, what: str, *, is_update: bool = False) -> Pending:
         """Start to bring the weight to its placement after the master changed: an all-gather at stages 1 and 2.
         Collective.
+
+        is_update: by a step, after which differences alone are sent where the plan says so; otherwise weights become
+        what is written of them, or their masters' casts.
         """
-        plan, rank = self.plan, self.comm_ctx.comm.rank
-        if plan.master is None:
+        plan = self.plan
+        if self.master is None or plan.weight.placement is not R or self.master.placement is not S:
             return DONE
-        if plan.weight.placement is R and plan.master.placement is S:
-            own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self.weight.shard(rank))
-            return move(own, self.weight, self.comm_ctx, what)
-        return DONE
+        if plan.sends_differences:
+            self.guard.before_write()
+            if is_update:
+                return move_differences(self.master.buffer, self.weight, self.comm_ctx, what)
+            if not self.weight_is_written:
+                cast_master(
+                    self.master.read(0, self.layout.slice_numel).to(self.weight.memory.device), self._own_weight
+                )
+            self.weight_is_written = False
+        own = FlatBuffer(self.layout, replace(plan.weight, placement=S), self._own_weight)
+        return move(own, self.weight, self.comm_ctx, what)
+
+    @property
+    def _own_weight(self) -> Tensor:
+        """Return this rank's slice of the weight, flat."""
+        return self.weight.shard(self.comm_ctx.comm.rank)
+
+    def write_own_weight(self, slot: Slot, values: Tensor | None, low: int = 0) -> None:
+        """Write values of this rank's part of a parameter, from its element `low` on, into a weight that follows its
+        master by differences; None: the master's casts.  The next `refresh` spreads them.  Local.
+        """
+        assert self.master is not None
+        view, (place, end) = self.weight.owned_view(slot, self.comm_ctx.comm.rank), self.master.owned_range(slot)
+        self.weight_is_written = True
+        if values is None:
+            cast_master(self.master.read(place, end).to(view.device), view)
+        else:
+            view[low : low + values.numel()].copy_(values)
 
     def set_full_values(self, full: Tensor) -> None:
         """Write new whole values (flat, weight's dtype) into this rank's part of weight and master; unchanged
@@ -408,8 +436,8 @@ class MasterWeight:
     """The master of one group. buffer: fp32 values, or int16 remainders if the master `is_split` and `weight` holds the
     upper halves.
 
-    weight: this rank's part of the live weight, None if the master is that weight. is_exposed: programs see it between
-    steps and may change it.
+    weight: this rank's part of the live weight, None if the master is that weight, or if that follows it by
+    differences. is_exposed: programs see it between steps and may change it.
     """
 
     buffer: FlatBuffer
@@ -1216,6 +1244,8 @@ def build_master(weight: FlatBuffer, plan: ShardPlan, comm_ctx: CommContext) -> 
         return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
     buffer = FlatBuffer.allocate(layout, plan.master, comm_ctx, f"the master of {layout.slots[0].name}")
     buffer.guard = weight.guard
+    if plan.sends_differences:
+        return MasterWeight(buffer, rank, plan.moments.dtype, update_device=home, copy_engine=comm_ctx.copy_engine)
     exposed = plan.weight.placement is not S or comm_ctx.comm.size == 1
     return MasterWeight(
         buffer, rank, plan.moments.dtype, beneath, plan.master_is_split, exposed, home, comm_ctx.copy_engine
