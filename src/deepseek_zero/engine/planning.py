@@ -52,12 +52,30 @@ def plan_run(
         far_read_in_place=comm.would_read_in_place(across),
     )
     if not TierChoices.of(settings, placement, mesh.device).are_open:
-        return plan_shape(shape, settings, mesh, machine, update, placement)
+        return say_uncoded(plan_shape(shape, settings, mesh, machine, update, placement))
     machine = replace(machine, budgets=free_budgets(placement, comm, mesh.device))
     with AllRanks(comm, "placing states"):
         found = plan_shape(shape, settings, mesh, machine, update, placement)
     log_once(f"placement: {describe_tiers(found.settings.unit_tiers)}")
-    return found
+    return say_uncoded(found)
+
+
+def say_uncoded(plan: Plan) -> Plan:
+    """Return the plan; logs why weights or gradients are not coded on their way where the settings ask for it."""
+    asked, groups = plan.settings.compression, [group.plan for unit in plan.units for group in unit.groups]
+    wanted = {"weights": asked.weights, "gradients": asked.gradients}
+    found = {
+        "weights": any(row.weight.wire is not None for row in groups),
+        "gradients": any(row.grad is not None and row.grad.wire == asked.gradients for row in groups),
+    }
+    for state in (state for state, codec in wanted.items() if codec is not None and not found[state]):
+        why = f"no unit has matrices of {asked.min_numel:,} elements that travel (compression.min_numel)"
+        if plan.mesh.shard_size == 1:
+            why = "no other rank shares slices with this one"
+        elif state == "weights" and plan.settings.stage == 0:
+            why = "stage 0 updates whole weights on every rank"
+        log_once(f"{state} are sent as they are, though {wanted[state]} is asked for: {why}.")
+    return plan
 
 
 def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:

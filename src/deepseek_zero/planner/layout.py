@@ -145,11 +145,11 @@ class Messages(NamedTuple):
 
 
 @cache
-def messages_of(slice_numel: int, ranks: int, bucket_numel: int) -> Messages:
-    """A message is a slice, or as much of it as a bucket over all ranks allows; the next one travels while one is
-    waited for and added up.
+def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 << 62) -> Messages:
+    """A message is a slice, or as much of it as a bucket over all ranks allows, and `most`; the next one travels while
+    one is waited for and added up.
     """
-    numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel)
+    numel = min(max(BLOCK, bucket_numel // ranks // BLOCK * BLOCK), slice_numel, most)
     count = -(-slice_numel // max(1, numel))
     return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
 

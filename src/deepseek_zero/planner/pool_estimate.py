@@ -17,7 +17,7 @@ import torch
 from ..base.device import CPU
 from ..precision.codecs import Cast
 from ..tiers.tier import Tier
-from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, message_rooms, messages_of
+from .layout import MAX_IN_FLIGHT, SUM_TILE_NUMEL, FlatLayout, Messages, message_rooms, messages_of
 from .schedule import ActionKind, Schedule, schedule_units
 from .spec import PlanSettings, S
 from .units import GroupPlan, UnitPlan
@@ -155,7 +155,7 @@ class _StepReplay:
         for group in unit.trained:
             held = [(group.summand_dtype, group.padded_numel)] if _is_cut(group) else []  # taken in backward
             taken = [self._travel(group)] if self._is_copied(group) else []
-            under_way = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).in_flight
+            under_way = self._messages(group).in_flight
             taken += self._rooms(group) * under_way
             self.ledger.take(taken)
             self.in_flight += held + taken
@@ -166,6 +166,11 @@ class _StepReplay:
                 self._send()  # nothing to wait for
         if not self.settings.overlap:
             self._wait_in_flight()
+
+    def _messages(self, group: GroupPlan) -> Messages:
+        """How the sum of one group's gradients is cut."""
+        most = group.grad_wire.message_numel
+        return messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel, most)
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
@@ -178,14 +183,13 @@ class _StepReplay:
     def _staging(self, group: GroupPlan) -> tuple[Size, int]:
         """One message's sum, before it crosses; how many there are."""
         assert group.plan.grad is not None
-        message = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
+        message = self._messages(group).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
     def _rooms(self, group: GroupPlan) -> list[Size]:
         """What one message from every other rank is received in."""
-        numel = messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel).numel
         return message_rooms(
-            numel,
+            self._messages(group).numel,
             group.grad_wire,
             group.ranks,
             group.near,

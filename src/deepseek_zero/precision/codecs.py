@@ -38,6 +38,7 @@ class Cast:
     dtype: torch.dtype
 
     granule: ClassVar[int] = 1  # how many values are coded together
+    message_numel: ClassVar[int] = 1 << 62  # most values of one message
 
     def length(self, numel: int) -> int:
         """Return how many elements of `dtype` so many values take on their way."""
@@ -67,6 +68,7 @@ class Blocks:
     block: int
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
+    message_numel: ClassVar[int] = 1 << 20  # most values of one, so that others are coded and added up while it travels
 
     @property
     def granule(self) -> int:

@@ -514,7 +514,7 @@ def _reduce_scatter(
     message = Message.of(source, source.spec.wire, comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE
-    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel)
+    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, message.wire.message_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
     rooms = [MessageRoom(comm_ctx, message, step) for _ in range(depth)]
     arriving = message if comm_ctx.hosts is None else message.of_hosts()

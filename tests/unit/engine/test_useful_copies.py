@@ -1,14 +1,19 @@
-"""A second copy of the weights is made where a gather would read it; elsewhere the key is named with the reason."""
+"""A second copy of the weights is made where a gather would read it, and codes where something travels; elsewhere the
+reason is said.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+from torch import nn
 
 from deepseek_zero.base.mesh import Mesh
-from deepseek_zero.engine.planning import with_useful_copies
-from deepseek_zero.planner.spec import PlanSettings
+from deepseek_zero.engine.planning import say_uncoded, with_useful_copies
+from deepseek_zero.planner.plan import plan_model
+from deepseek_zero.planner.spec import Compression, PlanSettings
+from deepseek_zero.precision.codecs import Blocks
 from deepseek_zero.tiers.tier import Tier
 
 MESH = Mesh(dp_replicate=2, dp_shard=4).on_world(8)
@@ -39,3 +44,24 @@ def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptu
             settings = PlanSettings(secondary_ranks=size)
             assert with_useful_copies(settings, MESH, in_place=size == 1) is settings
     assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "min_numel", "words"),
+    [
+        (3, 1, 0, ["weights are", "no other rank", "gradients are", "no other rank"]),
+        (0, 2, 0, ["weights are", "stage 0"]),
+        (3, 2, 65, ["weights are", "matrices of 65 elements", "gradients are", "matrices of 65 elements"]),
+        (3, 2, 64, []),
+        (1, 2, 64, []),
+    ],
+)
+def test_what_is_not_coded_though_it_was_asked_for_is_said(
+    stage: int, ranks: int, min_numel: int, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel)
+    settings = PlanSettings(stage, persistence_numel=0, compression=compression)
+    with caplog.at_level("INFO", logger="deepseek_zero"):
+        say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)))
+    said = " ".join(caplog.messages)
+    assert len(caplog.messages) == len(words) // 2 and all(word in said for word in words)

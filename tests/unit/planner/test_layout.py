@@ -8,7 +8,7 @@ from math import prod
 import pytest
 import torch
 
-from deepseek_zero.planner.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes
+from deepseek_zero.planner.layout import BLOCK, LAYOUTS, FlatLayout, Shape, boxes, messages_of
 
 SHAPES: list[Shape] = [(), (0,), (1,), (7,), (5, 3), (1, 9), (4, 1, 6), (2, 3, 4, 5), (3, 0, 2), (1025,), (33, 65)]
 
@@ -101,3 +101,10 @@ def test_a_whole_layout_puts_the_largest_first_on_the_least_loaded_rank() -> Non
 def test_a_layout_of_nothing_is_empty() -> None:
     assert LAYOUTS["element"]([], [], 3) == FlatLayout((), 0, 3)
     assert FlatLayout((), 0, 3).gaps == ()
+
+
+def test_messages_have_the_size_of_a_bucket_a_slice_or_what_a_codec_takes_whichever_is_least() -> None:
+    assert messages_of(5 << 20, 2, 1 << 62) == (5 << 20, 1)
+    assert messages_of(5 << 20, 2, 1 << 22) == (1 << 21, 2)
+    assert messages_of(5 << 20, 2, 1 << 62, 1 << 20) == (1 << 20, 2)
+    assert messages_of(1 << 12, 2, 1 << 62, 1 << 20) == (1 << 12, 1)
