@@ -67,9 +67,14 @@ def test_two_hosts_whose_ranks_nobody_counts_start_and_add_up_by_host(stage: int
 
 
 @pytest.mark.ranks(RANKS)
-@pytest.mark.parametrize(("stage", "transport"), [(0, "gloo"), (2, "fastest"), (3, "gloo"), (3, "fastest")])
-def test_one_host_has_the_same_bits_where_the_order_is_stated(stage: int, transport: str, tmp_path: Path) -> None:
-    run = Run(stage, accumulation=2, transport=transport, bucket=4096, ranks_per_host=2)
+@pytest.mark.parametrize(
+    ("stage", "transport", "tier"),
+    [(0, "gloo", "none"), (2, "fastest", "none"), (3, "gloo", "nvme"), (3, "fastest", "cpu"), (3, "fastest", "none")],
+)
+def test_one_host_has_the_same_bits_where_the_order_is_stated(
+    stage: int, transport: str, tier: str, tmp_path: Path
+) -> None:
+    run = Run(stage, accumulation=2, transport=transport, bucket=4096, tier=tier, ranks_per_host=2)
     engine = start(run)
     assert_trains_as_one_process(engine, run, 2)
     engine.save_checkpoint(tmp_path, "here")

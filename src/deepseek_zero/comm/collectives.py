@@ -386,8 +386,9 @@ class Comm:
         while something is expected.
         """
         self.hear()
-        for hops in self._engine.hops:
-            hops.advance()
+        if self._engine.hops:
+            for hops in self._engine.hops:
+                hops.advance()
 
     def hear(self) -> None:
         """Take in messages that other ranks of this group have sent, without waiting. Local."""

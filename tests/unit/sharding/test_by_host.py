@@ -19,7 +19,7 @@ from deepseek_zero.planner.spec import PlanSettings
 from deepseek_zero.precision.policy import Policy
 from tests.in_process import Rank, optimizer_over, run_ranks, sharded
 from tests.models import Gpt, batch_of, seeded
-from tests.reference import OPTIMIZERS, Reference
+from tests.reference import OPTIMIZERS, Reference, TwoLevels
 
 POLICIES = {torch.float32: Policy(), torch.bfloat16: Policy(torch.bfloat16, auto_cast=True)}
 STEPS = 2
@@ -37,10 +37,16 @@ class Trained:
 
 
 def train(
-    rank: Rank, stage: int, per_host: int, dtype: torch.dtype = torch.bfloat16, accumulation: int = 1, **settings: Any
+    rank: Rank,
+    stage: int,
+    per_host: int,
+    dtype: torch.dtype = torch.bfloat16,
+    accumulation: int = 1,
+    mesh: Mesh | None = None,
+    **settings: Any,
 ) -> Trained:
     settings = {"policy": POLICIES[dtype], "accumulation": accumulation, "ranks_per_host": per_host, **settings}
-    runtime = sharded(rank, seeded(Gpt, blocks=2), stage=stage, window_numel=0, **settings)
+    runtime = sharded(rank, seeded(Gpt, blocks=2), mesh, stage=stage, window_numel=0, **settings)
     optimizer, found = optimizer_over(runtime, OPTIMIZERS["adamw"]), Trained(runtime=runtime)
     for step in range(STEPS):
         rank.comm.meter.reset()
@@ -111,6 +117,18 @@ def test_it_has_the_bits_of_one_process_and_sends_and_lends_what_is_predicted(
         assert inside == volume.inside_hosts > 0
         lent = one.runtime.plan.pool_buffers()
         assert one.pool.keys() == lent.keys() and all(count <= lent[size] for size, count in one.pool.items())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_beside_replicas_each_group_adds_up_by_host(stage: int) -> None:
+    mesh = Mesh(dp_replicate=2, dp_shard=4)
+    found = run_ranks(8, lambda rank: train(rank, stage, 2, torch.float32, mesh=mesh), seed=1)
+    optimizer = OPTIMIZERS["adamw"]
+    expected = TwoLevels(seeded(Gpt, blocks=2), 8, 1, stage < 2, make_optimizer=optimizer, ranks_per_host=2, shard=4)
+    for step in range(STEPS):
+        expected.step([[batch_of(step, 0, rank)] for rank in range(8)])
+    for one in found:
+        assert all(torch.equal(one.weights[name], weight) for name, weight in expected.values().items())
 
 
 def test_the_order_by_host_is_another_than_that_of_ranks() -> None:
