@@ -18,6 +18,7 @@ import torch.distributed as dist
 from deepseek_zero.base.errors import PeerError
 from deepseek_zero.base.launch import SECRET_FILE
 from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.tcp import Tcp
 from tests.hosts import Host, Process, hosts
 from tests.models import Gpt, seeded
@@ -142,3 +143,27 @@ def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> Non
     with pytest.raises(PeerError, match=r"lost its connection to rank 1 .*its process has ended"):
         comm.all_gather(torch.zeros(1 << 20), "gather", "nobody's").wait()
     assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.ranks(2, hosts=2, timeout=30)
+def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SILENT_SECONDS": 0.5, "TELL_SECONDS": 0.8, "DEAD_AFTER": 1.5, "BEAT_SECONDS": 0.2}.items():
+        monkeypatch.setattr(tcp, name, value)
+    comm, rank = Comm(CPU, transport="tcp"), dist.get_rank()
+    full = torch.zeros(2 << 20)
+    full.chunk(2)[rank].fill_(rank + 1.0)
+    comm.barrier("all are here")
+    if rank == 1:
+        me = os.getpid()
+        if os.fork() == 0:
+            time.sleep(4.0)
+            os.kill(me, signal.SIGCONT)
+            os._exit(0)
+        os.kill(me, signal.SIGSTOP)
+    began = time.monotonic()
+    comm.all_gather(full, "gather", "a tensor").wait()
+    assert [float(part.mean()) for part in full.chunk(2)] == [1.0, 2.0]
+    assert rank == 1 or time.monotonic() - began > 3.0
+    if rank == 1:
+        os.wait()
+    comm.barrier("the end")
