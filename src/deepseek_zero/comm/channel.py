@@ -265,7 +265,7 @@ class Door:
         self.strangers = 0  # connections that were closed because they proved nothing
         self._poll = select.poll()
         self._sockets: dict[int, socket.socket] = {self._listener.fileno(): self._listener}
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake, self._waker = socket.socketpair()
         self._is_closing = False
         self._poll.register(self._listener, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
@@ -294,13 +294,16 @@ class Door:
     def close(self) -> None:
         """Stop listening, and close what is watched; other connections that were admitted stay."""
         self._is_closing = True
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._wake, 1)
+        self._waker.close()
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
+    def _connections(self) -> list[socket.socket]:
+        """Return all sockets that are this door's to close, in this process or a child of it."""
+        return [self._listener, *self._pending, *(watched for watched, _ in self._watched.values())]
+
     def _close_in_child(self) -> None:
-        for connection in (self._listener, *self._pending, *(watched for watched, _ in self._watched.values())):
+        for connection in self._connections():
             connection.close()  # or it would look as if this rank still listened when it has ended
 
     def _serve(self) -> None:
@@ -310,8 +313,12 @@ class Door:
                     self._look_at(descriptor)
                 self._close_overdue()
         finally:
-            os.close(self._wake)
-            for connection in (self._listener, *self._pending, *(watched for watched, _ in self._watched.values())):
+            for connection in (
+                self._listener,
+                self._wake,
+                *self._pending,
+                *(watched for watched, _ in self._watched.values()),
+            ):
                 connection.close()
 
     def _patience(self) -> float | None:
@@ -324,8 +331,6 @@ class Door:
     def _look_at(self, descriptor: int) -> None:
         if (watched := self._watched.get(descriptor)) is not None:
             watched[1]()
-        elif descriptor == self._wake:
-            os.eventfd_read(self._wake)
         elif (connection := self._sockets.get(descriptor)) is self._listener:
             self._accept()
         elif connection is not None:
