@@ -269,7 +269,7 @@ class Door:
         self._is_closing = False
         self._poll.register(self._listener, select.POLLIN)
         self._poll.register(self._wake, select.POLLIN)
-        _in_children(self)
+        _OPEN.add(self)
         self._thread = threading.Thread(target=self._serve, daemon=True, name="deepseek-zero-door")
         self._thread.start()
 
@@ -294,7 +294,8 @@ class Door:
     def close(self) -> None:
         """Stop listening, and close what is watched; other connections that were admitted stay."""
         self._is_closing = True
-        self._waker.close()
+        with contextlib.suppress(OSError):  # closed before
+            self._waker.send(b"\0")  # its end alone would not do: a child of this process may hold it, too
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
@@ -313,12 +314,7 @@ class Door:
                     self._look_at(descriptor)
                 self._close_overdue()
         finally:
-            for connection in (
-                self._listener,
-                self._wake,
-                *self._pending,
-                *(watched for watched, _ in self._watched.values()),
-            ):
+            for connection in (self._wake, self._waker, *self._connections()):
                 connection.close()
 
     def _patience(self) -> float | None:
@@ -423,10 +419,6 @@ def _listen(host: str, ports: Iterable[int]) -> socket.socket:
 
 
 _OPEN: weakref.WeakSet[Door] = weakref.WeakSet()
-
-
-def _in_children(door: Door) -> None:
-    _OPEN.add(door)
 
 
 def _close_in_child() -> None:
