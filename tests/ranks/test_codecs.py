@@ -386,3 +386,57 @@ def test_what_codes_cannot_keep_is_refused() -> None:
         start(Run(3), "int4 both")
     with pytest.raises(UsageError, match=r"bf16 has no master"):
         start(Run(1, "bf16", master="none"), "int8 weights")
+
+
+@dataclass
+class RoundingHosts(Rounding):
+    """The reference whose hosts add up exact summands, and send each other their sums as codes."""
+
+    def sent(self, grads: list[Tensor]) -> list[Tensor]:
+        return grads
+
+    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        runs = [self.micro_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
+        hosts = [runs[start : start + self.ranks_per_host] for start in range(0, self.ranks, self.ranks_per_host)]
+        sums = []
+        for host in hosts:
+            summed = [self._sum(list(grads)) for grads in zip(*(grads for _, grads in host), strict=True)]
+            sums.append(Rounding.sent(self, summed))
+        totals = [self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)]
+        return [[loss] for loss, _ in runs], [total.to(self.grad_dtype) for total in totals]
+
+
+@pytest.mark.ranks(4, timeout=25)
+@pytest.mark.parametrize(
+    ("stage", "dtype", "transport", "bucket"),
+    [(0, "bf16", "gloo", ALL), (1, "fp32", "fastest", 4096), (2, "bf16", "gloo", 4096), (3, "bf16", "fastest", ALL)],
+)
+def test_sums_by_host_are_exact_inside_a_host_and_codes_between_hosts(
+    stage: int, dtype: str, transport: str, bucket: int
+) -> None:
+    run = Run(stage, dtype, 1, 0, 0.3, "adamw", transport=transport, bucket=bucket, ranks_per_host=2)
+    engine = start(run, "int4 gradients")
+    reference = RoundingHosts(
+        seeded(),
+        4,
+        1,
+        stage < 2,
+        DTYPES[dtype],
+        OPTIMIZERS["adamw"],
+        0.3,
+        ranks_per_host=2,
+        flats=flats_of(engine),
+        codes=(None, Blocks(4, 128)),
+    )
+    for step in range(STEPS):
+        engine.runtime.comm.meter.reset()
+        losses = train_step(engine, run, step)
+        expected, _ = reference.step([[batch_of(step, 0, rank)] for rank in range(4)], engine.get_global_grad_norm())
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        assert_same_bits(dict(engine.module.state_dict()), reference.values(), f"weights after step {step}")
+    engine.runtime.comm.meter.reset()
+    train_step(engine, run, STEPS)
+    volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
+    assert meter.total_bytes() == volume.state_bytes + volume.rows
+    report = engine.memory_report()
+    assert report.measured_total <= report.predicted_total

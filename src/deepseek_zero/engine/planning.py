@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..base.device import free_device_bytes
-from ..base.errors import NotBuiltError, UsageError
+from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
@@ -103,16 +103,8 @@ def with_order_of_sums(settings: PlanSettings, mesh: Mesh, counted: int) -> Plan
 
     counted: ranks that each of several hosts has; 1: one host, or several that differ.
     """
-    if settings.compression.gradients is not None and (settings.ranks_per_host or 1) > 1:
-        raise NotBuiltError(
-            f"ranks_per_host = {settings.ranks_per_host} beside zero_quantized_gradients is not built yet.",
-            "Sums by host travel between hosts in fp32: more bytes than the codes of every rank.",
-            "leave one of the two out; weights may be compressed.",
-        )
     if settings.ranks_per_host is not None:
         return settings
-    if settings.compression.gradients is not None:
-        return replace(settings, ranks_per_host=1)
     try:
         mesh.near_size(counted)
     except UsageError as error:

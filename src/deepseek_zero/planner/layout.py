@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..base.device import PerDevice
-from ..precision.codecs import Codec
+from ..precision.codecs import Blocks, Cast, Codec
 
 # Slices are cut at multiples of this many elements (decision 0001): every slice starts on a 4 KiB fp32 boundary, as
 # direct I/O and vector kernels like it, at the price of up to N * 1023 elements of padding per group.
@@ -154,22 +154,41 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
     return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
 
 
+def hop_wires(wire: Codec, summand: torch.dtype, near: int) -> tuple[Codec, Codec]:
+    """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one hop the first holds.
+
+    Codes are for links between hosts: inside one, summands travel as they are collected.  near: as `GroupPlan` has it.
+    """
+    if near == 1:
+        return wire, wire
+    return (Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
+
+
 def message_rooms(
-    numel: int, wire: Codec, ranks: int, near: int, *, in_place: bool, near_in_place: bool, far_in_place: bool
+    numel: int,
+    wires: tuple[Codec, Codec],
+    ranks: int,
+    near: int,
+    *,
+    in_place: bool,
+    near_in_place: bool,
+    far_in_place: bool,
 ) -> list[tuple[torch.dtype, int]]:
     """Return the buffers, by dtype and elements, in which the sum of one message is received: one inbox, or by host the
-    hosts' sums, then the inboxes of both hops.
+    hosts' sums, their codes if they are coded, then the inboxes of both hops.
 
-    numel, wire: elements that each rank sends to each, and how.  near: as `GroupPlan` has it.  in_place: the ranks
-    read each other's pieces; near_in_place, far_in_place: those of a host, and those with one place on their hosts.
+    numel, wires: elements that each rank sends to each, and how (`hop_wires`).  near: as `GroupPlan` has it.
+    in_place: the ranks read each other's pieces; near_in_place, far_in_place: those of a host, and those with one place
+    on their hosts.
     """
-    dtype, length = wire.dtype, wire.length(numel)
+    (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     if near == 1:
         return [] if in_place else [(dtype, length * (ranks - 1))]
     hosts = ranks // near
     found = [(torch.float32, numel * hosts)]
+    found += [(far_dtype, far_length * hosts)] if isinstance(wires[1], Blocks) else []
     found += [] if near_in_place else [(dtype, length * hosts * (near - 1))]
-    return found + ([] if far_in_place else [(torch.float32, numel * (hosts - 1))])
+    return found + ([] if far_in_place else [(far_dtype, far_length * (hosts - 1))])
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

@@ -147,7 +147,8 @@ class _StepReplay:
         return [(group.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
 
     def _travel(self, group: GroupPlan) -> Size:
-        return group.grad_wire.dtype, group.grad_wire.length(group.padded_numel)
+        wire, _ = group.hop_wires
+        return wire.dtype, wire.length(group.padded_numel)
 
     def _reduce(self, unit: UnitPlan) -> None:
         self._wait_in_flight()
@@ -174,7 +175,7 @@ class _StepReplay:
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
-        return group.grad_wire != Cast(group.summand_dtype)
+        return group.hop_wires[0] != Cast(group.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
@@ -190,7 +191,7 @@ class _StepReplay:
         """What one message from every other rank is received in."""
         return message_rooms(
             self._messages(group).numel,
-            group.grad_wire,
+            group.hop_wires,
             group.ranks,
             group.near,
             in_place=self.in_place,

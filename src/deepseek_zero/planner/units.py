@@ -15,7 +15,7 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
-from .layout import LAYOUTS, FlatLayout, Shape
+from .layout import LAYOUTS, FlatLayout, Shape, hop_wires
 from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
 
 
@@ -97,6 +97,11 @@ class GroupPlan:
         """How gradients of this group are sent."""
         assert self.plan.grad is not None
         return self.plan.grad.wire or Cast(self.summand_dtype)
+
+    @property
+    def hop_wires(self) -> tuple[Codec, Codec]:
+        """How gradients of this group are sent inside a host, and between hosts; of one hop the first holds."""
+        return hop_wires(self.grad_wire, self.summand_dtype, self.near)
 
     @property
     def weight_wire(self) -> Codec:

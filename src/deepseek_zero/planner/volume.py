@@ -2,7 +2,8 @@
 
     G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
     S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in;
-                   by host, of H hosts with L ranks, slice x H x (L-1) so, and slice x (H-1) in fp32 between hosts
+                   by host, of H hosts with L ranks, slice x H x (L-1) inside, and slice x (H-1) between hosts, in
+                   fp32 or as codes
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
     refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
                    whole
@@ -17,8 +18,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from ..precision.codecs import Cast, Codec
 from .pieces import PipelinePlan
@@ -166,8 +165,9 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     whole = _to_others(group, Cast(plan.grad.dtype), inside=inside) if is_whole else 0
     if not near:
         return _to_others(group, group.grad_wire, inside=inside) + whole
-    between = 0 if inside else (group.ranks // group.near - 1) * _slice_bytes(group, Cast(torch.float32))
-    return near * _slice_bytes(group, group.grad_wire) + between + whole
+    near_wire, far_wire = group.hop_wires
+    between = 0 if inside else (group.ranks // group.near - 1) * _slice_bytes(group, far_wire)
+    return near * _slice_bytes(group, near_wire) + between + whole
 
 
 def _all_reduce_bytes(group: GroupPlan) -> int:

@@ -21,7 +21,7 @@ from ..comm.by_host import NEAR, ByHost
 from ..comm.collectives import DONE, Comm, Pending, ordered_sum
 from ..comm.issue_queue import OrderedIssueQueue
 from ..comm.transports.base import SymmetricMemory, Use
-from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, message_rooms, messages_of
+from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec
 from ..tiers.budget import DeviceBudget
@@ -408,10 +408,6 @@ class Message:
             ordered_sum(received, into, scratch, divisor=divisor, add=add)
         self.pool.give(scratch)
 
-    def of_hosts(self) -> Message:
-        """Return the message of the sums that hosts have formed, which travel in fp32."""
-        return replace(self, wire=Cast(torch.float32))
-
     def arrived(self) -> None:
         """Give back what was lent, once nobody on this rank needs it."""
         if self.is_lent:
@@ -511,13 +507,15 @@ def _reduce_scatter(
     comm, layout = comm_ctx.comm, source.layout
     if not layout.slice_numel:
         return DONE
-    message = Message.of(source, source.spec.wire, comm_ctx.pool)
+    wire = source.spec.wire or Cast(source.spec.dtype)
+    wires = hop_wires(wire, source.spec.dtype, 1 if comm_ctx.hosts is None else comm_ctx.hosts.near.size)
+    message = Message.of(source, wires[0], comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE
-    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, message.wire.message_numel)
+    step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    rooms = [MessageRoom(comm_ctx, message, step) for _ in range(depth)]
-    arriving = message if comm_ctx.hosts is None else message.of_hosts()
+    arriving = replace(message, wire=wires[1])  # what the last hop brings
+    rooms = [MessageRoom(comm_ctx, message, arriving, step) for _ in range(depth)]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
@@ -557,13 +555,13 @@ def _reduce_scatter(
 class MessageRoom:
     """The lent buffers in which one part of a message after another is received and added up, and the way it takes."""
 
-    def __init__(self, comm_ctx: CommContext, message: Message, numel: int) -> None:
-        """numel: elements that each rank sends to each, at most."""
-        self.comm_ctx, self.message = comm_ctx, message
+    def __init__(self, comm_ctx: CommContext, message: Message, arriving: Message, numel: int) -> None:
+        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at most."""
+        self.comm_ctx, self.message, self.arriving = comm_ctx, message, arriving
         comm, hosts = comm_ctx.comm, comm_ctx.hosts
         sizes = message_rooms(
             numel,
-            message.wire,
+            (message.wire, arriving.wire),
             comm.size,
             1 if hosts is None else hosts.near.size,
             in_place=comm.reads_in_place,
@@ -584,11 +582,15 @@ class MessageRoom:
             return comm.exchange(pieces, boxes, "reduce", what, add_up)
         near, across = hosts.near, hosts.across
         sums, *inboxes = self._lent
+        wire, scratch_pool = self.arriving.wire, self.comm_ctx.pool
+        sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
         near_inbox = None if near.reads_in_place else inboxes.pop(0)
         near_boxes = _inboxes(near_inbox, near, length, across.size)
-        (far_boxes,) = _inboxes(inboxes[0] if inboxes else None, across, numel)
-        across.wait_until_read(sums)  # the last part's, by ranks that read in place
+        far_length = wire.length(numel)
+        (far_boxes,) = _inboxes(inboxes[0] if inboxes else None, across, far_length)
+        across.wait_until_read(sent)  # the last part's, by ranks that read in place
         of_hosts = torch.split(sums[: across.size * numel], numel)
+        outgoing = torch.split(sent[: across.size * far_length], far_length)
 
         def inside() -> list[Pending]:
             found = []
@@ -598,7 +600,15 @@ class MessageRoom:
                 found.append(near.exchange(here, boxes, "reduce", what, use, NEAR + "reduce_scatter"))
             return found
 
-        return hosts.in_two_hops(inside, lambda: across.exchange(of_hosts, far_boxes, "reduce", what, add_up), "reduce")
+        def between() -> Pending:
+            if sent is not sums:
+                scratch = _scratch(scratch_pool)
+                for own, piece in zip(of_hosts, outgoing, strict=True):
+                    wire.encode(own, piece, scratch)
+                scratch_pool.give(scratch)
+            return across.exchange(outgoing, far_boxes, "reduce", what, add_up)
+
+        return hosts.in_two_hops(inside, between, "reduce")
 
     def give_back(self) -> None:
         for tensor in self._lent:
