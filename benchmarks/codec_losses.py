@@ -4,8 +4,9 @@
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
-batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  The noise
-is that of the seeds: other weights and batches, plain.  Losses depend on neither the load of the machine nor the link.
+batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds of noise
+stand beside it: that of the seeds (other weights and batches), and that of rounding: the plain run with its sums in
+another order.  Losses depend on neither the load of the machine nor the link.
 Leaves a table and a picture.
 """
 
@@ -33,8 +34,10 @@ from tests.hosts import hosts
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
 GRADIENTS, WEIGHTS = {"zero_quantized_gradients": True}, {"zero_quantized_weights": True}
+FLAT = "plain, in another order of sums"  # other bits, no other numbers: what rounding alone does after some steps
 CODECS: dict[str, dict[str, Any]] = {
     "plain": {},
+    FLAT: {},
     "int8 weights": WEIGHTS,
     "int4 gradients": GRADIENTS,
     "int8 gradients": {"compression": {"gradients": {"bits": 8}}},
@@ -59,6 +62,7 @@ def train(codec: str, seed: int, steps: int) -> list[float]:
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 20), "warmup_min_ratio": 0.01},
         },
+        "ranks_per_host": 1 if codec == FLAT else None,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
     engine = dz.initialize(model=model, config=config)[0]
