@@ -4,9 +4,9 @@
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
-batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds of noise
-stand beside it: that of the seeds (other weights and batches), and that of rounding: the plain run with its sums in
-another order.  Losses depend on neither the load of the machine nor the link.
+batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds
+of noise stand beside it: that of the seeds (other weights and batches), and that of rounding: the plain run with its
+sums in another order.  Losses depend on neither the load of the machine nor the link.
 Leaves a table and a picture.
 """
 
