@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import time
@@ -130,7 +131,8 @@ def table(found: dict[str, dict[str, float]]) -> str:
         "",
         f"Written by `benchmarks/link.py` on {date.today()}: one rank on each host, both send and receive at once,",
         "shares of the rate each way, the median round.  An interface's headers take 4 % of every rate.  Without a",
-        "limit: GB/s each way at once, two cores for both hosts.",
+        f"limit: GB/s each way at once, all cores for both hosts.  Load at the end: {os.getloadavg()[0]:.1f} on "
+        f"{os.cpu_count()} cores.",
         "",
         "| rate | messages | " + " | ".join(f"{way}, ms | share" for way in WAYS) + " |",
         "|---" * (2 + 2 * len(WAYS)) + "|",
