@@ -16,9 +16,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from .collectives import DONE, Comm, Pending, all_of
+from .collectives import DONE, Comm, OrderedIssueQueue, Pending, all_of
 from .context import Partition
-from .issue_queue import OrderedIssueQueue
 
 NEAR = "near_"  # before the kind of what stays inside a host, for the meter
 

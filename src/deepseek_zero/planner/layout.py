@@ -154,6 +154,7 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
     return Messages(numel, min(count, 1 if ranks == 1 else MAX_IN_FLIGHT))
 
 
+@cache
 def hop_wires(wire: Codec, summand: torch.dtype, near: int) -> tuple[Codec, Codec]:
     """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one hop the first holds.
 
@@ -164,6 +165,7 @@ def hop_wires(wire: Codec, summand: torch.dtype, near: int) -> tuple[Codec, Code
     return (Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
 
 
+@cache
 def message_rooms(
     numel: int,
     wires: tuple[Codec, Codec],
@@ -173,7 +175,7 @@ def message_rooms(
     in_place: bool,
     near_in_place: bool,
     far_in_place: bool,
-) -> list[tuple[torch.dtype, int]]:
+) -> tuple[tuple[torch.dtype, int], ...]:
     """Return the buffers, by dtype and elements, in which the sum of one message is received: one inbox, or by host the
     hosts' sums, their codes if they are coded, then the inboxes of both hops.
 
@@ -183,12 +185,13 @@ def message_rooms(
     """
     (dtype, length), (far_dtype, far_length) = ((wire.dtype, wire.length(numel)) for wire in wires)
     if near == 1:
-        return [] if in_place else [(dtype, length * (ranks - 1))]
+        return () if in_place else ((dtype, length * (ranks - 1)),)
     hosts = ranks // near
     found = [(torch.float32, numel * hosts)]
     found += [(far_dtype, far_length * hosts)] if isinstance(wires[1], Blocks) else []
     found += [] if near_in_place else [(dtype, length * hosts * (near - 1))]
-    return found + ([] if far_in_place else [(far_dtype, far_length * (hosts - 1))])
+    found += [] if far_in_place else [(far_dtype, far_length * (hosts - 1))]
+    return tuple(found)
 
 
 def boxes(shape: Shape, start: int, stop: int) -> list[Box]:

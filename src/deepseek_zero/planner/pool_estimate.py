@@ -187,7 +187,7 @@ class _StepReplay:
         message = self._messages(group).numel
         return (group.plan.grad.dtype, message), -(-group.layout.slice_numel // max(1, message))
 
-    def _rooms(self, group: GroupPlan) -> list[Size]:
+    def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
         """What one message from every other rank is received in."""
         return message_rooms(
             self._messages(group).numel,

@@ -120,7 +120,7 @@ class ShardPlan:
         """Whether the master is the live bf16 weight and, in its own storage, 16 more bits (precision/policy.py)."""
         return self.master is not None and self.master.dtype == torch.int16
 
-    @property
+    @cached_property
     def sends_differences(self) -> bool:
         """Whether ranks that all hold the weight hear what the masters differ from it, as codes; what these leave out
         stays in the masters, and the weight is a state of its own.

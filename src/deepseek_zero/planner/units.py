@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -84,7 +85,7 @@ class GroupPlan:
         """Full names of the parameters, in the order they lie in."""
         return [slot.name for slot in self.layout.slots]
 
-    @property
+    @cached_property
     def summand_dtype(self) -> torch.dtype:
         """The dtype in which a rank collects what it adds to the sum of gradients."""
         assert self.plan.grad is not None

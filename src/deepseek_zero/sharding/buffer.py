@@ -18,8 +18,7 @@ from torch import Tensor
 from ..base.device import storage_users
 from ..base.memory import return_pages
 from ..comm.by_host import NEAR, ByHost
-from ..comm.collectives import DONE, Comm, Pending, ordered_sum
-from ..comm.issue_queue import OrderedIssueQueue
+from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_sum
 from ..comm.transports.base import SymmetricMemory, Use
 from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec

@@ -26,8 +26,7 @@ import torch
 from torch import nn
 
 from ..base.errors import UsageError
-from ..comm.collectives import Comm, Pending
-from ..comm.issue_queue import OrderedIssueQueue
+from ..comm.collectives import Comm, OrderedIssueQueue, Pending
 from ..planner.schedule import Action, Pass, Schedule, schedule_units
 from ..planner.spec import PlanSettings
 from ..planner.units import UnitPlan

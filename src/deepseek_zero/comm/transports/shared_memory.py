@@ -182,7 +182,7 @@ class HostPages:
             self._take_messages()
 
         def wait() -> None:
-            patience = base.patience_of(cid)
+            patience = None if cid.patience is None else cid.patience()
             self._until(lambda: tag not in self._in_flight, lambda: self._in_flight[tag].awaiting, patience)
             if error := self._failed.pop(tag, None):
                 raise error
