@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deepseek_zero.base.errors import NotBuiltError, UsageError
-from deepseek_zero.base.mesh import AXES, Mesh, current_mesh, mesh_of
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.mesh import AXES, Mesh, mesh_of
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1, 1), (2, 1, 3, 1, 2), (2, 2, 2, 2, 2), (1, 3, 2, 1, 1)])
@@ -95,11 +95,6 @@ def test_a_mesh_is_read_from_every_spelling(value: Any) -> None:
 def test_what_is_no_mesh_is_named(value: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         mesh_of(value)
-
-
-def test_axes_along_which_nothing_computes_together_yet_are_refused_by_name() -> None:
-    with pytest.raises(NotBuiltError, match="pp=2 and sp=2: their layers together are not built yet"):
-        current_mesh(wish={"pp": 2, "sp": 2})
 
 
 def test_a_planner_takes_any_rank_of_a_thousand_at_no_cost() -> None:
