@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -23,7 +24,10 @@ class Table:
 class Line:
     """One node's way to it, which can be cut, so that who asks waits, or broken."""
 
+    made: ClassVar[list[Line]] = []  # by a test
+
     def __init__(self, table: Table) -> None:
+        self.made.append(self)
         self._texts = table.texts
         self.is_open, self.is_broken = threading.Event(), False
         self.is_open.set()
@@ -48,9 +52,15 @@ class Line:
 
 
 @pytest.fixture(autouse=True)
-def in_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+def in_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in {"ASK_SECONDS": 0.02, "FAREWELL_SECONDS": 0.2, "TELL_AFTER": 0.2}.items():
         monkeypatch.setattr(peers, name, value)
+    yield
+    for line in Line.made:  # or their threads would ask for as long as the tests run
+        line.is_broken = True
+        line.is_open.set()
+    Line.made.clear()
+    assert within(5.0, lambda: all(each.name != "deepseek-zero-peers" for each in threading.enumerate()))
 
 
 def two(dead_after: float) -> tuple[list[PeerWatch], list[Line]]:

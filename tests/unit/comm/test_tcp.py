@@ -85,6 +85,9 @@ class Wire:
 
     def close(self) -> None:
         self.is_open = False
+        self.silent.clear()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # a close alone would leave its thread in accept
         self._listener.close()
         self.reset()
 
