@@ -16,6 +16,7 @@ if sys.platform != "linux":  # before anything fails for want of memfd, SO_PEERC
         "other systems do not offer them. On Windows use WSL 2, on a Mac a Linux container or virtual machine."
     )
 
+from .base.lazy import import_at_once
 from .checkpoint import LAYOUT_MODULES as _LAYOUT_MODULES
 
 if TYPE_CHECKING:
@@ -77,9 +78,9 @@ _ROOMS = {name: name for name in ("zero", "utils", "comm", "checkpointing", "opt
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
-        value = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        value = getattr(import_at_once(f"{__name__}.{_HOMES[name]}"), name)
     elif name in _ROOMS:
-        value = import_module(f"{__name__}.{_ROOMS[name]}")
+        value = import_at_once(f"{__name__}.{_ROOMS[name]}")
     else:
         error = None
         if not name.startswith("_"):
