@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.report.plots import INK, save_figure, style_axes
 from examples.gpt import GPT, SIZES
 from examples.text import Sampler, load_corpus
-from tests.hosts import hosts
+from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codec_losses.md"
 RANKS, HOSTS, PORT, LAST, LR = 4, 2, 29410, 50, 3e-3
@@ -95,20 +94,11 @@ def be_a_rank(steps: int, seeds: int) -> None:
 
 def run(steps: int, seeds: int) -> dict[str, list[list[float]]]:
     """By codec and seed, the losses of the steps."""
-    each = RANKS // HOSTS
     with hosts(HOSTS) as pair:
-        world = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT)}
-        command = [sys.executable, "-m", "benchmarks.codec_losses", "--as-rank"]
-        command += ["--steps", str(steps), "--seeds", str(seeds)]
-        ranks = []
-        for rank in range(RANKS):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
-            ranks.append(pair[rank // each].run(command, {**world, **place}))
-        outputs = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("\n".join(outputs))
+        arguments = ["--steps", steps, "--seeds", seeds]
+        said = run_ranks("benchmarks.codec_losses", pair, PORT, arguments, each=RANKS // HOSTS)
     found: dict[str, list[list[float]]] = {}
-    for line in outputs[0].splitlines():
+    for line in said.splitlines():
         if line.startswith('["'):
             codec, _, losses = json.loads(line)
             found.setdefault(codec, []).append(losses)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from datetime import date
@@ -30,7 +29,7 @@ from deepseek_zero.planner.spec import P, S, Spec
 from deepseek_zero.precision.codecs import Blocks, Codec
 from deepseek_zero.sharding.buffer import CommContext, FlatBuffer, Pool, move
 from deepseek_zero.tiers.tier import Tiers
-from tests.hosts import hosts
+from tests.hosts import hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "codecs.md"
 KERNEL_NUMEL, SUM_NUMEL, SCRATCH = 1 << 24, 1 << 23, 1 << 18
@@ -94,12 +93,7 @@ def be_a_rank(rounds: int) -> None:
 def over_a_link(rate: str, rounds: int) -> dict[str, list[float]]:
     """Return seconds and bytes of a rank by wire, between two hosts."""
     with hosts(2, rate) as pair:
-        world = {"WORLD_SIZE": "2", "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.codecs", "--as-rank", "--rounds", str(rounds)]
-        ranks = [host.run(command, {**world, "RANK": str(rank)}) for rank, host in enumerate(pair)]
-        said, other = (rank.communicate(timeout=600)[0] for rank in ranks)
-        if any(rank.returncode for rank in ranks):
-            raise SystemExit(said + other)
+        said = run_ranks("benchmarks.codecs", pair, PORT, ["--rounds", rounds], timeout=600)
     found: dict[str, list[float]] = json.loads(said.splitlines()[-1])
     return found
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from datetime import date
 from pathlib import Path
@@ -28,7 +27,7 @@ from torch import Tensor
 from deepseek_zero.comm.context import WorldContext
 from deepseek_zero.comm.ids import CollectiveId
 from deepseek_zero.comm.transports.base import Transport
-from tests.hosts import Host, bits_per_second, hosts
+from tests.hosts import Host, bits_per_second, hosts, run_ranks
 
 RESULTS = Path(__file__).parent / "results" / "link.md"
 RATES = ("100mbit", "1gbit", "unlimited")
@@ -114,12 +113,7 @@ def measure(rate: str, rounds: int) -> None:
 
 def run_on(pair: list[Host], rate: str, rounds: int) -> dict[str, float]:
     """Return what rank 0 measured between two hosts."""
-    world = {"WORLD_SIZE": "2", "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT)}
-    command = [sys.executable, "-m", "benchmarks.link", "--as-rank", "--rates", rate, "--rounds", str(rounds)]
-    ranks = [host.run(command, {**world, "RANK": str(rank)}) for rank, host in enumerate(pair)]
-    said, other = (rank.communicate(timeout=600)[0] for rank in ranks)
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(said + other)
+    said = run_ranks("benchmarks.link", pair, PORT, ["--rates", rate, "--rounds", rounds], timeout=600)
     found: dict[str, float] = json.loads(said.splitlines()[-1])
     return found
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ import deepseek_zero as dz
 from benchmarks.cells import ADAMW, SEQUENCES_PER_RANK, Cell
 from benchmarks.model import Batch, Batches, build_model
 from deepseek_zero.report.plots import INK, save_figure, style_axes
-from tests.hosts import bits_per_second, hosts, sent_from_here
+from tests.hosts import bits_per_second, hosts, run_ranks, sent_from_here
 
 RESULTS = Path(__file__).parent / "results" / "slow_link.md"
 CELL = Cell("8x256", "fp32")
@@ -140,19 +139,10 @@ class Found:
 
 
 def run(rate: str, ranks: int, rounds: int) -> Found:
-    each = ranks // HOSTS
     with hosts(HOSTS, rate) as pair:
-        world = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(PORT)}
-        command = [sys.executable, "-m", "benchmarks.slow_link", "--as-rank"]
-        command += ["--rounds", str(rounds), "--ranks", str(ranks)]
-        running = []
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank % each), "LOCAL_WORLD_SIZE": str(each)}
-            running.append(pair[rank // each].run(command, {**world, **place}))
-        outputs = [process.communicate()[0] for process in running]
-    if any(process.returncode for process in running):
-        raise SystemExit("\n".join(outputs))
-    line = next(line for line in outputs[0].splitlines() if line.startswith("[{"))
+        arguments = ["--rounds", rounds, "--ranks", ranks]
+        said = run_ranks("benchmarks.slow_link", pair, PORT, arguments, each=ranks // HOSTS)
+    line = next(line for line in said.splitlines() if line.startswith("[{"))
     return Found(rate, *json.loads(line))
 
 

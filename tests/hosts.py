@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -211,6 +212,32 @@ def hosts(count: int, rate: str | None = None) -> Iterator[list[Host]]:
             if rate is not None:
                 found[-1].limit(rate)
         yield found
+
+
+def run_ranks(
+    module: str,
+    pair: Sequence[Host],
+    port: int,
+    arguments: Sequence[object] = (),
+    *,
+    each: int = 1,
+    timeout: float | None = None,
+) -> str:
+    """Run a module of this folder as the ranks of one world, `each` of them on a host; return what rank 0 wrote.
+
+    arguments: behind `--as-rank`.  SystemExit with everything that was written where a rank failed.
+    """
+    world = {"WORLD_SIZE": str(each * len(pair)), "MASTER_ADDR": pair[0].address, "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", module, "--as-rank", *map(str, arguments)]
+    running = []
+    for number, host in enumerate(pair):
+        for place in range(each):
+            here = {"RANK": number * each + place, "LOCAL_RANK": place, "LOCAL_WORLD_SIZE": each}
+            running.append(host.run(command, {**world, **{name: str(value) for name, value in here.items()}}))
+    said = [rank.communicate(timeout=timeout)[0] for rank in running]
+    if any(rank.returncode for rank in running):
+        raise SystemExit("\n".join(said))
+    return said[0]
 
 
 def enter_host(pid: int) -> None:

@@ -233,8 +233,7 @@ class Comm:
 
     transport: "fastest" and "tcp" take shared memory between CPU ranks of one host, "gloo" never does; between hosts
     "tcp" takes our own sockets, the others gloo.  trains: False for what only builds or loads a model, and waits for
-    each of its collectives.  world: None: that of torch.distributed, and
-    without one a world of one rank.
+    each of its collectives.  world: None: that of torch.distributed, and without one a world of one rank.
     """
 
     def __init__(

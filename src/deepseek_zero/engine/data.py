@@ -1,5 +1,5 @@
-"""Batches for one rank: an order of samples that every number of ranks shares, the move to the device while the step
-before still runs, and a look at the first batch where several ranks must be given the same one.
+"""Batches for one rank: an order of samples that every number of ranks shares, and the move to the device while the
+step before still runs.
 """
 
 from __future__ import annotations
