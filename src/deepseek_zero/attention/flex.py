@@ -1,0 +1,190 @@
+"""Attention by a pattern on a GPU: PyTorch's FlexAttention, told which blocks of 128 x 128 it need not look at.
+
+A block that is seen whole is computed without a mask; one that is seen in part asks the layout's own table and the rule
+by token for each pair. The kernel is compiled once per shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .plan import Pattern, Shape
+from .rows import Bias
+
+SIDE = 128  # of FlexAttention's blocks
+_SMALLEST_WIDTH = 16
+
+
+def is_usable(query: Tensor, value: Tensor) -> bool:
+    """Return whether FlexAttention computes these: on CUDA with triton, in fp32 or less, of widths it has."""
+    fits = query.dtype != torch.float64 and min(query.shape[-1], value.shape[-1]) >= _SMALLEST_WIDTH
+    return query.device.type == "cuda" and fits and find_spec("triton") is not None
+
+
+def attend_flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    scale: float,
+    biases: Sequence[Bias],
+    first_head: int,
+    *,
+    compiled: bool = True,
+) -> Tensor:
+    """Return attention as `attend` does. Local.  compiled: False: FlexAttention's own slow way, which holds all
+    scores, for tests.
+    """
+    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+    blocks = _blocks_of(pattern, shape, query.device)
+    run: Callable[..., Any] = _compiled() if compiled else _torchs().flex_attention
+    found: Tensor = run(
+        query,
+        key,
+        value,
+        score_mod=_score_mod(biases),
+        block_mask=_block_mask(pattern, shape, blocks, biases),
+        scale=scale,
+        enable_gqa=shape.heads != shape.key_heads,
+    )
+    return found
+
+
+def _torchs() -> Any:
+    """Return torch's module, which brings its compiler along."""
+    return import_module("torch.nn.attention.flex_attention")
+
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    return torch.compile(_torchs().flex_attention, dynamic=False)
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """A pattern as FlexAttention needs it.  partial, whole: blocks of 128 x 128 that are seen in part and whole, bools
+    of (variants of heads, queries / 128, keys / 128).  table: the layout's own, of (variants, rows, blocks), None
+    without one.  variant_of: the variant of each head.
+    """
+
+    partial: Tensor
+    whole: Tensor
+    table: Tensor | None
+    variant_of: Tensor
+
+
+@lru_cache(maxsize=32)
+def _blocks_of(pattern: Pattern, shape: Shape, device: torch.device) -> _Blocks:
+    numbers = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
+    variants = sorted({*numbers})
+    seen = [_coarse(pattern, variant, shape) for variant in variants]
+    some, every = (torch.stack(each).to(device) for each in zip(*seen, strict=True))
+    table = None
+    if pattern.layout is not None:
+        rows, blocks = -(-shape.keys // pattern.layout.query_block), -(-shape.keys // pattern.layout.block)
+        table = torch.stack([pattern.layout.rows(each, 0, rows, blocks) for each in variants]).to(device)
+    places = torch.tensor([variants.index(each) for each in numbers], device=device)
+    return _Blocks(some & ~every, every, table, places)
+
+
+def _coarse(pattern: Pattern, variant: int, shape: Shape) -> tuple[Tensor, Tensor]:
+    """Return of which blocks of 128 x 128 some pairs are seen, and of which all."""
+    offset, layout = shape.keys - shape.queries, pattern.layout
+    begins = torch.arange(0, shape.keys, SIDE)
+    ends = (begins + SIDE).clamp(max=shape.keys)
+    some, every = list[Tensor](), list[Tensor]()
+    for start in range(offset, shape.keys, SIDE):
+        stop = min(start + SIDE, shape.keys)
+        near, whole = torch.ones_like(begins, dtype=torch.bool), ends - begins == SIDE
+        if layout is not None:
+            rows, blocks = -(-stop // layout.query_block), -(-shape.keys // layout.block)
+            own = layout.rows(variant, start // layout.query_block, rows, blocks)
+            first, last = begins // layout.block, -(-ends // layout.block)
+            near = _between(own.any(0), first, last) > 0
+            whole &= _between(own.all(0), first, last) == last - first
+        if pattern.ahead is not None:
+            near &= begins <= stop - 1 + pattern.ahead
+            whole &= ends - 1 <= start + pattern.ahead
+        if pattern.behind is not None:
+            near &= ends - 1 >= start - pattern.behind
+            whole &= begins >= stop - 1 - pattern.behind
+        some.append(near)
+        every.append(whole & near)
+    return torch.stack(some), torch.stack(every)
+
+
+def _between(flags: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """Return how many flags are set in each [first, last)."""
+    sums = torch.nn.functional.pad(flags.cumsum(0), (1, 0))
+    return sums[last] - sums[first]
+
+
+def _block_mask(pattern: Pattern, shape: Shape, blocks: _Blocks, biases: Sequence[Bias]) -> Any:
+    """Return FlexAttention's BlockMask.  Where bools or rules say what is seen, no block counts as seen whole."""
+    rules = [each for each in biases if not isinstance(each, Tensor)]
+    bools = [each for each in biases if isinstance(each, Tensor) and each.dtype == torch.bool]
+    layout, offset = pattern.layout, shape.keys - shape.queries
+    table, variant_of, ahead, behind = blocks.table, blocks.variant_of, pattern.ahead, pattern.behind
+
+    def mask_mod(sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = query + offset
+        seen = key >= 0
+        if table is not None and layout is not None:
+            seen = seen & table[variant_of[head], place // layout.query_block, key // layout.block]
+        if ahead is not None:
+            seen = seen & (key <= place + ahead)
+        if behind is not None:
+            seen = seen & (key >= place - behind)
+        for each in bools:
+            seen = seen & _at(each, sample, head, query, key)
+        for rule in rules:
+            seen = seen & rule(sample, query, key)
+        return seen
+
+    partial, whole = blocks.partial, blocks.whole
+    if rules or bools:
+        partial, whole = partial | whole, torch.zeros_like(whole)
+    counts, indices, whole_counts, whole_indices = (
+        each[variant_of][None] if len(partial) > 1 else each[None] for each in (*_listed(partial), *_listed(whole))
+    )
+    return _torchs().BlockMask.from_kv_blocks(
+        counts,
+        indices,
+        whole_counts,
+        whole_indices,
+        BLOCK_SIZE=SIDE,
+        mask_mod=mask_mod,
+        seq_lengths=(shape.queries, shape.keys),
+    )
+
+
+def _listed(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return how many blocks are seen of each row, and which, those first."""
+    counts = seen.sum(-1, dtype=torch.int32)
+    return counts, seen.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
+
+
+def _score_mod(biases: Sequence[Bias]) -> Callable[..., Tensor] | None:
+    numbers = [each for each in biases if isinstance(each, Tensor) and each.dtype != torch.bool]
+    if not numbers:
+        return None
+
+    def score_mod(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        for each in numbers:
+            score = score + _at(each, sample, head, query, key)
+        return score
+
+    return score_mod
+
+
+def _at(tensor: Tensor, *places: Tensor) -> Tensor:
+    """Return one element; a dimension of 1 is the same everywhere."""
+    return tensor[tuple(place if size > 1 else place * 0 for place, size in zip(places, tensor.shape, strict=True))]

@@ -1,0 +1,342 @@
+"""Plans: a pattern of seen keys, cut into tiles of queries with the spans of keys that each tile reads. Pure.
+
+A tile is some queries in a row and the keys that any of them sees, as spans of the sequence. Where not every query of a
+tile sees every key of its spans, it has a mask, which says so by a few numbers and is made when it is needed: tiles of
+one shape share it. Nothing here is as large as queries times keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from .layouts import Dense, Layout, Span
+
+SMALLEST_TILE = 32  # queries; the kernel takes so many at a time
+_FULL = 0.75  # a tile of which so much is seen is not worth cutting
+_TILE_COST = 4096  # pairs of a query and a key that cost as much as starting on another tile
+_SPAN_COST = 64  # keys that cost as much as beginning a span
+_KEPT_MASK_NUMEL = 1 << 18  # larger masks are made again each time
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """Which keys a query sees: those that its row of the layout has, and that are near enough by token.
+
+    layout: None: all.  behind: a key so many tokens before the query is the first one seen (None: no first).  ahead:
+    likewise the last one behind it; 0 is causal.
+    """
+
+    layout: Layout | None = None
+    behind: int | None = None
+    ahead: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layout: Layout | None,
+        *,
+        is_causal: bool = False,
+        window: int | None = None,
+        reach: int | None = None,
+    ) -> Pattern:
+        """Return what a layout lets through, causality, a window of the last `window` tokens, and keys at most `reach`
+        tokens away: all of them together.
+        """
+        is_causal |= layout is not None and layout.is_causal
+        back = [each for each in (None if window is None else window - 1, reach) if each is not None]
+        return cls(None if isinstance(layout, Dense) else layout, min(back, default=None), 0 if is_causal else reach)
+
+    def variant(self, head: int) -> int:
+        return 0 if self.layout is None else self.layout.variant(head)
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Which keys of its spans the queries of a tile see, in numbers that tiles of one shape share.
+
+    spans: (keys, tokens from the first query to the first key; None: near enough for every query).  bits: which blocks
+    of the spans each row of blocks sees, one byte each; None: all.  first_token: of the tile in its row of blocks.
+    first_tokens: of each span in its first block.
+    """
+
+    queries: int
+    spans: tuple[tuple[int, int | None], ...]
+    behind: int | None
+    ahead: int | None
+    bits: bytes | None = None
+    query_block: int = 1
+    block: int = 1
+    first_token: int = 0
+    first_tokens: tuple[int, ...] = ()
+
+    @property
+    def keys(self) -> int:
+        return sum(length for length, _ in self.spans)
+
+    def seen(self) -> Tensor:
+        """Return it as a bool of (queries, keys)."""
+        parts = [self._near(length, offset) for length, offset in self.spans]
+        found = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        if self.bits is None:
+            return found
+        columns, before = [], 0
+        for (length, _), first in zip(self.spans, self.first_tokens, strict=True):
+            place = torch.arange(first, first + length) // self.block
+            columns.append(place + before)
+            before += int(place[-1]) + 1
+        rows = torch.arange(self.first_token, self.first_token + self.queries) // self.query_block
+        bits = torch.frombuffer(bytearray(self.bits), dtype=torch.uint8).bool().view(-1, before)
+        return found & bits[rows][:, torch.cat(columns)]
+
+    def _near(self, length: int, offset: int | None) -> Tensor:
+        seen = torch.ones(self.queries, length, dtype=torch.bool)
+        if offset is not None:
+            away = torch.arange(offset, offset + length)[None] - torch.arange(self.queries)[:, None]
+            if self.ahead is not None:
+                seen &= away <= self.ahead
+            if self.behind is not None:
+                seen &= away >= -self.behind
+        return seen
+
+    def added(self, dtype: torch.dtype) -> Tensor:
+        """Return it as numbers to add to scores: 0, or -inf where a key is not seen."""
+        return _kept(self, dtype) if self.queries * self.keys <= _KEPT_MASK_NUMEL else _added(self, dtype)
+
+
+def _added(mask: Mask, dtype: torch.dtype) -> Tensor:
+    return added(mask.seen(), dtype)
+
+
+_kept = lru_cache(maxsize=32)(_added)
+
+
+def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 0 where a key is seen and -inf where it is not."""
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries [start, stop), and the keys they see.
+
+    is_square: the keys are those up to each query, from the first query on: what kernels call causal; there is no mask
+    then.  count: of tiles like this one, each as many tokens further as it has queries, in queries and keys.
+    """
+
+    start: int
+    stop: int
+    spans: tuple[Span, ...]
+    mask: Mask | None = None
+    is_square: bool = False
+    count: int = 1
+
+    @property
+    def queries(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def keys(self) -> int:
+        return sum(stop - start for start, stop in self.spans)
+
+    @property
+    def cost(self) -> float:
+        """Pairs that are computed, and what else takes time, in pairs."""
+        pairs = self.queries * (self.keys + _SPAN_COST * len(self.spans))
+        return self.count * (_TILE_COST + (pairs / 2 if self.is_square else pairs))
+
+    def each(self) -> Iterator[Tile]:
+        """Yield the tiles it stands for, one by one."""
+        for place in range(self.count):
+            by = place * self.queries
+            spans = tuple((start + by, stop + by) for start, stop in self.spans)
+            yield replace(self, start=self.start + by, stop=self.stop + by, spans=spans, count=1)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Heads that have the same tiles.
+
+    heads, key_heads: which of the queries' heads, and which heads of keys they read, each of the latter as often as the
+    others.  samples: of the batch.
+    """
+
+    heads: slice
+    key_heads: slice
+    tiles: tuple[Tile, ...]
+    samples: slice = field(default_factory=lambda: slice(None))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a plan is for: heads of queries and keys, tokens of them, and the first head's number in the whole model."""
+
+    heads: int
+    key_heads: int
+    queries: int
+    keys: int
+    first_head: int = 0
+
+
+def groups_of(pattern: Pattern, shape: Shape, tile: int, samples: slice = slice(None)) -> tuple[Group, ...]:
+    """Return the groups of heads of a pattern, with their tiles of at most `tile` queries. Pure.
+
+    The queries are the last ones of the keys.
+    """
+    shared = shape.heads // shape.key_heads
+    variants = [pattern.variant(head + shape.first_head) for head in range(shape.heads)]
+    tiles = {variant: tuple(_merged(_tiles(pattern, variant, shape, tile))) for variant in sorted({*variants})}
+    if len(tiles) == 1:
+        return (Group(slice(None), slice(None), tiles[variants[0]], samples),)
+    found = list[Group]()
+    for own in [range(shape.heads)] if shared == 1 else _cut(range(shape.heads), shared):
+        for variant in sorted({variants[head] for head in own}):
+            for heads in _slices([head for head in own if variants[head] == variant]):
+                read = heads if shared == 1 else slice(own.start // shared, own.start // shared + 1)
+                found.append(Group(heads, read, tiles[variant], samples))
+    return tuple(found)
+
+
+plan_of = lru_cache(maxsize=32)(groups_of)
+
+
+def _cut(whole: range, many: int) -> list[range]:
+    return [whole[start : start + many] for start in range(0, len(whole), many)]
+
+
+def _slices(places: Sequence[int]) -> list[slice]:
+    """Return ascending places as slices, one where they are evenly spaced."""
+    steps = {after - before for before, after in pairwise(places)}
+    if len(steps) > 1:
+        return [slice(place, place + 1) for place in places]
+    return [slice(places[0], places[-1] + 1, *steps)]
+
+
+def _merged(tiles: Sequence[Tile]) -> Iterator[Tile]:
+    """Join tiles of one span that are like the one before, each as far on as it has queries."""
+    last: Tile | None = None
+    for tile in tiles:
+        if last is not None and _follows(last, tile):
+            last = replace(last, count=last.count + 1)
+            continue
+        if last is not None:
+            yield last
+        last = tile
+    if last is not None:
+        yield last
+
+
+def _follows(last: Tile, tile: Tile) -> bool:
+    by = last.count * last.queries
+    moved = tuple((start + by, stop + by) for start, stop in last.spans)
+    place = (last.start + by, last.stop + by, moved)
+    return len(moved) == 1 and (tile.start, tile.stop, tile.spans) == place and _alike(last, tile)
+
+
+def _alike(last: Tile, tile: Tile) -> bool:
+    return (last.mask, last.is_square) == (tile.mask, tile.is_square)
+
+
+def _tiles(pattern: Pattern, variant: int, shape: Shape, size: int) -> list[Tile]:
+    offset, found = shape.keys - shape.queries, list[Tile]()
+    edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
+    for start, stop in pairwise(edges):
+        found += _best(pattern, variant, shape, max(start, offset), stop)
+    return found
+
+
+def _best(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> list[Tile]:
+    """Return the tile of the queries at [start, stop) of the keys, or several where they read much less together."""
+    whole, share = _tile(pattern, variant, shape, start, stop)
+    step = SMALLEST_TILE if pattern.layout is None else max(SMALLEST_TILE, pattern.layout.query_block)
+    middle = (start + stop) // 2 // step * step
+    if share >= _FULL or not start < middle < stop:
+        return [whole]
+    halves = _best(pattern, variant, shape, start, middle) + _best(pattern, variant, shape, middle, stop)
+    return halves if sum(each.cost for each in halves) < whole.cost else [whole]
+
+
+def _tile(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> tuple[Tile, float]:
+    """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not counting edges."""
+    first = 0 if pattern.behind is None else max(start - pattern.behind, 0)
+    last = shape.keys if pattern.ahead is None else min(stop + pattern.ahead, shape.keys)
+    spans: tuple[Span, ...] = ((first, last),)
+    bits, share, layout = None, 1.0, pattern.layout
+    if layout is not None:
+        blocks = -(-shape.keys // layout.block)
+        bits, spans = _blocks(layout, variant, pattern, blocks, (start, stop), (first, last))
+        seen = bits.double().mean().item() if bits.numel() else 1.0
+        share, bits = (1.0, None) if seen == 1.0 else (seen, bits)
+    offset = shape.keys - shape.queries
+    place = (start - offset, stop - offset)
+    near = [_is_near(pattern, span, start, stop) for span in spans]
+    if bits is None and all(near):
+        return Tile(*place, spans), share
+    if bits is None and pattern.ahead == 0 and spans == ((start, stop),) and _is_within(pattern, stop - start):
+        return Tile(*place, spans, is_square=True), share
+    parts = tuple((b - a, None if fits else a - start) for (a, b), fits in zip(spans, near, strict=True))
+    mask = Mask(stop - start, parts, pattern.behind, pattern.ahead)
+    if bits is not None and layout is not None:
+        mask = replace(
+            mask,
+            bits=bits.numpy().tobytes(),
+            query_block=layout.query_block,
+            block=layout.block,
+            first_token=start % layout.query_block,
+            first_tokens=tuple(a % layout.block for a, _ in spans),
+        )
+    return Tile(*place, spans, mask), share
+
+
+def _blocks(
+    layout: Layout, variant: int, pattern: Pattern, blocks: int, queries: Span, keys: Span
+) -> tuple[Tensor, tuple[Span, ...]]:
+    """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each row sees.
+
+    blocks: of the whole sequence, which a layout may depend on.  A block that the rule by token leaves out of a row
+    anyway counts as seen: it needs no bit.
+    """
+    (start, stop), (first, last) = queries, keys
+    row, end = start // layout.query_block, -(-stop // layout.query_block)
+    block, beyond = first // layout.block, -(-last // layout.block)
+    seen = layout.rows(variant, row, end, blocks)[:, block:beyond]
+    edges = torch.diff(seen.any(0).to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().flatten()
+    runs = [(int(a) + block, int(b) + block) for a, b in edges.view(-1, 2)]
+    spans = tuple((max(a * layout.block, first), min(b * layout.block, last)) for a, b in runs)
+    bits = torch.cat([seen[:, a - block : b - block] for a, b in runs], 1) if runs else seen[:, :0]
+    if pattern.ahead is not None and runs:
+        begins = torch.cat([torch.arange(a, b) for a, b in runs]) * layout.block
+        ends = torch.arange(row, end) * layout.query_block + layout.query_block - 1 + pattern.ahead
+        bits = bits | (begins[None] > ends[:, None])
+    return bits, spans
+
+
+def _is_near(pattern: Pattern, span: Span, start: int, stop: int) -> bool:
+    """Return whether every query at [start, stop) is near enough to every key of a span."""
+    is_past = pattern.ahead is None or span[1] - 1 <= start + pattern.ahead
+    return is_past and (pattern.behind is None or span[0] >= stop - 1 - pattern.behind)
+
+
+def _is_within(pattern: Pattern, queries: int) -> bool:
+    return pattern.behind is None or pattern.behind >= queries - 1
+
+
+def whole_mask(pattern: Pattern, shape: Shape) -> Tensor:
+    """Return all that a pattern lets be seen, a bool of (heads, queries, keys): for ways that hold all scores."""
+    offset = shape.keys - shape.queries
+    away = torch.arange(shape.keys)[None] - torch.arange(offset, shape.keys)[:, None]
+    seen = torch.ones(shape.heads, shape.queries, shape.keys, dtype=torch.bool)
+    if pattern.ahead is not None:
+        seen &= away <= pattern.ahead
+    if pattern.behind is not None:
+        seen &= away >= -pattern.behind
+    if pattern.layout is not None:
+        rows = torch.arange(offset, shape.keys) // pattern.layout.query_block
+        table = pattern.layout.table(shape.first_head + shape.heads, shape.keys)[shape.first_head :]
+        seen &= table[:, rows][:, :, torch.arange(shape.keys) // pattern.layout.block]
+    return seen
