@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ..base.device import has_no_values
 from ..base.errors import UsageError
 from .flex import attend_flex, is_usable
 from .plan import Pattern, Shape, plan_of
@@ -38,7 +39,7 @@ def attend(
     """
     _check(query, key, value, biases)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_meta or isinstance(query, torch._subclasses.FakeTensor):  # nobody reads the values
+    if has_no_values(query):
         return scaled_dot_product_attention(query, key, value, scale=scale, enable_gqa=True)
     if torch.compiler.is_compiling():  # the loop over tiles is not for a compiler to unroll
         run: Tensor = torch.compiler.disable(_attend)(query, key, value, pattern, scale, biases, first_head, tile)

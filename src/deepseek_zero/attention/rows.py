@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..base.device import cpu_attention
 from .plan import Group, Mask, Tile, added
 
 # Returns which of some keys are seen, a bool of (samples or 1, 1, queries, keys), of numbers of samples, queries and
@@ -25,8 +26,7 @@ Rule = Callable[[Tensor, Tensor, Tensor], Tensor]
 Bias = Tensor | Rule
 
 _BATCH_NUMEL = 1 << 20  # of keys that one call on several tiles reads, and of each of their gradients
-_forward_kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-_backward_kernel = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+_KERNEL = cpu_attention()
 
 
 def attend_by_plan(
@@ -106,9 +106,12 @@ class _ByPlan(torch.autograd.Function):
 
 def _fits_kernel(*tensors: Tensor) -> bool:
     """Return whether torch's kernel takes query, key and value: of one width, stored row by row, on a CPU."""
-    is_there = _forward_kernel is not None and _backward_kernel is not None
     one_width = len({each.shape[-1] for each in tensors}) == 1
-    return is_there and one_width and all(each.device.type == "cpu" and each.stride(-1) == 1 for each in tensors)
+    return (
+        _KERNEL is not None
+        and one_width
+        and all(each.device.type == "cpu" and each.stride(-1) == 1 for each in tensors)
+    )
 
 
 def _sum_dtype(tensor: Tensor) -> torch.dtype:
@@ -284,17 +287,17 @@ _Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # of queries, keys, v
 def _kernel_forward(call: _Call, query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     is_square = call.tile.is_square and not call.biases
     mask = None if is_square else call.mask(query)
-    assert _forward_kernel is not None
-    out, sums = _forward_kernel(query, key, value, 0.0, is_square, attn_mask=mask, scale=scale)
+    assert _KERNEL is not None
+    out, sums = _KERNEL[0](query, key, value, 0.0, is_square, attn_mask=mask, scale=scale)
     return out, sums
 
 
 def _kernel_backward(call: _Call, own: _Tensors, scale: float) -> _Gradients:
     is_square = call.tile.is_square and not call.biases
     mask = None if is_square else call.mask(own.query)
-    assert _backward_kernel is not None
+    assert _KERNEL is not None
     given = own.grad, own.query, own.key, own.value, own.out, own.sums[..., 0]
-    rows, keys, values = _backward_kernel(*given, 0.0, is_square, attn_mask=mask, scale=scale)
+    rows, keys, values = _KERNEL[1](*given, 0.0, is_square, attn_mask=mask, scale=scale)
     return rows, keys, values, None
 
 

@@ -66,6 +66,18 @@ def fake_tensors() -> Any:
     return torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True)
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a shape and a dtype alone: on the meta device, or one of `fake_tensors`."""
+    return tensor.is_meta or isinstance(tensor, torch._subclasses.FakeTensor)
+
+
+def cpu_attention() -> tuple[Any, Any] | None:
+    """Return forward and backward of torch's own attention on a CPU, as operators; None where this torch has none."""
+    aten, name = torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
+    found = getattr(aten, name, None), getattr(aten, f"{name}_backward", None)
+    return None if None in found else found
+
+
 def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:
     """A module's own parameters and submodules, unnamed: a tenth of the time of `named_parameters`."""
     return [*module._parameters.values(), *module._modules.values()]

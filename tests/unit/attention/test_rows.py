@@ -22,6 +22,7 @@ from deepseek_zero.attention.layouts import (
 )
 from deepseek_zero.attention.plan import Pattern, Shape, groups_of, plan_of, whole_mask
 from deepseek_zero.attention.rows import attend_by_plan
+from deepseek_zero.base.device import cpu_attention
 from deepseek_zero.base.errors import UsageError
 from tests.unit.attention.dense import apart, dense, seen_of, tensors, with_gradients
 
@@ -201,8 +202,9 @@ def test_tiles_cover_every_query_once_and_read_what_is_seen() -> None:
 
 
 def test_torchs_kernel_is_the_one_that_is_known() -> None:
-    name = "_scaled_dot_product_flash_attention_for_cpu"
-    forward, backward = getattr(torch.ops.aten, name).default, getattr(torch.ops.aten, f"{name}_backward").default
+    kernel = cpu_attention()
+    assert kernel is not None
+    forward, backward = (each.default for each in kernel)
     assert str(forward._schema).partition("(")[2] == (
         "Tensor query, Tensor key, Tensor value, float dropout_p=0., bool is_causal=False, *, "
         "Tensor? attn_mask=None, float? scale=None) -> (Tensor output, Tensor logsumexp)"
