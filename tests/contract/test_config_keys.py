@@ -305,6 +305,10 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "compression.weights.block",
             "compression.gradients.bits",
             "compression.gradients.block",
+            "compression.gradients.error_feedback",
+            "zeropp_loco_param",
+            "zeropp_loco_param.err_beta",
+            "zeropp_loco_param.reset_T",
             "compression.min_numel",
         )
     },

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..base.errors import CheckpointError
 from ..base.log import log_first
 from ..base.memory import trim_heap
+from ..base.mesh import AXES
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..optim.updater import MasterShard, ParamOverlap
 from ..precision.policy import cast_master
@@ -26,14 +27,14 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
+from .format import BUFFER, DELAYED, ERRORS, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, StateRange, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_named
-from .state import exact_extents
+from .state import errors_of, exact_extents
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -109,6 +110,8 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
             discard_deferred(optimizer)
             if optimizer.fallback is not None:
                 optimizer.fallback.restore(lifted)
+        for group in runtime.trained_groups:
+            group.gradient.forget_errors()
         run_and_gather(runtime.comm.whole, f"loading {tag}: slices", fill)
         for group in runtime.groups:
             group.weights_changed()
@@ -125,6 +128,28 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
     own = [chunk for chunk in manifest.chunks if chunk.kind == RNG and chunk.rank == rank]
     reader = CheckpointReader(folder, own, stack)
     restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device)
+
+
+def _restore_errors(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
+    """Write what codes had left out of this rank's gradients, where the same rank of the same mesh saved it; elsewhere
+    it is dropped, with a line.
+    """
+    mesh, rank = runtime.plan.mesh, runtime.comm.whole.rank
+    saved = [chunk for chunk in manifest.chunks if chunk.kind == ERRORS]
+    is_same = manifest.mesh == dict(zip(AXES, mesh.sizes, strict=True))
+    reader = CheckpointReader(folder, [chunk for chunk in saved if chunk.rank == rank and is_same], stack)
+    piece, is_whole = Piece.of(runtime), bool(saved)
+    for group in runtime.trained_groups if saved else ():
+        errors, (name, key) = group.gradient.ensure_errors(), errors_of(group, piece)
+        if errors is not None and reader.has(ERRORS, name, key):
+            errors.memory.copy_(reader.value(ERRORS, name, key))
+        elif errors is not None:
+            is_whole = False
+    if saved and not is_whole and runtime.settings.compression.feedback is not None:
+        log_first(
+            f"{folder.name} was saved by ranks on another mesh or with other codes: what these had left out of gradients "
+            "is dropped"
+        )
 
 
 # -- what is refused
@@ -242,6 +267,7 @@ def _restore_all(
         if optimizer is not None:
             restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
             restore_delayed_gradients(reader, optimizer)
+            _restore_errors(folder, manifest, contents.runtime, stack)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
     return ""

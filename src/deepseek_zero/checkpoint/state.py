@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from ..planner.spec import R
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..tiers.tier import Extent
 from .contents import Contents
-from .format import DELAYED, MOMENT, REPLICA, WEIGHT, WHOLE, SavedChunk
+from .format import DELAYED, ERRORS, MOMENT, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import Piece
 from .safetensors_file import dtype_name
 
@@ -72,9 +73,10 @@ def write_groups(contents: Contents, *, skip_frozen: bool, elsewhere: Collection
     parameter along "tp", the first one has it.  elsewhere: names of parameters that an earlier stage writes.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
+    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
+    yield from (_error_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
         return  # the first replica has written the same
-    chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
     shards_by_group: dict[int, list[MasterShard]] = {}
     for shard in optimizer.shards() if optimizer is not None else ():
         shards_by_group.setdefault(id(shard.group), []).append(shard)
@@ -159,6 +161,24 @@ def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
             write_group.items.append(WriteItem(chunk, waiting.buffer.spec.dtype, (stop - start,), read, group))
             write_group.extents = [ExtentRange(each, 0, each.memory.numel(), changes=False) for each in waiting.extents]
     return write_group
+
+
+def _error_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
+    """List what codes have left out of this rank's gradients."""
+    errors, write_group = group.gradient.errors, WriteGroup([])
+    if errors is not None:
+        name, key, memory = *errors_of(group, chunks.piece), errors.memory
+        chunk = SavedChunk(ERRORS, name, key, 0, memory.numel(), chunks.rank)
+        read = partial(_read_from, memory.__getitem__, 0)
+        write_group.items.append(WriteItem(chunk, memory.dtype, (memory.numel(),), read, group))
+    return write_group
+
+
+def errors_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
+    """Return the name and the key under which what codes have left out of a group is saved."""
+    planned = group.planned
+    lies = f"{planned.layout} {planned.near} {planned.predivide} {planned.plan.feedback}"
+    return piece.name(group.members[0]), f"{crc32(lies.encode()):08x}"
 
 
 class MomentCache:

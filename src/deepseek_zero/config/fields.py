@@ -49,7 +49,8 @@ class About(TypedDict, total=False):
     optional package.  auto: how the value is found when the key is missing, null or "auto".  means_auto: numbers that
     say "auto".  also: values that count as the default. effect: "check" when the key verifies the run instead of
     changing its parts.  inf: what an infinite number means.  instead: what a run does without a key that is not built,
-    where that is right as well: behind DeepSpeed's name it does so, with a warning.
+    where that is right as well: behind DeepSpeed's name it does so, with a warning.  removed: since when, and why,
+    DeepSpeed has a key no more; use: what to do instead.
     """
 
     example: Any
@@ -62,6 +63,8 @@ class About(TypedDict, total=False):
     effect: str
     inf: int | None
     instead: str
+    removed: str
+    use: str
     auto_is_value: bool
     off_when: str
     gt: float
@@ -128,7 +131,7 @@ class FieldRow:
 
     default: as documented ("auto: ..." where it is found).  switch: the dotted keys that must be on for a later key
     to be read.  needs: keys an effective key needs beside it.  effect: "parts", or "check" where the key only
-    verifies the run.  instead: as `About` has it.
+    verifies the run.  instead, removed: as `About` has them.
     """
 
     path: str
@@ -145,6 +148,7 @@ class FieldRow:
     auto: str = ""
     switch: tuple[str, ...] = ()
     instead: str = ""
+    removed: str = ""
 
 
 @cache
@@ -210,6 +214,7 @@ def _row(
         auto=about.get("auto", ""),
         switch=switch if status is Status.LATER else (),
         instead=instead if status is Status.LATER else "",
+        removed=about.get("removed", ""),
     )
 
 

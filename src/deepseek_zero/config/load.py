@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 
 from ..base.errors import ConfigError, shown
 from ..base.log import log_first, log_once, speak
+from ..base.other_optimizers import OTHER_OPTIMIZERS
 from .fields import Milestone, Section, Status, advice, declared, instead_of, subsection
 from .layer_specs import check_layer_specs
 from .normalise import Normaliser
@@ -100,15 +101,6 @@ MAX_GRAD_NORM = (
     "'max_grad_norm' is not supported as an optimizer parameter, please switch to using the deepspeed parameter "
     "'gradient_clipping'"
 )
-# Optimizers that DeepSpeed knows by name and this library does not have.
-OTHER_OPTIMIZERS = {
-    "onebitadam": "its compressed communication comes with " + Milestone.SPEED,
-    "zerooneadam": "its compressed communication comes with " + Milestone.SPEED,
-    "onebitlamb": "its compressed communication comes with " + Milestone.SPEED,
-    "muadam": "it scales by the width of layers that the mup package marks, which is not planned",
-    "muadamw": "it scales by the width of layers that the mup package marks, which is not planned",
-    "musgd": "it scales by the width of layers that the mup package marks, which is not planned",
-}
 # section -> (module to import, how to install it)
 PACKAGES = {
     "tensorboard": ("tensorboard", 'pip install "deepseek-zero[tensorboard]"'),
@@ -131,6 +123,7 @@ def check(values: Mapping[str, Any], autos: Set[str], problems: Problems) -> Non
     _pipeline(values, problems)
     check_layer_specs(lookup(values, "tensor_parallel.partition_config") or {}, problems)
     _packages(values, problems)
+    _feedback(values, problems)
     _not_built(Config, values, "", None, problems)
 
 
@@ -183,10 +176,8 @@ def _optimizer(values: Mapping[str, Any], problems: Problems) -> None:
         )
     name = str(lookup(values, "optimizer.type", "")).lower()
     if name in OTHER_OPTIMIZERS:
-        fix = "take another optimizer, for example AdamW"
-        problems.found.append(
-            Problem("optimizer.type", f"is not built: {OTHER_OPTIMIZERS[name]}", fix, name, not_built=True)
-        )
+        other = OTHER_OPTIMIZERS[name]
+        problems.found.append(Problem("optimizer.type", f"is not built: {other.why}", other.use, name, not_built=True))
 
 
 def _tiers(values: Mapping[str, Any], problems: Problems) -> None:
@@ -320,6 +311,21 @@ def _packages(values: Mapping[str, Any], problems: Problems) -> None:
             problems.add(f"{name}.enabled", f"the package {module} is not installed", fix, True)
 
 
+def _feedback(values: Mapping[str, Any], problems: Problems) -> None:
+    """Say that errors are kept of nothing where gradients are not coded."""
+    zero = lookup(values, "zero_optimization", {})
+    if zero.get("zero_quantized_gradients") or lookup(zero, "compression.gradients.bits"):
+        return
+    stated = {
+        "compression.gradients.error_feedback": lookup(zero, "compression.gradients.error_feedback", "off"),
+        "zeropp_loco_param": zero.get("zeropp_loco_param"),
+    }
+    for key, value in stated.items():
+        if value not in (None, "off"):
+            why = "gradients are sent as they are: zero_quantized_gradients codes them"
+            problems.without_effect(f"zero_optimization.{key}", value, why)
+
+
 def _not_built(
     model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems
 ) -> None:
@@ -336,7 +342,12 @@ def _not_built(
         if inner is not None and not declared(info):
             _not_built(inner, value, f"{prefix}{name}.", part, problems)
         elif _is_off_default(info, value):
-            _report(prefix + name, value, declared(info)["reason"] or part, "", instead_of(model, info), problems)
+            about = declared(info)
+            if removed := about.get("removed"):
+                what = f"is not built: DeepSpeed has removed it ({removed})"
+                problems.found.append(Problem(prefix + name, what, about["use"], value, not_built=True))
+                continue
+            _report(prefix + name, value, about["reason"] or part, "", instead_of(model, info), problems)
 
 
 def _gated(model: type[Section], values: Mapping[str, Any], prefix: str, part: str | None, problems: Problems) -> None:

@@ -81,6 +81,7 @@ def _meaning(row: FieldRow) -> str:
         return f"{row.sentence} Without effect: {row.reason}."
     if row.status is Status.LATER:
         when = "Not planned." if row.reason == Milestone.UNPLANNED else f"Comes with {row.reason}."
+        when = f"Not planned: DeepSpeed has removed it ({row.removed})." if row.removed else when
         return f"{row.sentence} {when}" + (f" Until then: {row.instead}." if row.instead else "")
     return row.sentence + needs
 

@@ -21,11 +21,11 @@ from .raw_config import AutoDecision
 Device = Literal["none", "cpu", "nvme", "auto"]
 
 _EXACT_WEIGHTS = "weights travel exactly"
-_NO_FEEDBACK = "what codes of gradients leave out is not added to the next ones"
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
 _CODED_WEIGHTS = {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True}
 _CODED_GRADS = {"zero_optimization.zero_quantized_gradients": True}
+_LOCO = {**_CODED_GRADS, "zero_optimization.zeropp_loco_param": {}}
 _AHEAD = {
     "zero_optimization.stage": 3,
     "zero_optimization.offload_optimizer.device": "cpu",
@@ -161,9 +161,12 @@ class LeafModule(Section):
 
 
 class LocoParam(Section):
-    part: ClassVar[Milestone | None] = Milestone.SPEED
-    err_beta: float = later(0.8, "Weight of the old error in the error feedback.", example=0.5, ge=0, le=1)
-    reset_T: int = later(1024, "Steps after which the error is forgotten.", unit="steps", example=16, ge=1)
+    err_beta: float = effective(
+        0.8, "Weight of the old error in the running mean of errors.", example=0.5, needs=_LOCO, ge=0, le=1
+    )
+    reset_T: int = effective(
+        1024, "Optimizer steps after which errors are forgotten.", unit="steps", example=16, needs=_LOCO, ge=1
+    )
 
 
 Block = Literal[32, 64, 128, 256, 512]
@@ -203,8 +206,11 @@ class GradientCodes(Section):
     inside_bits: Literal[16, 8] = later(
         16, "Bits of sums that stay inside a host.", Milestone.SPEED, unit="bits", example=8
     )
-    error_feedback: Literal["off", "bf16", "int8"] = later(
-        "off", "Add what a rank's codes left out to its next gradients.", Milestone.SPEED, example="bf16"
+    error_feedback: Literal["off", "bf16", "int8"] = effective(
+        "off",
+        "Keep what a rank's codes leave out, in this format, and add it to its next gradients.",
+        example="bf16",
+        needs=_CODED_GRADS,
     )
 
 
@@ -406,12 +412,12 @@ class ZeroOptimization(Section):
         False, "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.", example=True
     )
     compression: Compression = section(Compression, "Matrices in fewer bits on their way between ranks.")
-    zeropp_loco_param: LocoParam | None = later(
+    zeropp_loco_param: LocoParam | None = effective(
         None,
-        "Error feedback for compressed gradients (LoCo).",
-        Milestone.SPEED,
+        "Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 unless "
+        "`compression.gradients.error_feedback` says int8.",
         example={"err_beta": 0.5},
-        instead=_NO_FEEDBACK,
+        needs=_CODED_GRADS,
     )
     mics_shard_size: int = effective(
         -1,
@@ -1281,7 +1287,15 @@ class Config(Section):
         example=2.0,
         gt=0,
     )
-    sparse_gradients: bool = later(False, "Send embedding gradients as sparse rows.", Milestone.SPEED, example=True)
+    sparse_gradients: bool = later(
+        False,
+        "Send embedding gradients as sparse rows.",
+        Milestone.UNPLANNED,
+        example=True,
+        removed="pull request 8504: nothing in its stages 1 to 3 read it",
+        use="leave it out: embeddings are reduced with the other matrices; zero_quantized_gradients sends them in fewer "
+        "bits",
+    )
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
     # Precision
     fp16: Fp16 = section(Fp16, "fp16 with loss scaling.")
@@ -1412,6 +1426,8 @@ class Config(Section):
         Milestone.UNPLANNED,
         off_when="nothing_enabled",
         example={"weight_quantization": {"shared_parameters": {"enabled": True}}},
+        removed="pull request 8489: it had no users",
+        use="remove the section; torch.ao and torchao quantise and prune models, before or after training",
     )
     weight_quantization: dict[str, Any] | None = later(
         None, "Quantised weights for inference.", Milestone.UNPLANNED, example={"num_bits": 4}

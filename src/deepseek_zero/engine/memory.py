@@ -86,11 +86,13 @@ def _held(
     masters = [group.master for group in groups]
     pools = {id(group.comm_ctx.pool): group.comm_ctx.pool for group in groups}.values()
     lent: list[Tensor | None] = [tensor for pool in pools for tensor in pool.idle()]
+    errors: list[Tensor | None] = [each.memory for group in groups if (each := group.gradient.errors) is not None]
     copies: list[Tensor | None] = [group.secondary.buffer.memory for group in groups if group.secondary is not None]
     return {
         "weight": [tensor for group in groups for tensor in (group.weight.memory, group.placeholder)],
         **({"secondary": copies} if copies else {}),
         "grad": [buffer.memory for buffer in gradients if buffer is not None],
+        **({"errors": errors} if errors else {}),
         "master": [master.buffer.memory for master in masters if master is not None],
         "moments": _moments(optimizer) if optimizer is not None else [],
         "buffers": [*lent, *(optimizer.scratch.kept.values() if optimizer is not None else [])],

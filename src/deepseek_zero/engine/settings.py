@@ -21,7 +21,8 @@ from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.spec import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
-from ..precision.codecs import Blocks
+from ..precision.codecs import Blocks, Cast
+from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
 from ..report.flops import FlopsSettings
@@ -121,6 +122,7 @@ def policy_of(config: Config) -> Policy:
 
 WEIGHT_BITS, GRADIENT_BITS = 8, 4  # of zero_quantized_weights and zero_quantized_gradients
 GRADIENT_BLOCK = {8: 256, 4: 128}
+KEPT_ERRORS: dict[str, Cast | Blocks] = {"bf16": Cast(torch.bfloat16), "int8": Blocks(8, 256)}
 
 
 def compression_of(config: Config) -> Compression:
@@ -146,7 +148,17 @@ def compression_of(config: Config) -> Compression:
         weights=Blocks(weight_bits, weights.block) if weight_bits else None,
         gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits]) if grad_bits else None,
         min_numel=zero.compression.min_numel,
+        feedback=feedback_of(config) if grad_bits else None,
     )
+
+
+def feedback_of(config: Config) -> Feedback | None:
+    """How ranks keep what codes leave out of gradients: all of it, or LoCo's running mean; None: not at all."""
+    loco, asked = config.zero_optimization.zeropp_loco_param, config.zero_optimization.compression.gradients
+    if loco is None:
+        return None if asked.error_feedback == "off" else Feedback(KEPT_ERRORS[asked.error_feedback])
+    codec = KEPT_ERRORS["bf16" if asked.error_feedback == "off" else asked.error_feedback]
+    return Feedback(codec, loco.err_beta, loco.reset_T)
 
 
 def is_open(config: Config, key: str) -> bool:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from deepseek_zero.base.device import default_device
 from deepseek_zero.base.errors import ConfigError, DeepSeekZeroError, NotBuiltError, shown
 from deepseek_zero.base.log import log_once
+from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
 from deepseek_zero.optim.lamb import Lamb
 from deepseek_zero.optim.lion import Lion
 from deepseek_zero.optim.muon import Muon
@@ -107,17 +108,6 @@ _TORCH: dict[str, type[Optimizer]] = {
     if isinstance(value, type) and issubclass(value, Optimizer) and value is not Optimizer
 }
 
-_ONE_BIT = "1-bit optimizers need the compressed collectives, a later part"
-_MU_P = "it needs the muP parametrisation (package mup), which is not wired"
-_NOT_BUILT = {
-    "onebitadam": _ONE_BIT,
-    "zerooneadam": _ONE_BIT,
-    "onebitlamb": _ONE_BIT,
-    "muadam": _MU_P,
-    "muadamw": _MU_P,
-    "musgd": _MU_P,
-}
-
 _GRANULARITY: dict[type, Granularity] = {
     torch.optim.Adam: "element",
     torch.optim.AdamW: "element",
@@ -152,11 +142,12 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
     problem, NotBuiltError for what is known and not built.
     """
     key = str(name).lower()
-    if key in _NOT_BUILT:
-        raise NotBuiltError(f"optimizer {shown(name)} is not built: {_NOT_BUILT[key]}.", fix="use Adam, AdamW or Lamb.")
+    if key in OTHER_OPTIMIZERS:
+        other = OTHER_OPTIMIZERS[key]
+        raise NotBuiltError(f"optimizer {shown(name)} is not built: {other.why}.", fix=f"{other.use}.")
     if key not in _NAMED and key not in _TORCH:
         raise ConfigError(
-            f"optimizer {shown(name)} is not known{nearest(key[:100], [*VALID_OPTIMIZERS, *_NOT_BUILT])}.",
+            f"optimizer {shown(name)} is not known{nearest(key[:100], [*VALID_OPTIMIZERS, *OTHER_OPTIMIZERS])}.",
             fix=f"name one of {', '.join(VALID_OPTIMIZERS)}, or pass an optimizer instance.",
         )
     _refuse_max_grad_norm(params)

@@ -32,6 +32,7 @@ from ..comm.collectives import Pending, propagate_errors
 from ..planner.layout import MAX_IN_FLIGHT
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
+from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler
 from ..sharding.executor import Unit
 from ..sharding.param_group import ParamGroup
@@ -444,8 +445,23 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                 )
             if self.fallback is not None:
                 promoted = self.fallback.after_step(origin, self.overflow, self.scaler)
+        scale_before = self.loss_scale
         if self.scaler is not None and promoted is None and not is_idle:
             self.scaler.update(self.overflow)
+        if runtime.settings.compression.feedback is not None:
+            self._follow_errors(runtime.settings.compression.feedback, skip=skip)
+            self.scale_errors(self.loss_scale / scale_before)
+
+    def _follow_errors(self, feedback: Feedback, *, skip: bool) -> None:
+        """Forget what codes left out of gradients that are not used, and every so many updates."""
+        if skip or (feedback.reset_every is not None and self.updater.updates % feedback.reset_every == 0):
+            for group in self.runtime.trained_groups:
+                group.gradient.forget_errors()
+
+    def scale_errors(self, factor: float) -> None:
+        """Let what codes left out of gradients follow the loss scale.  Local; every rank does so."""
+        for group in self.runtime.trained_groups if factor != 1.0 else ():
+            group.gradient.scale_errors(factor)
 
     def _report_idle(self, verdict: Verdict) -> None:
         """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph, else warn; nothing

@@ -36,7 +36,7 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
     weight.
 
     Offloaded states count under their memory ("host", "nvme"), in whole pages; a second copy of the weight as
-    "secondary", with the weight.
+    "secondary", with the weight; what codes leave out of gradients as "errors", with the gradient.
     """
     plan, found = group.plan, dict.fromkeys(STATES, 0)
     moments = plan.moments and replace(plan.moments, dtype=storage_dtype(plan.moments_format, plan.moments.dtype))
@@ -57,6 +57,8 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
             found[spec.tier.value] = found.get(spec.tier.value, 0) + -(-nbytes // PAGE) * PAGE * count
     if plan.secondary is not None and "weight" in states:
         found["secondary"] = spec_bytes(plan.secondary, group.padded_numel, group.secondary_ranks)
+    if plan.feedback is not None and "grad" in states:
+        found["errors"] = plan.feedback.nbytes(group.errors_numel)
     return found
 
 

@@ -32,6 +32,7 @@ import torch
 
 from ..base.mesh import INNER_AXES, SHARD_AXES
 from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.feedback import Feedback
 from ..precision.policy import Policy
 from ..tiers.budget import NO_LIMIT
 from ..tiers.tier import Tier
@@ -98,7 +99,7 @@ class ShardPlan:
     moments have the dtype the optimizer works in; the master may be stored otherwise (`master_is_split`, or rounded to
     the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
     is_delayed: updates come one step late.  secondary: the second copy of a sharded weight, from which it is gathered
-    while it stays as it is.
+    while it stays as it is.  feedback: how each rank keeps what codes leave out of its gradients; None: it does not.
     """
 
     weight: Spec
@@ -109,6 +110,7 @@ class ShardPlan:
     moments_format: str = "fp32"
     delayed_update: bool = False
     secondary: Spec | None = None
+    feedback: Feedback | None = None
 
     @property
     def master_is_rounded(self) -> bool:
@@ -168,6 +170,8 @@ class ShardPlan:
             words["master"] = words["master"].replace("int16", "weight+int16")
         if self.delayed_grad is not None:
             words["grad"] += f" + {self.delayed_grad}"
+        if self.feedback is not None:
+            words["grad"] += f" + errors {self.feedback.codec}"
         if self.secondary is not None:
             words["weight"] += f" + {self.secondary}"
         if self.moments_format != "fp32":
@@ -198,11 +202,13 @@ class Compression:
     """How matrices are coded between ranks.
 
     weights, gradients: None: as they are.  min_numel: a unit whose matrices have fewer elements is not coded.
+    feedback: how ranks keep what codes leave out of gradients; None: they do not.
     """
 
     weights: Blocks | None = None
     gradients: Blocks | None = None
     min_numel: int = 0
+    feedback: Feedback | None = None
 
 
 @dataclass(frozen=True)
@@ -319,4 +325,6 @@ def plan_for(
     wire = compression.gradients or (Cast(policy.reduce) if policy.reduce is not None else None)
     grad = Spec(P, grad_dtype, wire=wire) if in_place else Spec(S, grad_dtype, tier, wire)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
-    return ShardPlan(weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary)
+    return ShardPlan(
+        weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary, compression.feedback
+    )

@@ -94,6 +94,11 @@ class GroupPlan:
         return self.plan.grad.wire.dtype if isinstance(self.plan.grad.wire, Cast) else self.plan.weight.dtype
 
     @property
+    def errors_numel(self) -> int:
+        """Return of how many values a rank keeps what codes leave out: its summands, or its part of its host's sums."""
+        return self.padded_numel // self.near if self.plan.feedback is not None else 0
+
+    @property
     def grad_wire(self) -> Codec:
         """How gradients of this group are sent."""
         assert self.plan.grad is not None
@@ -122,7 +127,8 @@ class GroupPlan:
     def uncoded(self) -> GroupPlan:
         """Return the same group with everything sent as it is kept."""
         grad = replace(self.plan.grad, wire=None) if self.plan.grad is not None else None
-        return replace(self, plan=replace(self.plan, weight=replace(self.plan.weight, wire=None), grad=grad))
+        plan = replace(self.plan, weight=replace(self.plan.weight, wire=None), grad=grad, feedback=None)
+        return replace(self, plan=plan)
 
     def relayout(self, granularity: str) -> GroupPlan:
         """Return the same group, laid out at another granularity ("element", "tensor")."""

@@ -46,13 +46,17 @@ class Cast:
         """Return how many bytes so many values take on their way."""
         return numel * self.dtype.itemsize
 
-    def encode(self, values: Tensor, message: Tensor, scratch: Tensor) -> None:
-        """Write the values into a message.  Both are flat; Local."""
-        message.copy_(values)
+    def encode(self, values: Tensor, message: Tensor, scratch: Tensor, start: int = 0) -> None:
+        """Write the values into a message, from its value `start` on.  Both are flat; Local."""
+        message[start : start + values.numel()].copy_(values)
 
     def decode(self, message: Tensor, start: int, stop: int, out: Tensor, scratch: Tensor) -> None:
         """Write values [start, stop) of a message into `out`.  Local."""
         out.copy_(message[start:stop])
+
+    def scale(self, message: Tensor, factor: float) -> None:
+        """Multiply the values of a message.  Local."""
+        message.mul_(factor)
 
     def __str__(self) -> str:
         return str(self.dtype).removeprefix("torch.")
@@ -81,13 +85,14 @@ class Blocks:
         """Return how many bytes so many values take on their way."""
         return self.length(numel)
 
-    def encode(self, values: Tensor, message: Tensor, scratch: Tensor) -> None:
-        """Write the values into a message.  Local.
+    def encode(self, values: Tensor, message: Tensor, scratch: Tensor, start: int = 0) -> None:
+        """Write the values into a message, from its value `start` on.  Local.
 
-        values: flat, of a dtype in `CODED`, a multiple of `granule` long.  message: uint8, of `length(len(values))`,
-        aligned to four bytes.  scratch: flat fp32, of at least `LEAST_SCRATCH` granules.
+        values: flat, of a dtype in `CODED`, a multiple of `granule` long.  message: uint8, of `length` of all its
+        values, aligned to four bytes.  scratch: flat fp32, of at least `LEAST_SCRATCH` granules.
         """
-        codes, scales = self._parts(message, values.numel())
+        codes, scales = self._parts(message)
+        codes, scales = codes[start * self.bits // 8 :], scales[start // self.block :]
         widens, packs = values.dtype != torch.float32, self.bits == 4
         rounded, wide, packed, small = self._tiles(scratch, 1, widens, packs * 0.5, 2 / self.block)
         for start in range(0, values.numel(), rounded.numel()):
@@ -138,7 +143,7 @@ class Blocks:
         start, stop: multiples of `granule`.  out: flat, of a dtype in `CODED`, to which values are rounded once.
         scratch: as for `encode`, but that for fp32 `decode_scratch` elements for each value are enough.
         """
-        codes, scales = self._parts(message, message.numel() * self.block // self.length(self.block))
+        codes, scales = self._parts(message)
         widens, half = out.dtype != torch.float32, self.decode_scratch / 2
         wide, whole, high = self._tiles(scratch, widens, half, half) if widens or half else (out, out, out)
         tile = wide.numel() if widens else 2 * whole.numel() if half else DECODED_AT_ONCE.on(out.device)
@@ -173,9 +178,13 @@ class Blocks:
         torch.mul(both, scales[:, 0], out=pairs[:, 0])
         torch.mul(upper, scales[:, 1], out=pairs[:, 1])
 
-    def _parts(self, message: Tensor, numel: int) -> tuple[Tensor, Tensor]:
-        """Return codes (int8) and scales (fp32) of a message of so many values."""
-        count = numel * self.bits // 8
+    def scale(self, message: Tensor, factor: float) -> None:
+        """Multiply the values of a message.  Local."""
+        self._parts(message)[1].mul_(factor)
+
+    def _parts(self, message: Tensor) -> tuple[Tensor, Tensor]:
+        """Return codes (int8) and scales (fp32) of a message."""
+        count = message.numel() // self.length(self.block) * self.block * self.bits // 8
         return message[:count].view(torch.int8), message[count:].view(torch.float32)
 
     def _tiles(self, scratch: Tensor, *shares: float) -> list[Tensor]:

@@ -23,6 +23,7 @@ from ..comm.transports.base import SymmetricMemory, Use
 from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
 from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.feedback import Errors
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, copy_engine_for, read_now
 
@@ -126,6 +127,7 @@ class FlatBuffer:
     memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `load` and
     `elements` fetch them. symmetric: of a sharded weight, the memory through which this rank sees the other slices too.
     coded_as: of the target of a gather, what slices travel there as; None: exactly, whatever the spec of a state says.
+    errors: of summands that travel as codes, what those before have left out; None: nothing is kept of it.
     """
 
     layout: FlatLayout
@@ -135,6 +137,7 @@ class FlatBuffer:
     extent: Extent | None = None
     guard: StateGuard = field(default_factory=StateGuard)
     coded_as: Codec | None = None
+    errors: Errors | None = None
 
     def load(self) -> Tensor:
         """Return all elements of this rank, flat: to be read, or to be the target of `move`.
@@ -346,13 +349,15 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
 class Message:
     """What travels of a flat buffer: itself, or codes in a lent one.  The one place for codecs on the wire.
 
-    A slice's message is all of it, or as many messages one after another as it is cut into.
+    A slice's message is all of it, or as many messages one after another as it is cut into.  errors: what the codes
+    before have left out, to be added.
     """
 
     wire: Codec
     memory: Tensor
     pool: Pool
     is_lent: bool
+    errors: Errors | None = None
 
     @classmethod
     def of(cls, buffer: FlatBuffer, wire: Codec | None, pool: Pool) -> Message:
@@ -369,10 +374,19 @@ class Message:
         """Write these elements, from the flat index `low` on, and return what they travel in.  Local."""
         piece = self.piece(low, low + values.numel())
         if self.is_lent:
-            scratch = _scratch(self.pool)
-            self.wire.encode(values, piece, scratch)
-            self.pool.give(scratch)
+            self.write(values, piece, low)
         return piece
+
+    def write(self, values: Tensor, piece: Tensor, place: int) -> None:
+        """Write these elements into a piece of a message.  place: of the first one among those of which errors are
+        kept.  Local.
+        """
+        scratch = _scratch(self.pool)
+        if self.errors is None:
+            self.wire.encode(values, piece, scratch)
+        else:
+            self.errors.encode(self.wire, values, piece, place, scratch)
+        self.pool.give(scratch)
 
     def decode(self, low: int, out: Tensor) -> None:
         """Write the elements from the flat index `low` on, a whole message, into `out`.  Local."""
@@ -513,8 +527,9 @@ def _reduce_scatter(
         return DONE
     step, depth = messages_of(layout.slice_numel, layout.ranks, comm_ctx.bucket_numel, wire.message_numel)
     cuts = [(low, min(low + step, layout.slice_numel)) for low in range(0, layout.slice_numel, step)]
-    arriving = replace(message, wire=wires[1])  # what the last hop brings
-    rooms = [MessageRoom(comm_ctx, message, arriving, step) for _ in range(depth)]
+    arriving = replace(message, wire=wires[1], errors=source.errors)  # what the last hop brings, in codes
+    message = message if comm_ctx.hosts is not None else arriving
+    rooms = [MessageRoom(comm_ctx, message, arriving, step, layout.slice_numel) for _ in range(depth)]
 
     def start(number: int) -> Pending:
         low, high = cuts[number]
@@ -535,7 +550,7 @@ def _reduce_scatter(
         if comm.size == 1:
             add_up(pieces)  # the one summand goes where the sum is kept
             return DONE
-        return rooms[number % depth].exchange(pieces, high - low, what, add_up)
+        return rooms[number % depth].exchange(pieces, low, high, what, add_up)
 
     under_way = deque(start(number) for number in range(depth))
 
@@ -554,9 +569,11 @@ def _reduce_scatter(
 class MessageRoom:
     """The lent buffers in which one part of a message after another is received and added up, and the way it takes."""
 
-    def __init__(self, comm_ctx: CommContext, message: Message, arriving: Message, numel: int) -> None:
-        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at most."""
-        self.comm_ctx, self.message, self.arriving = comm_ctx, message, arriving
+    def __init__(
+        self, comm_ctx: CommContext, message: Message, arriving: Message, numel: int, slice_numel: int
+    ) -> None:
+        """arriving: what the last hop brings.  numel: elements that each rank sends to each, at most, of so many."""
+        self.comm_ctx, self.message, self.arriving, self.slice_numel = comm_ctx, message, arriving, slice_numel
         comm, hosts = comm_ctx.comm, comm_ctx.hosts
         sizes = message_rooms(
             numel,
@@ -569,19 +586,20 @@ class MessageRoom:
         )
         self._lent = [comm_ctx.pool.take(length, dtype) for dtype, length in sizes]
 
-    def exchange(self, pieces: Sequence[Tensor], numel: int, what: str, add_up: Use) -> Pending:
+    def exchange(self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use) -> Pending:
         """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of the hosts.
 
-        numel: elements of a piece.  Collective within the lane "reduce".  The room is free for the next part when the
+        low, high: of each slice, the elements that a piece is of.  Collective within the lane "reduce".  The room is free for the next part when the
         wait is over.
         """
         comm, hosts, length = self.comm_ctx.comm, self.comm_ctx.hosts, pieces[0].numel()
+        numel = high - low
         if hosts is None:
             (boxes,) = _inboxes(self._lent[0] if self._lent else None, comm, length)
             return comm.exchange(pieces, boxes, "reduce", what, add_up)
         near, across = hosts.near, hosts.across
         sums, *inboxes = self._lent
-        wire, scratch_pool = self.arriving.wire, self.comm_ctx.pool
+        wire = self.arriving.wire
         sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
         near_inbox = None if near.reads_in_place else inboxes.pop(0)
         near_boxes = _inboxes(near_inbox, near, length, across.size)
@@ -601,10 +619,8 @@ class MessageRoom:
 
         def between() -> Pending:
             if sent is not sums:
-                scratch = _scratch(scratch_pool)
-                for own, piece in zip(of_hosts, outgoing, strict=True):
-                    wire.encode(own, piece, scratch)
-                scratch_pool.give(scratch)
+                for host, (own, piece) in enumerate(zip(of_hosts, outgoing, strict=True)):
+                    self.arriving.write(own, piece, host * self.slice_numel + low)
             return across.exchange(outgoing, far_boxes, "reduce", what, add_up)
 
         return hosts.in_two_hops(inside, between, "reduce")

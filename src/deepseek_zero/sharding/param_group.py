@@ -26,6 +26,7 @@ from ..planner.layout import FlatLayout, Slot
 from ..planner.spec import P, Placement, R, S, ShardPlan, Spec
 from ..planner.units import GroupPlan
 from ..precision.compact import round_to_bf16
+from ..precision.feedback import Errors
 from ..precision.policy import cast_master, join, split
 from ..tiers.tier import CopyEngine, Extent, StagedTile, Tier
 from .buffer import (
@@ -258,7 +259,11 @@ class ParamGroup:
         return found + (self.master.extents() if self.master is not None else [])
 
     def follow_frozen(self) -> None:
-        """Note whether there is still a member to train, after some were frozen or unfrozen on all ranks. Local."""
+        """Note whether there is still a member to train, after some were frozen or unfrozen on all ranks. Local.
+
+        What codes left out is forgotten: of what is frozen now nothing more may come.
+        """
+        self.gradient.forget_errors()
         self.is_idle = self.trainable and all(member.is_frozen for member in self.members)
 
     def set_grad_dtype(self, dtype: torch.dtype) -> None:
@@ -633,7 +638,8 @@ class Gradient:
 
     buffer: of the sum, None before the first. absent: indices of members whose `.grad` is None, which are not updated;
     None: no backward has ended. is_edited: the program has set values that may differ between ranks. known_squares: of
-    this rank's slice; None where it may have changed. delayed: the gradient of an earlier step.
+    this rank's slice; None where it may have changed. delayed: the gradient of an earlier step. errors: what codes have
+    left out of this rank's summands, None before the first.
     """
 
     def __init__(self, group: ParamGroup) -> None:
@@ -644,6 +650,7 @@ class Gradient:
         self._state = GradState.EMPTY
         self._clear()
         self.delayed = DelayedGradient(self)
+        self.errors: Errors | None = None
         self._sharded_grads: list[ShardedGradient] = []
         self._is_exposed = False
 
@@ -739,6 +746,9 @@ class Gradient:
             partial.memory[low:high].zero_()
         if self.predivide != 1.0:
             partial.memory.div_(self.predivide)
+        if group.plan.feedback is not None:
+            group.guard.before_write()
+            partial.errors = self.ensure_errors()
         self._partial, self._arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
@@ -778,6 +788,27 @@ class Gradient:
             travelling = FlatBuffer.allocate_for_comm
             self.buffer = self.new_slice(spec) if is_cut else travelling(group.layout, spec, group.comm_ctx, self._what)
         return self.buffer
+
+    def ensure_errors(self) -> Errors | None:
+        """Return `errors`, zeros on its first use; None where nothing is kept of what codes leave out."""
+        feedback, comm_ctx = self.group.plan.feedback, self.group.comm_ctx
+        if self.errors is None and feedback is not None:
+            self.errors = feedback.zeros(self.group.planned.errors_numel, comm_ctx.pool.device)
+            budget, nbytes = comm_ctx.tiers.budget, self.errors.memory.nbytes
+            budget.reserve_for(self.errors, nbytes, f"what codes leave out of {self._what}")
+        return self.errors
+
+    def forget_errors(self) -> None:
+        """Forget what codes have left out.  Local; every rank does so."""
+        if self.errors is not None:
+            self.group.guard.before_write()
+            self.errors.forget()
+
+    def scale_errors(self, factor: float) -> None:
+        """Let what codes have left out be that of gradients multiplied by so much more.  Local; every rank does so."""
+        if self.errors is not None:
+            self.group.guard.before_write()
+            self.errors.scale(factor)
 
     def new_slice(self, spec: Spec) -> FlatBuffer:
         """Return a buffer for this rank's slice of the sum."""
