@@ -147,8 +147,8 @@ def _restore_errors(folder: Path, manifest: Manifest, runtime: Runtime, stack: E
             is_whole = False
     if saved and not is_whole and runtime.settings.compression.feedback is not None:
         log_first(
-            f"{folder.name} was saved by ranks on another mesh or with other codes: what these had left out of gradients "
-            "is dropped"
+            f"{folder.name} was saved on another mesh or with other codes: what these had left out of gradients is "
+            "dropped"
         )
 
 

@@ -169,9 +169,13 @@ def _error_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     if errors is not None:
         name, key, memory = *errors_of(group, chunks.piece), errors.memory
         chunk = SavedChunk(ERRORS, name, key, 0, memory.numel(), chunks.rank)
-        read = partial(_read_from, memory.__getitem__, 0)
+        read = partial(_elements_of, memory)
         write_group.items.append(WriteItem(chunk, memory.dtype, (memory.numel(),), read, group))
     return write_group
+
+
+def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
+    return memory[low:high]
 
 
 def errors_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:

@@ -193,7 +193,7 @@ class GradientCodesKeywords(TypedDict, total=False):
     inside_bits: Literal[16, 8] | Auto | None
     """Bits of sums that stay inside a host."""
     error_feedback: Literal["off", "bf16", "int8"] | Auto | None
-    """Add what a rank's codes left out to its next gradients."""
+    """Keep what a rank's codes leave out, in this format, and add it to its next gradients."""
 
 
 class CompressionKeywords(TypedDict, total=False):
@@ -213,9 +213,9 @@ class LocoParamKeywords(TypedDict, total=False):
     """Keys of `zero_optimization.zeropp_loco_param`."""
 
     err_beta: float | Auto | None
-    """Weight of the old error in the error feedback."""
+    """Weight of the old error in the running mean of errors."""
     reset_T: float | Auto | None
-    """Steps after which the error is forgotten."""
+    """Optimizer steps after which errors are forgotten."""
 
 
 class LeafModuleKeywords(TypedDict, total=False):
@@ -324,7 +324,9 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     compression: CompressionKeywords | Auto | None
     """Matrices in fewer bits on their way between ranks."""
     zeropp_loco_param: LocoParamKeywords | Auto | None
-    """Error feedback for compressed gradients (LoCo)."""
+    """Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 unless
+    `compression.gradients.error_feedback` says int8.
+    """
     mics_shard_size: float | Auto | None
     """Shard within groups of this many ranks, replicate across them (MiCS): as `mesh` with that dp_shard."""
     mics_hierarchical_params_gather: bool | Auto | None

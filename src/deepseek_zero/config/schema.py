@@ -1292,9 +1292,8 @@ class Config(Section):
         "Send embedding gradients as sparse rows.",
         Milestone.UNPLANNED,
         example=True,
-        removed="pull request 8504: nothing in its stages 1 to 3 read it",
-        use="leave it out: embeddings are reduced with the other matrices; zero_quantized_gradients sends them in fewer "
-        "bits",
+        removed="pull request 8504: it had no users",
+        use="leave it out: embeddings are reduced like other matrices, with zero_quantized_gradients in 4 bits",
     )
     disable_allgather: bool = accepted(False, "Refresh weights by broadcasts.", "a legacy key; it has no reader")
     # Precision

@@ -67,9 +67,10 @@ class Plan:
 
         "weight", "grad", "master", "moments": on the training device, with the small tensors: an element per group that
         parameters expand between uses, and the optimizer's counters.  "secondary": the second copy of weights.
-        "errors": what codes have left out of this rank's gradients.  "host", "nvme": all that lies there, in whole pages.  "buffers": what the pool keeps, the optimizer's scratch, and what
-        undoes updates in backward.  "module_buffers": the model's own, whole on each rank.  "boundaries": slots for
-        what a stage sends, and what sums of layers that ranks share are formed in.
+        "errors": what codes have left out of this rank's gradients.  "host", "nvme": all that lies there, in whole
+        pages.  "buffers": what the pool keeps, the optimizer's scratch, and what undoes updates in backward.
+        "module_buffers": the model's own, whole on each rank.  "boundaries": slots for what a stage sends, and what
+        sums of layers that ranks share are formed in.
         """
         groups = [group for unit in self.units for group in unit.groups]
         total = total_bytes(groups, moments_per_element=0)

@@ -589,8 +589,8 @@ class MessageRoom:
     def exchange(self, pieces: Sequence[Tensor], low: int, high: int, what: str, add_up: Use) -> Pending:
         """Send pieces[r] to rank r, and call `add_up` with those for this one, or with the sums of the hosts.
 
-        low, high: of each slice, the elements that a piece is of.  Collective within the lane "reduce".  The room is free for the next part when the
-        wait is over.
+        low, high: of each slice, the elements that a piece is of.  Collective within the lane "reduce".  The room is
+        free for the next part when the wait is over.
         """
         comm, hosts, length = self.comm_ctx.comm, self.comm_ctx.hosts, pieces[0].numel()
         numel = high - low

@@ -306,7 +306,7 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
         ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}}, "tensor_parallel.tp.tp_group"),
         ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
         ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
-        ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type"),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, "optimizer.type"),
         ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, "compression_training"),
     ],
 )
@@ -314,6 +314,35 @@ def test_a_key_that_is_not_built_is_named(given: dict[str, Any], key: str) -> No
     text = complaint(given, NotBuiltError)
     assert f"1. {key} = " in text
     assert "is not built" in text
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"sparse_gradients": True}, ("8504", "zero_quantized_gradients")),
+        ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, ("8489", "remove the section")),
+        ({"optimizer": {"type": "ZeroOneAdam"}}, ("8489", "zero_quantized_gradients")),
+        ({"optimizer": {"type": "OneBitLamb"}}, ("8489", "take Lamb")),
+    ],
+)
+@pytest.mark.parametrize("unknown", ["error", "warn"])
+def test_what_deepspeed_has_removed_is_refused_with_what_to_use(
+    given: dict[str, Any], words: tuple[str, ...], unknown: Any
+) -> None:
+    with pytest.raises(NotBuiltError, match="DeepSpeed has removed it") as caught:
+        load(given, unknown=unknown)
+    assert all(word in str(caught.value) for word in words)
+    off = {"sparse_gradients": False, "compression_training": {"x": {"shared_parameters": {"enabled": False}}}}
+    assert isinstance(load(off, unknown=unknown), RawConfig)
+
+
+def test_errors_that_are_kept_of_nothing_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    stated = {"compression": {"gradients": {"error_feedback": "int8"}}, "zeropp_loco_param": {"err_beta": 0.5}}
+    load(zero(**stated))
+    said = capsys.readouterr().err
+    assert "zeropp_loco_param" in said and "compression.gradients.error_feedback" in said and "as they are" in said
+    load(zero(**stated, zero_quantized_gradients=True))
+    assert "as they are" not in capsys.readouterr().err
 
 
 GOES_ON = [row.path for row in Config.field_table() if row.instead]

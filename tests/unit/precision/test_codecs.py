@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from deepseek_zero.precision.codecs import LEAST_SCRATCH, SMALLEST_SCALE, Blocks, Cast
+from deepseek_zero.precision.feedback import Feedback
 
 CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512)]
 LARGE = 1 << 14  # elements of scratch
@@ -117,3 +118,43 @@ def test_the_plain_codec_rounds_once() -> None:
     message = coded(codec, values)
     assert torch.equal(message, values.bfloat16())
     assert torch.equal(decoded(codec, message, 1000), values.bfloat16().float())
+
+
+@pytest.mark.parametrize("codec", [*CODECS, Cast(torch.bfloat16)], ids=str)
+def test_a_message_may_be_written_in_parts_and_multiplied(codec: Blocks | Cast) -> None:
+    values = torch.randn(8192)
+    message = torch.empty(codec.length(8192), dtype=codec.dtype)
+    for start in (5120, 0):
+        stop = min(start + 5120, 8192)
+        codec.encode(values[start:stop], message, torch.empty(LARGE), start)
+    assert torch.equal(message, coded(codec, values))
+    before = decoded(codec, message, 8192)
+    codec.scale(message, 4.0)
+    assert torch.equal(decoded(codec, message, 8192), 4 * before)
+
+
+@pytest.mark.parametrize("kept", [Cast(torch.float32), Cast(torch.bfloat16), Blocks(8, 256)], ids=str)
+def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of_what_is_not_finite(
+    kept: Blocks | Cast,
+) -> None:
+    wire, numel = Blocks(4, 128), 4096
+    values = torch.randn(20, numel).bfloat16()
+    messages = []
+    for scratch in (1 << 14, 1 << 15, 1 << 18):
+        errors = Feedback(kept).zeros(2 * numel, torch.device("cpu"))
+        total, message = torch.zeros(numel), torch.empty(wire.length(numel), dtype=torch.uint8)
+        for each in values:
+            errors.encode(wire, each, message, numel, torch.empty(scratch))
+            total += decoded(wire, message, numel)
+        messages.append((message.clone(), errors.memory))
+        left = decoded(kept, errors.memory, 2 * numel)
+        assert not left[:numel].any()
+        missing = values.float().sum(0) - total
+        torch.testing.assert_close(missing, left[numel:], atol=1e-4 if kept == Cast(torch.float32) else 0.2, rtol=0.0)
+    assert all(torch.equal(mine, other) for pair in messages[1:] for mine, other in zip(pair, messages[0], strict=True))
+    strange = values[0].clone()
+    strange[700] = float("inf")
+    errors.encode(wire, strange, message, numel, torch.empty(LARGE))
+    assert decoded(wire, message, numel)[640:768].isnan().all()
+    left = decoded(kept, errors.memory, 2 * numel)[numel:]
+    assert left.isfinite().all() and not left[640:768].any() and left[:640].any()
