@@ -416,7 +416,7 @@ class ZeroOptimization(Section):
         None,
         "Error feedback for coded gradients that keeps a running mean of errors (LoCo); in bf16 unless "
         "`compression.gradients.error_feedback` says int8.",
-        example={"err_beta": 0.5},
+        example={"err_beta": 0.5, "reset_T": 1024},
         needs=_CODED_GRADS,
     )
     mics_shard_size: int = effective(
