@@ -33,8 +33,10 @@ from deepseek_zero.engine.settings import (
     memory_settings_of,
     pipeline_settings_of,
     plan_settings_of,
+    recompute_settings_of,
     sequence_settings_of,
     tensor_settings_of,
+    tile_settings_of,
 )
 from deepseek_zero.planner.plan import plan_model
 from deepseek_zero.precision.loss_scale import LossScaleError
@@ -294,6 +296,14 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     **{
         f"pipeline.{name}": settings_differ(f"pipeline.{name}", pipeline_settings_of)
         for name in ("partition", "schedule", "virtual", "group", "micro_batches", "activation_checkpoint_interval")
+    },
+    **{  # tests/unit/activations/test_tiled_loss.py and tests/ranks/test_partitioned_activations.py see what they do
+        f"activation_checkpointing.{name}": settings_differ(f"activation_checkpointing.{name}", of)
+        for name, of in (
+            ("tiled_loss", tile_settings_of),
+            ("tiled_mlp", tile_settings_of),
+            ("partition_activations", recompute_settings_of),
+        )
     },
     "sequence_parallel.attention": settings_differ("sequence_parallel.attention", sequence_settings_of),
     **{  # one rank sends nothing: tests/ranks/test_codecs.py sees what several do

@@ -1,0 +1,24 @@
+"""Owns what forward leaves for backward. The names below load on first use: what few runs ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..base.lazy import loads_on_first_use
+
+if TYPE_CHECKING:
+    from .hugging_face import recompute_layers, route_checkpoints
+    from .tiled_loss import tile_loss
+    from .tiles import tile_mlps
+
+__all__ = ["recompute_layers", "route_checkpoints", "tile_loss", "tile_mlps"]
+
+if not TYPE_CHECKING:  # a type checker would take any name for one of these
+    __getattr__ = loads_on_first_use(
+        __name__,
+        {
+            "hugging_face": "recompute_layers route_checkpoints",
+            "tiled_loss": "tile_loss",
+            "tiles": "tile_mlps",
+        },
+    )

@@ -12,6 +12,7 @@ computing. `TensorMeta` holds what a tensor's bytes do not tell: dtype, shape, s
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..base.device import backward_id, queue_backward_callback
+from ..base.device import backward_id, queue_backward_callback, version_of
 from ..base.memory import PAGE, trim_heap
 from ..base.quantities import format_bytes
 from ..comm.context import ranks_of_this_host
@@ -53,6 +54,7 @@ class ActivationOffload:
         self._arrived = self._holes_bytes = 0
         self._chunk_bytes = self._largest_bytes = 0
         self._backward = -1  # the last one that will end with a sweep
+        self._known: dict[int, KnownTensor] = {}  # by id, while the tensor lives
         self._passage = ActivationCopy()
 
     @property
@@ -64,8 +66,36 @@ class ActivationOffload:
         """Return the reserved bytes that were never needed at the same time."""
         return self.reserved_bytes - self.peak_bytes
 
+    def park(self, tensors: Sequence[Tensor], cut: Callable[[Tensor], Tensor] = lambda whole: whole) -> ParkedTensors:
+        """Copy the inputs of one checkpoint into the arena, but those that it holds already: another checkpoint was
+        given them, and nothing has changed them since.
+
+        cut: what is copied of each.
+        """
+        places = [self._place_of(tensor) for tensor in tensors]
+        new = list(
+            {id(tensor): tensor for tensor, place in zip(tensors, places, strict=True) if place is None}.values()
+        )
+        if new:
+            handle = self.offload([cut(tensor) for tensor in new])
+            for number, tensor in enumerate(new):
+                self._remember(tensor, handle, number)
+            places = [self._place_of(tensor) for tensor in tensors]
+        return ParkedTensors([place for place in places if place is not None])
+
+    def _remember(self, tensor: Tensor, handle: OffloadHandle, number: int) -> None:
+        table, key = self._known, id(tensor)
+        alive = weakref.ref(tensor, lambda _: table.pop(key, None))
+        table[key] = KnownTensor(alive, version_of(tensor), weakref.ref(handle), number)
+
+    def _place_of(self, tensor: Tensor) -> tuple[OffloadHandle, int] | None:
+        """Return the handle that restores this tensor as it is now, and its number there."""
+        known = self._known.get(id(tensor))
+        handle = known.handle() if known is not None and known.version == version_of(tensor) else None
+        return (handle, known.number) if known is not None and handle is not None else None
+
     def offload(self, tensors: Sequence[Tensor]) -> OffloadHandle:
-        """Copy the inputs of one checkpoint into the arena; the returned handle restores them."""
+        """Copy tensors into the arena; the returned handle restores them."""
         self.sweep()
         self._store_newest()
         forms = [TensorMeta.of(tensor) for tensor in tensors]
@@ -78,19 +108,22 @@ class ActivationOffload:
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
         return OffloadHandle(self, self._arrived)
 
-    def restore(self, number: int) -> list[Tensor]:
-        """Return copies of the offloaded tensors; the arena keeps its own, for another backward through this graph."""
+    def restore(self, number: int, wanted: Sequence[int] | None = None) -> list[Tensor]:
+        """Return copies of the offloaded tensors; the arena keeps its own, for another backward through this graph.
+
+        wanted: which of them; None: all.
+        """
         self.sweep()
         self._passage.synchronize()
         stay = self._stays[number]
         stay.place.fetch()
-        wanted = self._before(number, AHEAD)
-        tickets = [self._stays[other].place.fetch() for other in wanted]
-        found = self._passage.copy_in(number, stay)
+        soon = self._before(number, AHEAD)
+        tickets = [self._stays[other].place.fetch() for other in soon]
+        found = self._passage.copy_in(number, stay, range(len(stay.forms)) if wanted is None else wanted)
         if stay.is_stored:
             stay.place.evict()
-        if wanted and tickets[0].is_done():
-            self._passage.prefetch(wanted[0], self._stays[wanted[0]])
+        if soon and tickets[0].is_done():
+            self._passage.prefetch(soon[0], self._stays[soon[0]])
         self._count_holes(stay)
         self._sweep_after_backward()
         return found
@@ -192,12 +225,43 @@ class OffloadHandle:
     def __init__(self, parking: ActivationOffload, number: int) -> None:
         self.parking, self.number = parking, number
 
-    def restore(self) -> list[Tensor]:
-        """Return new tensors with the offloaded bytes."""
-        return self.parking.restore(self.number)
+    def restore(self, wanted: Sequence[int] | None = None) -> list[Tensor]:
+        """Return new tensors with the offloaded bytes.  wanted: which of them; None: all."""
+        return self.parking.restore(self.number, wanted)
 
     def __del__(self) -> None:
         self.parking._dropped.append(self.number)
+
+
+@dataclass(frozen=True)
+class KnownTensor:
+    """Where a tensor is offloaded that still lives: the handle, its number there, and the version that was copied."""
+
+    tensor: weakref.ref[Tensor]
+    version: int
+    handle: weakref.ref[OffloadHandle]
+    number: int
+
+
+@dataclass(frozen=True)
+class ParkedTensors:
+    """The tensors of one checkpoint, each in a block of its own checkpoint or of an earlier one."""
+
+    places: list[tuple[OffloadHandle, int]]
+
+    def restore(self) -> list[Tensor]:
+        """Return new tensors with the offloaded bytes; one that was given twice is one tensor."""
+        wanted: dict[OffloadHandle, list[int]] = {}
+        for handle, number in self.places:
+            numbers = wanted.setdefault(handle, [])
+            if number not in numbers:
+                numbers.append(number)
+        found = {
+            (handle, number): tensor
+            for handle, numbers in wanted.items()
+            for number, tensor in zip(numbers, handle.restore(numbers), strict=True)
+        }
+        return [found[place] for place in self.places]
 
 
 @dataclass
@@ -232,7 +296,7 @@ class ActivationCopy:
 
     def __init__(self) -> None:
         self._ferries: dict[torch.device, CopyEngine] = {}
-        self._coming: dict[int, tuple[CopyEvent, list[Tensor]]] = {}
+        self._coming: dict[int, tuple[CopyEvent, dict[int, Tensor]]] = {}
 
     def copy_out(self, tensors: Sequence[Tensor], stay: OffloadedInputs) -> None:
         """Copy tensors into their block; they are kept until the copy is over."""
@@ -241,16 +305,16 @@ class ActivationCopy:
             for tensor, (form, part) in zip(tensors, stay.parts(bytes_), strict=True):
                 form.write(tensor, part)
 
-    def copy_in(self, number: int, stay: OffloadedInputs) -> list[Tensor]:
-        """Return new tensors with the block's bytes, for the device to use."""
-        copy_event, found = self._coming.pop(number) if number in self._coming else self._start(stay)
+    def copy_in(self, number: int, stay: OffloadedInputs, wanted: Sequence[int]) -> list[Tensor]:
+        """Return new tensors with the block's bytes, those that are wanted, for the device to use."""
+        copy_event, found = self._coming.pop(number) if number in self._coming else self._start(stay, wanted)
         copy_event.wait_stream()
-        return found
+        return [found[place] for place in wanted]
 
     def prefetch(self, number: int, stay: OffloadedInputs) -> None:
         """Start to copy a block in while others are used, if that takes time."""
         if number not in self._coming and self._copy_engine(stay).overlaps:
-            self._coming[number] = self._start(stay)
+            self._coming[number] = self._start(stay, range(len(stay.forms)))
 
     def discard(self, number: int) -> None:
         """Drop a copy that was prefetched."""
@@ -261,10 +325,11 @@ class ActivationCopy:
         for copy_engine in self._ferries.values():
             copy_engine.synchronize()
 
-    def _start(self, stay: OffloadedInputs) -> tuple[CopyEvent, list[Tensor]]:
-        bytes_, found = stay.place.read(), [form.empty() for form in stay.forms]
+    def _start(self, stay: OffloadedInputs, wanted: Sequence[int]) -> tuple[CopyEvent, dict[int, Tensor]]:
+        parts, found = stay.parts(stay.place.read()), {number: stay.forms[number].empty() for number in wanted}
         with self._copy_engine(stay).h2d(stay.extent) as copy_event:
-            for tensor, (form, part) in zip(found, stay.parts(bytes_), strict=True):
+            for number, tensor in found.items():
+                form, part = parts[number]
                 form.read(tensor, part)
         return copy_event, found
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -22,11 +22,14 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from ..base.capabilities import Capability
 from ..base.device import default_device
+from ..comm.collectives import Comm
 from ..sharding.saved_tensor_hooks import others_see
 from ..tiers.disk import Disk, DiskSettings
 from ..tiers.host import HostMemory
 from ..tiers.tier import Extent, Memory, Tier
-from .offload import ActivationOffload, OffloadHandle, extract_tensors, insert_tensors
+from .offload import ActivationOffload, extract_tensors, insert_tensors
+from .partition import Partition
+from .policy import compiled_contexts, contexts, operators_of
 from .profile import Profile
 
 
@@ -35,6 +38,8 @@ class RecomputeSettings:
     """tier: the memory of the arena that the inputs of checkpoints are offloaded to; None: they stay in place.
 
     directory, disk: of the disk. checkpoints: how many the arena must hold; None: learned. profile: time each, once.
+    policy: what is kept beside inputs instead of being computed again (policy.py); None: nothing is said of it.
+    partitioned: each tensor-parallel rank keeps its share of inputs (partition.py), where there are such ranks.
     """
 
     tier: Tier | None = None
@@ -42,15 +47,21 @@ class RecomputeSettings:
     disk: DiskSettings = field(default_factory=DiskSettings)
     checkpoints: int | None = None
     profile: bool = False
+    policy: tuple[str, ...] | None = None
+    partitioned: bool = False
 
 
 class Recompute:
-    """The recomputation of one process: its settings, and the arena of offloaded inputs."""
+    """The recomputation of one process: its settings, and the arena of offloaded inputs.
 
-    def __init__(self, settings: RecomputeSettings) -> None:
-        self.settings = settings
-        self.parking = _parking_for(settings)
+    tp: the ranks among which inputs are partitioned; None: they are not.
+    """
+
+    def __init__(self, settings: RecomputeSettings, tp: Comm | None = None) -> None:
+        self.settings, self.tp = settings, tp
+        self._make_room()
         self.profile = Profile() if settings.profile else None
+        self.operators = operators_of(settings.policy or ())
 
     def capabilities(self) -> list[Capability]:
         """Describe how inputs come and go in the memory that they are offloaded to."""
@@ -62,11 +73,15 @@ class Recompute:
         Inside the hooks of others (a checkpoint around this one, save_on_cpu) inputs are not offloaded: they are theirs
         to keep.
         """
+        if self.operators and torch.is_grad_enabled():
+            parking = None if others_see() else self.parking
+            kwargs = {"context_fn": partial(contexts, self.operators, parking)} | kwargs
         inputs = (args, kwargs)
         if self.parking is not None and torch.is_grad_enabled() and not others_see():
             (args, kwargs), tensors = extract_tensors(inputs)
             if tensors:
-                function = _Filled(function, tensors, self.parking.offload(tensors))
+                keeps = self.parking if self.partition is None else self.partition
+                function = _Filled(function, tensors, keeps.park(tensors))
         call = partial(torch_checkpoint, function, *args, use_reentrant=False, **kwargs)
         if self.profile is None or not torch.is_grad_enabled():
             return call()
@@ -75,7 +90,19 @@ class Recompute:
     def reset(self) -> None:
         """Forget the learned size and free the memory; graphs that are still alive keep theirs."""
         self.close()
-        self.parking = _parking_for(self.settings)
+        self._make_room()
+
+    def _make_room(self) -> None:
+        tier = self.settings.tier
+        if tier is None and self.tp is not None:
+            tier = Tier.DEVICE  # shares wait in an arena: a view of an input would keep all of it
+        self.parking: ActivationOffload | None = None
+        self.partition: Partition | None = None
+        if tier is not None:
+            open_memory = partial(_memory_for, replace(self.settings, tier=tier))
+            self.parking = ActivationOffload(open_memory, self.settings.checkpoints)
+        if self.parking is not None and self.tp is not None:
+            self.partition = Partition(self.tp, self.parking)
 
     def close(self) -> None:
         if self.parking is not None:
@@ -90,6 +117,12 @@ class Recompute:
         return [slab.extent for slab in self.parking.slabs] if self.parking is not None else []
 
 
+class Parked(Protocol):
+    """The inputs of one checkpoint, wherever they are."""
+
+    def restore(self) -> list[Tensor]: ...
+
+
 class _Filled:
     """A function whose slots are filled when it is called: at first with the tensors themselves, then with restored
     copies.
@@ -97,7 +130,7 @@ class _Filled:
     It lives as long as the graph can be recomputed, and the offloaded inputs as long as it.
     """
 
-    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: OffloadHandle) -> None:
+    def __init__(self, function: Callable[..., Any], tensors: list[Tensor], parked: Parked) -> None:
         self.function, self.parked = function, parked
         self.tensors: list[Tensor] | None = tensors
 
@@ -107,12 +140,6 @@ class _Filled:
             tensors = [tensor.requires_grad_() for tensor in self.parked.restore()]
         args, kwargs = insert_tensors((args, kwargs), tensors)
         return self.function(*args, **kwargs)
-
-
-def _parking_for(settings: RecomputeSettings) -> ActivationOffload | None:
-    if settings.tier is None:
-        return None
-    return ActivationOffload(partial(_memory_for, settings), settings.checkpoints)
 
 
 def _memory_for(settings: RecomputeSettings) -> Memory:
@@ -130,9 +157,12 @@ class _Process:
     recompute: ClassVar[Recompute | None] = None
 
 
-def configure(settings: RecomputeSettings) -> Recompute:
-    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory cannot be used."""
-    new, old = Recompute(settings), _Process.recompute
+def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
+    """Set what `checkpoint` does in this process from now on; raise `StorageError` if the directory cannot be used.
+
+    tp: as `Recompute` takes it.
+    """
+    new, old = Recompute(settings, tp), _Process.recompute
     _Process.recompute = new
     if old is not None:
         old.close()
@@ -171,5 +201,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | N
     """
     recompute = _Process.recompute
     if recompute is None or torch.compiler.is_compiling():
+        if recompute is not None and recompute.operators:
+            kwargs = {"context_fn": compiled_contexts(recompute.operators)} | kwargs
         return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
     return recompute.checkpoint(function, args, kwargs)

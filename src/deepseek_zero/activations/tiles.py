@@ -9,12 +9,22 @@ gradient is added up over the tiles first and arrives once, whatever waits for i
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..base.errors import UsageError
+from .. import parallel
+from ..base.errors import NotBuiltError, UsageError
+
+
+@dataclass(frozen=True)
+class TileSettings:
+    """Tokens that are computed at a time: of the logits and the loss, and of feed-forward layers; None: all of them."""
+
+    loss: int | None = None
+    mlp: int | None = None
 
 
 def each_tile(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim: int = 1) -> list[Tensor]:
@@ -48,3 +58,49 @@ def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim:
 def _again(function: Callable[..., Tensor], part: tuple[Tensor, ...]) -> Tensor:
     found: Tensor = checkpoint(function, *part, use_reentrant=False)
     return found
+
+
+class TiledMlp(nn.Module):
+    """A feed-forward layer that computes tiles of its tokens in training.  Never made: a module takes a class of it and
+    of its own as its class.
+    """
+
+    tile_rows: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain: Callable[[Tensor], Tensor] = super().forward
+        tiles = -(-x.shape[-2] // self.tile_rows)
+        if tiles <= 1 or not (self.training and torch.is_grad_enabled()):
+            return plain(x)
+        return in_tiles(plain, tiles, x, dim=-2)
+
+
+def tile_mlps(model: nn.Module, rows: int) -> None:
+    """Let the feed-forward layers of a model compute `rows` tokens at a time in training. Local.
+
+    They are the modules whose class is called ...MLP, as transformers calls them, and that hold no other one. Before
+    the model is wrapped. NotBuiltError where there is none, or where ranks along "tp" shard what they read over tokens.
+    """
+    found = [module for module in model.modules() if type(module).__name__.endswith("MLP") and _is_innermost(module)]
+    if not found:
+        raise NotBuiltError(
+            f"activation_checkpointing.tiled_mlp: {type(model).__name__} has no module whose class is called ...MLP.",
+            "That is how feed-forward layers are found.",
+            "leave it out, and call deepseek_zero.activations.tiles.in_tiles in the model's forward.",
+        )
+    if any(
+        isinstance(each, parallel.Layer) and each.part.shards_tokens for module in found for each in module.modules()
+    ):
+        raise NotBuiltError(
+            'activation_checkpointing.tiled_mlp beside "tensor_parallel": {"sequence": true} is not built.',
+            "What a layer reads there is gathered from all ranks, not cut into tiles.",
+            "leave one of the two out.",
+        )
+    for module in found:
+        base = type(module)
+        module.__class__ = type(f"Tiled{base.__name__}", (TiledMlp, base), {"__module__": __name__})
+        module.tile_rows = rows  # type: ignore[assignment]
+
+
+def _is_innermost(module: nn.Module) -> bool:
+    return not any(type(each).__name__.endswith("MLP") for each in module.modules() if each is not module)

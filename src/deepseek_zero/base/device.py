@@ -16,13 +16,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import UsageError
 from .world import local_rank
 
 CPU = torch.device("cpu")
+WeakStorage = StorageWeakRef  # of a storage: tells whether it is gone
 DEVICE_VARIABLES = ("DEEPSEEK_ZERO_DEVICE", "DS_ACCELERATOR")  # the second is DeepSpeed's name for it
 
+Dispatched = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
@@ -37,6 +41,11 @@ def backward_id() -> int:
     differs.
     """
     return int(torch._C._current_graph_task_id())
+
+
+def keeps_graph() -> bool:
+    """Return whether the backward pass now running may be run again (retain_graph); false outside one."""
+    return backward_id() != -1 and bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def outer_saved_tensor_hooks() -> tuple[Pack, Unpack] | None:
@@ -76,6 +85,45 @@ def cpu_attention() -> tuple[Any, Any] | None:
     aten, name = torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu"
     found = getattr(aten, name, None), getattr(aten, f"{name}_backward", None)
     return None if None in found else found
+
+
+def argument_of(operator: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return an argument of a call of one of torch's operators, by the name in its schema; None where it has none."""
+    if name in kwargs:
+        return kwargs[name]
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            return args[place] if place < len(args) else argument.default_value
+    return None
+
+
+class _Dispatch(TorchDispatchMode):
+    def __init__(self, call: Dispatched, begin: Callable[[], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.call, self.begin = call, begin
+
+    def __enter__(self) -> Any:
+        self.begin()
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.call(operator, args, kwargs or {})
+
+
+def detached_below_autograd(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an alias whose version rises with the tensor's own; for calls in a dispatch mode, where `detach` alone
+    gives one that does not.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
+def dispatch_mode(call: Dispatched, begin: Callable[[], None] = lambda: None) -> Any:
+    """Return a context in which every operator, below autograd, is what call(operator, args, kwargs) makes of it.
+
+    begin: called whenever the context is entered.
+    """
+    return _Dispatch(call, begin)
 
 
 def held_by(module: nn.Module) -> list[nn.Parameter | nn.Module | None]:

@@ -24,6 +24,11 @@ class PhaseClock:
         self.steps = -1  # counted without the first
         self._phase, self._since = BETWEEN, time.perf_counter()
 
+    @property
+    def phase(self) -> str:
+        """Return the phase that is under way."""
+        return self._phase
+
     def enter(self, phase: str) -> str:
         """Begin a phase; return the one that was under way."""
         now = time.perf_counter()

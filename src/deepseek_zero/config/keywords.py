@@ -781,7 +781,9 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     """Keys of `activation_checkpointing`."""
 
     partition_activations: bool | Auto | None
-    """Spread kept activations over tensor-parallel ranks."""
+    """Of each checkpoint's inputs a tensor-parallel rank keeps its share; backward gathers them. Without such ranks
+    there is nothing to cut.
+    """
     cpu_checkpointing: bool | Auto | None
     """Park inputs of checkpoints in host memory: DeepSpeed's word for device "cpu"."""
     contiguous_memory_optimization: bool | Auto | None
@@ -796,6 +798,18 @@ class ActivationCheckpointingKeywords(TypedDict, total=False):
     """Ours. Where inputs of checkpoints wait between forward and backward, in one arena."""
     nvme_path: str | Auto | None
     """Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing."""
+    policy: Sequence[str] | str | Auto | None
+    """Ours. What checkpoints keep beside their inputs instead of computing it again: full (nothing), attention, matmul
+    (attention and products), or names of operators. Models of transformers recompute each layer then.
+    """
+    tiled_loss: float | Auto | None
+    """Ours. Causal models of transformers compute logits, loss and their gradients for so many tokens at a time in
+    training; their outputs have no logits then. Null: for all tokens at once.
+    """
+    tiled_mlp: float | Auto | None
+    """Ours. Feed-forward layers of models of transformers compute so many tokens at a time, and again in backward.
+    Null: all tokens at once.
+    """
 
 
 class CompileKeywords(TypedDict, total=False):

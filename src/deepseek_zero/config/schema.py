@@ -813,12 +813,11 @@ class Records(Section):
 
 
 class ActivationCheckpointing(Section):
-    partition_activations: bool = later(
+    partition_activations: bool = effective(
         False,
-        "Spread kept activations over tensor-parallel ranks.",
-        Milestone.PARALLEL,
+        "Of each checkpoint's inputs a tensor-parallel rank keeps its share; backward gathers them. Without such ranks "
+        "there is nothing to cut.",
         example=True,
-        instead="each rank keeps its own",
     )
     cpu_checkpointing: bool = effective(
         False, 'Park inputs of checkpoints in host memory: DeepSpeed\'s word for device "cpu".', example=True
@@ -847,6 +846,28 @@ class ActivationCheckpointing(Section):
         "Ours. Directory that holds them with device nvme; made, for its owner alone (0700), where it is missing.",
         example="parked",
         needs={"activation_checkpointing.device": "nvme"},
+    )
+    policy: tuple[str, ...] | None = effective(
+        None,
+        "Ours. What checkpoints keep beside their inputs instead of computing it again: full (nothing), attention, "
+        "matmul (attention and products), or names of operators. Models of transformers recompute each layer then.",
+        example=["attention"],
+    )
+    tiled_loss: int | None = effective(
+        None,
+        "Ours. Causal models of transformers compute logits, loss and their gradients for so many tokens at a time in "
+        "training; their outputs have no logits then. Null: for all tokens at once.",
+        unit="tokens",
+        example=512,
+        ge=1,
+    )
+    tiled_mlp: int | None = effective(
+        None,
+        "Ours. Feed-forward layers of models of transformers compute so many tokens at a time, and again in backward. "
+        "Null: all tokens at once.",
+        unit="tokens",
+        example=512,
+        ge=1,
     )
 
 

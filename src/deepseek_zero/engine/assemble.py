@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import parallel
+from .. import activations, parallel
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
 from ..base import memory
@@ -75,6 +75,12 @@ def assemble(
         refuse_owned(model, "tp" if mesh.tp > 1 else None)
         tie_shared(model)
     comm = world.lay_out(mesh)
+    recomputing = recompute_settings_of(config)
+    if recomputing != RecomputeSettings():
+        with AllRanks(comm, "recomputation of layers"):
+            activations.route_checkpoints(model)
+            if recomputing.policy is not None:
+                activations.recompute_layers(model)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
     stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
@@ -125,7 +131,7 @@ def assemble(
     if stages is not None:
         parts.loop = stages.connect(comm, mesh, runtime)
         parts.pipeline = parts.loop.pipeline
-    parts.recompute = _recompute_for(recompute_settings_of(config), comm)
+    parts.recompute = _recompute_for(recomputing, comm, shards_tokens=bool(config.tensor_parallel.sequence))
     if parts.recompute is not None:
         release_with(runtime, parts.recompute)
     parts.vertical = LayerwiseAccumulation(runtime) if plan.settings.layerwise_micro_batches > 1 else None
@@ -181,9 +187,17 @@ def _tell_what_stays_whole(plan: Plan) -> None:
         )
 
 
-def _recompute_for(settings: RecomputeSettings, comm: Comm) -> Recompute | None:
-    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing."""
+def _recompute_for(settings: RecomputeSettings, comm: Comm, *, shards_tokens: bool) -> Recompute | None:
+    """What this configuration makes of `checkpointing.checkpoint`; one that says nothing of it changes nothing.
+
+    shards_tokens: activations between layers are sharded over tokens along "tp".
+    """
     if settings == RecomputeSettings():
         return None
+    tp = comm.along.get("tp") if settings.partitioned else None
+    if settings.partitioned and (tp is None or shards_tokens):
+        why = "they are sharded over tokens already" if tp is not None else "there are no tensor-parallel ranks"
+        log_once(f"partition_activations: inputs of checkpoints are not cut: {why}.")
+        tp = None
     with AllRanks(comm, "opening the nvme_path of activations"):
-        return configure(settings)
+        return configure(settings, tp)

@@ -40,6 +40,7 @@ from ..precision.loss_scale import LossScaler
 from ..report.explain import Advice, Timeline, what_moved, where_steps_went
 from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.links import links_of
+from ..report.memory_trace import MemoryTrace
 from ..report.monitor import MonitorMaster
 from ..report.picture import draw
 from ..report.records import RecordWriter, StepRecord
@@ -47,7 +48,7 @@ from ..report.timers import Timers
 from ..sharding.runtime import Runtime
 from .data import ShardedLoader
 from .determinism import Determinism
-from .memory import memory_report, plan_of
+from .memory import memory_report, plan_of, traced
 from .preemption import Preemption
 from .saving import Saver
 from .settings import DataSettings, ObserverSettings, SavingSettings
@@ -657,6 +658,21 @@ class Engine(StandsForModule):
         finally:
             meter.events = None
             tiers.record(None)
+
+    @contextmanager
+    def memory_trace(self, picture: Path | str | None = None) -> Iterator[MemoryTrace]:
+        """Follow every storage that the block makes, by kind: a forward, a backward and a step, say.  Local.
+
+        picture: where rank 0 draws bytes over operators, as a PNG.  Operators take longer meanwhile.
+        """
+        recompute = self.parts.recompute
+        trace = traced(
+            self.runtime, self.optimizer, recompute.extents if recompute is not None else list, self.parts.pipeline
+        )
+        with trace.recording():
+            yield trace
+        if picture is not None and is_rank_zero():
+            trace.draw(picture)
 
     def plan(self) -> str:
         """The plan of every unit and the schedule, as text."""

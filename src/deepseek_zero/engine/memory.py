@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,9 @@ from ..optim.sharded import ShardedOptimizer
 from ..planner.plan import Plan
 from ..planner.volume import StepVolume
 from ..report.measure import MemoryReport, bytes_of, live_storages, moments_of
+from ..report.memory_trace import MemoryTrace
 from ..sharding.runtime import Runtime
+from ..tiers.disk import DiskExtent
 from ..tiers.tier import Extent
 
 if TYPE_CHECKING:  # as in engine.py
@@ -69,6 +71,29 @@ def memory_report(
     everything = live_storages(runtime.comm_ctx.pool.device.type)
     measured["other"] = sum(count for address, count in everything.items() if address not in seen)
     return MemoryReport(plan_of(runtime, optimizer, pipeline).bytes_by_state(), measured)
+
+
+def traced(
+    runtime: Runtime,
+    optimizer: ShardedOptimizer | None,
+    parked: Callable[[], Sequence[Extent]],
+    pipeline: Pipeline | None = None,
+) -> MemoryTrace:
+    """Return a trace of the memory of this engine.  parked: as `memory_report` takes it, now."""
+
+    def held() -> dict[str, list[Tensor]]:
+        found = {
+            state: [each for each in tensors if each is not None]
+            for state, tensors in _held(runtime, optimizer, pipeline).items()
+        }
+        gathered = [group.unsharded.memory for group in runtime.groups if group.unsharded is not None]
+        offloaded = resting(extents_of(runtime, optimizer))
+        return found | {"gathered": gathered, "offloaded": offloaded, "parked": resting(parked())}
+
+    def resting(extents: Sequence[Extent]) -> list[Tensor]:
+        return [extent.memory for extent in extents if not isinstance(extent, DiskExtent)]
+
+    return MemoryTrace(held, lambda: runtime.comm.meter.clock.phase)
 
 
 def extents_of(runtime: Runtime, optimizer: ShardedOptimizer | None) -> list[Extent]:

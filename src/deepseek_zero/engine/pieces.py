@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import parallel, pipeline
+from .. import activations, parallel, pipeline
+from ..activations.tiles import TileSettings
 from ..base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
@@ -27,7 +28,14 @@ from ..planner.pieces import PipelinePlan, TensorPlan
 from ..planner.plan import Plan
 from ..planner.split import set_split
 from ..sharding.runtime import Runtime
-from .settings import PipelineSettings, pipeline_settings_of, policy_of, sequence_settings_of, tensor_settings_of
+from .settings import (
+    PipelineSettings,
+    pipeline_settings_of,
+    policy_of,
+    sequence_settings_of,
+    tensor_settings_of,
+    tile_settings_of,
+)
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
@@ -129,9 +137,25 @@ def cut_along_axes(
     if "sp" in comm.along:
         with AllRanks(comm, "sharing sequences"):
             parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
+    _tile(config, model, mesh)
     stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
     staged = stages.staged if stages is not None else None
     return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, sample))
+
+
+def _tile(config: Config, model: nn.Module, mesh: Mesh) -> None:
+    """Let what the configuration names be computed a part of the tokens at a time."""
+    tiles = tile_settings_of(config)
+    if tiles != TileSettings() and mesh.pp > 1:
+        raise NotBuiltError(
+            "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not built.",
+            "A stage runs the model's own forward with stand-ins for the blocks of others.",
+            "leave them out, or pp.",
+        )
+    if tiles.mlp is not None:
+        activations.tile_mlps(model, tiles.mlp)
+    if tiles.loss is not None:
+        activations.tile_loss(model, tiles.loss)
 
 
 def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm) -> Stages:

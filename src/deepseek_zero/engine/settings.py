@@ -14,6 +14,7 @@ import torch
 
 from .. import parallel
 from ..activations.recompute import RecomputeSettings
+from ..activations.tiles import TileSettings
 from ..base.errors import UsageError
 from ..checkpoint.catalogue import Retention
 from ..config.layer_specs import layer_rules
@@ -328,7 +329,14 @@ def recompute_settings_of(config: Config) -> RecomputeSettings:
         DiskSettings(config.aio.queue_depth, config.aio.block_size) if is_disk else plain.disk,
         section.number_checkpoints,
         section.profile,
+        section.policy,
+        section.partition_activations,
     )
+
+
+def tile_settings_of(config: Config) -> TileSettings:
+    """What is computed a part of the tokens at a time."""
+    return TileSettings(config.activation_checkpointing.tiled_loss, config.activation_checkpointing.tiled_mlp)
 
 
 def memory_settings_of(config: Config) -> MemorySettings:
@@ -349,7 +357,7 @@ def tensor_settings_of(config: Config) -> parallel.ParallelSettings:
     summed = tuple((rf".*{re.escape(name)}\.weight$", "row", 1, ()) for name in section.injection_policy_tuple or ())
     given = section.partition_config or {}
     return parallel.ParallelSettings(
-        loss=section.loss,
+        loss=section.loss if config.activation_checkpointing.tiled_loss is None else "tiled",
         layers=(*layer_rules(given), *summed),
         uses_other_rules=given.get("use_default_specs", True),
         is_strict=given.get("strict_mode", False),

@@ -62,7 +62,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         ctx: Any, axis: Axis, starts: list[int], words: int, targets: Tensor, terms: Terms, *logits: Tensor
     ) -> Tensor:
         own = [_tell(each, targets, start, terms) for each, start in zip(logits, starts, strict=True)]
-        lse, target, weighted = _joined(axis.all_gather(own, "the loss"))
+        lse, target, weighted = joined(axis.all_gather(own, "the loss"))
         counts = targets != terms.ignore_index
         weights = counts.float()
         if terms.weight is not None:
@@ -96,7 +96,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         for each, start in zip(logits, ctx.starts, strict=True):
             slope = torch.exp(each.float().sub_(lse[:, None]) if each.dtype != torch.float32 else each - lse[:, None])
             slope.mul_((per_row * grad)[:, None])
-            inside, place = _places(targets, start, each.shape[1])
+            inside, place = places(targets, start, each.shape[1])
             slope.scatter_add_(1, place[:, None], (-own * grad * inside)[:, None])
             if ctx.even is not None:
                 even = ctx.even[:, None] * (grad[:, None] if grad.dim() else grad)
@@ -106,7 +106,7 @@ class _SplitCrossEntropy(torch.autograd.Function):
         return None, None, None, None, None, *found
 
 
-def _places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
+def places(targets: Tensor, start: int, words: int) -> tuple[Tensor, Tensor]:
     """Return where targets are among these words, and their places there (0 elsewhere)."""
     place = targets - start
     inside = (place >= 0) & (place < words)
@@ -119,7 +119,7 @@ def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
     highest = values.amax(1)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
     total = torch.exp(values - shift[:, None]).sum(1)
-    inside, place = _places(targets, start, logits.shape[1])
+    inside, place = places(targets, start, logits.shape[1])
     target = values.gather(1, place[:, None])[:, 0].masked_fill(~inside, 0.0)
     said = [highest, total, target]
     if terms.label_smoothing:
@@ -129,7 +129,7 @@ def _tell(logits: Tensor, targets: Tensor, start: int, terms: Terms) -> Tensor:
     return torch.stack(said, 1)
 
 
-def _joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+def joined(said: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
     """Return by token the logarithm of all words' exponentials, the target's logit and the weighted sum of logits."""
     highest = torch.stack([each[:, 0] for each in said]).amax(0)
     shift = highest.masked_fill(highest == -torch.inf, 0.0)
@@ -228,9 +228,14 @@ def split_loss(model: nn.Module, axis: Axis, head: nn.Module, part: Part) -> boo
 def loss_owner(model: nn.Module, head: nn.Module) -> nn.Module | None:
     """Return the module whose forward passes the head's logits to a loss function that can read split ones, if any."""
     owner = next((each for each in model.modules() if _gives_logits(each, head)), None)
-    if owner is None or "self.loss_function(" not in _source(type(owner)):
-        return None
-    return owner if getattr(owner.loss_function, "__name__", "") in (CAUSAL, MASKED) else None
+    return owner if owner is not None and loss_name(owner) in (CAUSAL, MASKED) else None
+
+
+def loss_name(module: nn.Module) -> str:
+    """Return the name of the loss function that a model of transformers passes its logits to; "" where it does not."""
+    if not hasattr(type(module), "loss_function") or "self.loss_function(" not in _source(type(module)):
+        return ""
+    return getattr(module.loss_function, "__name__", "")
 
 
 def _gives_logits(module: nn.Module, head: nn.Module) -> bool:

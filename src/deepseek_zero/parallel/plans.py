@@ -56,15 +56,15 @@ class ParallelSettings:
     """What a caller says about the split. Plain values: the doors read them from their own words.
 
     loss: "split" computes the loss from split logits in training, which then has none to show; "gathered" gathers
-    them. layers: (pattern, style, parts, model types) by `re.match` of a parameter's name, before every other rule;
-    style "row", "column" or "skip", parts of a fused projection, and the models that it is for (none named: all).
-    uses_other_rules: whether the rest of the rules follows; is_strict: a layer that is left whole is an error. preset:
-    a family's table, whatever the model calls itself. sequence: activations sharded over tokens between the regions of
-    a block, in training. grain: feed-forward layers and vocabularies are cut at multiples of it, where every rank gets
-    one.
+    them; "tiled" leaves both to who computes the loss where the head is (activations/tiled_loss.py). layers: (pattern,
+    style, parts, model types) by `re.match` of a parameter's name, before every other rule; style "row", "column" or
+    "skip", parts of a fused projection, and the models that it is for (none named: all). uses_other_rules: whether the
+    rest of the rules follows; is_strict: a layer that is left whole is an error. preset: a family's table, whatever the
+    model calls itself. sequence: activations sharded over tokens between the regions of a block, in training. grain:
+    feed-forward layers and vocabularies are cut at multiples of it, where every rank gets one.
     """
 
-    loss: Literal["split", "gathered"] = "split"
+    loss: Literal["split", "gathered", "tiled"] = "split"
     layers: tuple[tuple[str, str, int, tuple[str, ...]], ...] = ()
     uses_other_rules: bool = True
     is_strict: bool = False

@@ -109,7 +109,7 @@ def traffic_of(
             width += 2 * first.widths[0] if first is last else 0  # the gathers at the ends of the blocks
             sent = (plan.ranks - 1) * width * dtype.itemsize
         else:
-            splits = first.style == "head" and settings.loss == "split"
+            splits = first.style == "head" and settings.loss != "gathered"
             splits = splits and loss_owner(model, first.module) is not None
             part = replace(plan, stretch=None, choices=choices)
             sent = sent_bytes(part, coordinate, plan.ranks, dtype.itemsize, splits_loss=splits, recomputes=recomputes)

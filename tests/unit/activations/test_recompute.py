@@ -331,3 +331,37 @@ def test_a_profile_is_logged_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("checkpoints, forward and backward") == 1
     assert [line.split(":")[0] for line in said.splitlines()[1:]] == ["  0", "  1"]
     assert found.profile is not None and all(row.backward_seconds > 0 for row in found.profile.rows)
+
+
+def test_a_tensor_given_to_several_checkpoints_is_parked_once(parking: ActivationOffload) -> None:
+    """As the output of an encoder is, by each layer of a decoder."""
+
+    def run(how: Callable[..., Any]) -> tuple[list[Tensor], int]:
+        torch.manual_seed(1)
+        first = torch.randn(ROWS, WIDTH, requires_grad=True)
+        encoded, x = first * 2, first * 3
+        for _ in range(3):
+            x = how(lambda x, seen, again: torch.tanh(x @ seen.t() @ again), x, encoded, encoded)
+        used = parking.used_bytes
+        x.sum().backward()
+        assert first.grad is not None
+        return [x.detach(), first.grad], used
+
+    expected, _ = run(straight)
+    found, used = run(checkpoint)
+    assert all(map(torch.equal, found, expected))
+    assert used == 4 * ROWS * WIDTH * 4  # three inputs, and what all of them see
+    assert parking.used_bytes == 0
+
+
+def test_a_tensor_that_was_changed_between_two_checkpoints_is_parked_for_each(parking: ActivationOffload) -> None:
+    first = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = first * 2
+    one = checkpoint(torch.tanh, x)
+    x += 1
+    two = checkpoint(torch.tanh, x)
+    assert parking.used_bytes == 2 * ROWS * WIDTH * 4
+    (one.sum() + two.sum()).backward()
+    wanted = first.detach().clone().requires_grad_()
+    (torch.tanh(wanted * 2).sum() + torch.tanh(wanted * 2 + 1).sum()).backward()
+    torch.testing.assert_close(first.grad, wanted.grad)

@@ -41,6 +41,10 @@ PRIVATE = (
     "torch._C.DisableTorchFunctionSubclass",
     "torch.optim.Optimizer._patch_step_function",
     "torch.utils.checkpoint._StopRecomputationError",
+    "torch._C._autograd._get_current_graph_task_keep_graph",
+    "torch._C._SetExcludeDispatchKeyGuard",
+    "torch._C.DispatchKey.ADInplaceOrView",
+    "torch.utils._python_dispatch",
 )
 
 
@@ -58,6 +62,7 @@ OF_OBJECTS: dict[str, object] = {
     "_modules": nn.Module(),
     "_non_persistent_buffers_set": nn.Module(),
     "_cdata": torch.ones(1).untyped_storage(),
+    "_schema": torch.ops.aten.mm.default,
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
 }

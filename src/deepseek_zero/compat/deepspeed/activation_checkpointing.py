@@ -10,8 +10,9 @@ from typing import Any
 
 from ...activations import recompute
 from ...activations.recompute import RecomputeSettings, checkpoint
-from ...base.errors import NotBuiltError, UsageError
+from ...base.errors import UsageError
 from ...base.given import whole_number
+from ...base.log import log_once
 from ...config import Config
 from ...config.load import load
 from ...engine.settings import recompute_settings_of
@@ -35,21 +36,23 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     """Say where `checkpoint` keeps its inputs, for the whole process.
 
     deepspeed_config: a dict, a path or JSON text, whose `activation_checkpointing` section is read; without it, what
-    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: names the
-    groups of tensor parallelism, which is not built.
+    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: accepted;
+    an engine's mesh says which ranks are tensor-parallel.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
         raise UsageError(
             f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join(WORDS)}."
         )
-    if words.get("partition_activations"):
-        raise NotBuiltError(
-            "checkpointing.configure(partition_activations=True) is not built yet.",
-            "It spreads activations over tensor-parallel ranks, and comes with tensor parallelism.",
-            "leave it out; checkpoint_in_cpu=True or activation_checkpointing.device frees more.",
+    before = recompute.current()
+    settings = _changed(_settings(deepspeed_config), words)
+    tp = before.tp if before is not None and settings.partitioned else None
+    if settings.partitioned and tp is None:
+        log_once(
+            "partition_activations: inputs of checkpoints are not cut: there are no tensor-parallel ranks, or the "
+            "engine was not told (activation_checkpointing.partition_activations)."
         )
-    recompute.configure(_changed(_settings(deepspeed_config), words))
+    recompute.configure(settings, tp)
 
 
 def _settings(deepspeed_config: Any) -> RecomputeSettings:
@@ -67,11 +70,13 @@ def _changed(settings: RecomputeSettings, words: dict[str, Any]) -> RecomputeSet
     if contiguous is not None:
         tier = tier or Tier.DEVICE if contiguous else None if tier is Tier.DEVICE else tier
     count, profile = words.get("num_checkpoints"), words.get("profile")
+    partitioned = words.get("partition_activations")
     return replace(
         settings,
         tier=tier,
         checkpoints=settings.checkpoints if count is None else whole_number("configure", "num_checkpoints", count, 1),
         profile=settings.profile if profile is None else bool(profile),
+        partitioned=settings.partitioned if partitioned is None else bool(partitioned),
     )
 
 

@@ -1,0 +1,134 @@
+"""Partitioned activations: of each checkpoint's input a tensor-parallel rank keeps its share, and gathers the rest.
+
+Between the layers that ranks along "tp" compute together every rank has the same activations, so each keeps one part of
+them: of n elements those of [rank * c, (rank + 1) * c), c = ceil(n / ranks). Backward gathers a checkpoint's parts when
+it recomputes it, and begins with those of the one before it, which comes next. Data-parallel ranks have inputs of their
+own; nothing is shared with them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from math import prod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..base.errors import UsageError
+from ..comm.collectives import Comm
+from ..parallel.inputs import difference
+from .offload import ActivationOffload, ParkedTensors
+
+KIND = "activations"  # what the meter counts these bytes as
+
+
+class Partition:
+    """The shares of one rank. All ranks of its group checkpoint and recompute in the same order.
+
+    comm: of the ranks along "tp", whose lane "gather" is this object's alone. parking: where shares wait.
+    """
+
+    def __init__(self, comm: Comm, parking: ActivationOffload) -> None:
+        self.comm, self.parking = comm, parking
+        self._shares: list[weakref.ref[Share]] = []  # in the order they came
+        self._ahead: tuple[Share, list[Gathering]] | None = None
+        self._pages: list[Tensor] = []
+        self._compares = True  # until the first recomputation
+
+    def park(self, tensors: Sequence[Tensor]) -> Share:
+        """Keep this rank's share of each tensor. Collective until the first recomputation, which compares them first.
+
+        UsageError where ranks were given different tensors: gathered, they would be nobody's.
+        """
+        if self._compares and (found := difference(tensors, self.comm)) is not None:
+            raise UsageError(
+                f"activation_checkpointing.partition_activations: the inputs of a checkpoint differ over tp: {found}.",
+                "Each rank keeps one part of a tensor that all of them have.",
+                "leave partition_activations out, or put the checkpoint where every rank has the same input.",
+            )
+        share = Share(self, self.parking.park(tensors, self._own), [_size_of(tensor) for tensor in tensors])
+        self._shares = [known for known in self._shares if known() is not None]
+        self._shares.append(weakref.ref(share))
+        return share
+
+    def _own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's share of a tensor without gaps; another one whole."""
+        if not tensor.is_contiguous():
+            return tensor
+        flat = tensor.detach().view(-1)
+        count = -(-flat.numel() // self.comm.size)
+        own = flat[self.comm.rank * count : (self.comm.rank + 1) * count]
+        return own if own.numel() == count else F.pad(own, (0, count - own.numel()))
+
+    def restore(self, share: Share) -> list[Tensor]:
+        """Return the whole tensors. Collective; waits."""
+        self._compares = False
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[0] is not share:
+            for gathering in ahead[1]:  # of a graph that backward has left
+                gathering.wait()
+            ahead = None
+        found = [gathering.wait() for gathering in (self._start(share) if ahead is None else ahead[1])]
+        before = self._before(share)
+        if before is not None:
+            self._ahead = (before, self._start(before))
+        return found
+
+    def _before(self, share: Share) -> Share | None:
+        alive = [each for each in (known() for known in self._shares) if each is not None]
+        place = alive.index(share) if share in alive else 0
+        return alive[place - 1] if place else None
+
+    def _start(self, share: Share) -> list[Gathering]:
+        return [Gathering(self, own, size) for own, size in zip(share.parked.restore(), share.sizes, strict=True)]
+
+    def take(self, nbytes: int) -> Tensor:
+        """Lend bytes that other ranks reach, and that none of them reads; `give_back` takes them again. Local."""
+        page = next((each for each in self._pages if each.numel() >= nbytes), None)
+        if page is None:
+            return self.comm.empty(nbytes, torch.uint8)
+        self._pages = [each for each in self._pages if each is not page]
+        return page
+
+    def give_back(self, page: Tensor) -> None:
+        self._pages.append(page)
+
+
+def _size_of(tensor: Tensor) -> torch.Size | None:
+    return tensor.size() if tensor.is_contiguous() else None
+
+
+class Share:
+    """One rank's share of the inputs of one checkpoint.  sizes: of the whole tensors; None: it has all of it."""
+
+    def __init__(self, partition: Partition, parked: ParkedTensors, sizes: list[torch.Size | None]) -> None:
+        self.partition, self.parked, self.sizes = partition, parked, sizes
+
+    def restore(self) -> list[Tensor]:
+        """Return the whole tensors. Collective; waits."""
+        return self.partition.restore(self)
+
+
+class Gathering:
+    """One tensor on its way.  Making one starts it: collective, unless this rank has all of the tensor (size: None)."""
+
+    def __init__(self, partition: Partition, own: Tensor, size: torch.Size | None) -> None:
+        self._partition, self._own, self._size = partition, own, size
+        if size is None:
+            return
+        comm = partition.comm
+        self._page = partition.take(own.nbytes)
+        page = self._page[: own.nbytes].view(own.dtype).copy_(own)
+        self._whole = own.new_empty(comm.size, own.numel())
+        self._whole[comm.rank].copy_(own)
+        inbox = list(self._whole.unbind(0))
+        self._pending = comm.exchange([page] * comm.size, inbox, "gather", "activations", kind=KIND)
+
+    def wait(self) -> Tensor:
+        if self._size is None:
+            return self._own
+        self._pending.wait()
+        self._partition.give_back(self._page)
+        return self._whole.view(-1)[: prod(self._size)].view(self._size)

@@ -1,0 +1,343 @@
+"""Cross entropy of a head's logits, a tile of tokens at a time: logits of all tokens never exist.
+
+The gradients are computed in forward, tile by tile, while the tile's logits are there. Backward multiplies them by the
+gradient that comes in, whatever the loss was multiplied by, and gives the weight's to autograd once. So a weight is
+reduced once, and backward reads neither it nor a logit.
+
+    for each tile:   z = x W^T + b     in the dtype of x
+                     p = softmax(z)    in place, in fp32
+                     loss += -log p[target],   d = p - [word is the target]
+                     gx = d W,   gW += d^T x,   gb += sum of d     gW and gb in fp32
+
+What is kept are the gradients of the loss's sum over tokens, which do not get smaller with the number of tokens: a mean
+is that sum divided afterwards. Along the axis "tp" a rank computes the logits of its own words; of each tile the ranks
+tell each other what loss.py says, and gx is summed over them once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from ..base.device import keeps_graph
+from ..base.errors import NotBuiltError, UsageError
+from ..parallel.layers import Layer, TensorAxis, cast_for_autocast
+from ..parallel.loss import CAUSAL, joined, loss_name, places
+from .tiles import each_tile
+
+HALF_FACTOR = 256.0  # of gradients that are kept in fp16: a word's probability is often less than fp16 tells from zero
+WORD_BLOCKS = (
+    8  # parts of the weight's gradient that a tile adds to one after another where that needs a product beside
+)
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """rows: tokens whose logits exist at once.  ignored: the target of a token that no loss counts."""
+
+    rows: int
+    ignored: int = -100
+
+
+def tiled_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, settings: LossSettings, layer: Layer | None = None
+) -> Tensor:
+    """Return the sum over tokens of the cross entropy of x W^T + b, a number in fp32.
+
+    x: (..., width). weight: (words, width). targets: (...), words, or `settings.ignored`. layer: of which the weight is
+    one rank's part; then its ranks call this together, and the sum is equal on all of them. Gradients reach x, weight
+    and bias, of any of them that needs one.
+    """
+    rows = cast_for_autocast(x.reshape(-1, x.shape[-1]))
+    weight, bias = weight.to(rows.dtype), bias.to(rows.dtype) if bias is not None else None
+    flat = targets.reshape(-1)
+    if len(flat) != len(rows):
+        raise UsageError(
+            f"{len(flat)} targets for {len(rows)} tokens.",
+            "Each token has one target, and its logits exist only while its tile is computed.",
+            "pass labels of every token, and leave logits_to_keep out in training.",
+        )
+    with torch.autocast(x.device.type, enabled=False):
+        found: Tensor = _AtOnce.apply(rows, weight, bias, flat, settings, layer)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _AtOnce(torch.autograd.Function):
+    """The loop of this page. x: (tokens, width)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        settings: LossSettings,
+        layer: Layer | None,
+    ) -> Tensor:
+        ranks = _Ranks(layer)
+        loop = _Loop(x, weight, bias, targets, settings, ranks, ctx.needs_input_grad[:3])
+        total = loop.run()
+        if loop.gx is not None:
+            loop.gx = ranks.summed(loop.gx)
+        ctx.factor, ctx.dtypes = loop.factor, (weight.dtype, None if bias is None else bias.dtype)
+        ctx.save_for_backward(loop.gx, loop.gw, loop.gb)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        gx, gw, gb = ctx.saved_tensors
+        weight, bias = ctx.dtypes
+        in_place, scale = not keeps_graph(), grad.float()
+        return (
+            None if gx is None else _times(gx, scale / ctx.factor, gx.dtype, in_place=in_place),
+            None if gw is None else _times(gw, scale, weight, in_place=in_place),
+            None if gb is None else _times(gb, scale, bias, in_place=in_place),
+            None,
+            None,
+            None,
+        )
+
+
+def _times(kept: Tensor, scale: Tensor, dtype: torch.dtype, *, in_place: bool) -> Tensor:
+    """Return a kept gradient times the one that came in, multiplied in fp32, block by block.
+
+    in_place: nobody reads the kept one again.
+    """
+    found = kept if in_place and kept.dtype == dtype else torch.empty_like(kept, dtype=dtype)
+    for source, into in zip(kept.tensor_split(WORD_BLOCKS), found.tensor_split(WORD_BLOCKS), strict=True):
+        into.copy_(source.float() * scale)
+    return found
+
+
+class _Ranks:
+    """What a tile asks of the ranks that hold the other words; alone, nothing."""
+
+    def __init__(self, layer: Layer | None) -> None:
+        self.first = 0
+        self._axis: TensorAxis | None = None
+        if layer is not None:
+            assert isinstance(layer.axis, TensorAxis)
+            self._axis = layer.axis
+            self.first = sum(layer.part.widths[: self._axis.group.index])
+
+    def told(self, own: Tensor) -> list[Tensor]:
+        return [own] if self._axis is None else self._axis.all_gather([own], "the loss of a tile")
+
+    def summed(self, partial: Tensor) -> Tensor:
+        if self._axis is None:
+            return partial
+        group = self._axis.group
+        page = group.take(partial.shape, partial.dtype).copy_(partial)
+        return group.sum(page, "the gradient into the head").wait()
+
+
+class _Loop:
+    """One pass over the tokens.  gx, gw, gb: the gradients that are wanted, for a loss that is the sum; gx is `factor`
+    times as large.
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        settings: LossSettings,
+        ranks: _Ranks,
+        wanted: tuple[bool, ...],
+    ) -> None:
+        self.x, self.weight, self.bias, self.targets, self.ranks = x, weight, bias, targets, ranks
+        self.settings = settings
+        self.factor = HALF_FACTOR if x.dtype == torch.float16 else 1.0
+        self.gx = torch.empty_like(x) if wanted[0] else None
+        self.gw = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self.gb = torch.zeros_like(bias, dtype=torch.float32) if bias is not None and wanted[2] else None
+        rows = min(settings.rows, len(x))
+        self._logits = x.new_empty(rows, len(weight))
+        self._values = self._logits
+        if x.dtype != torch.float32:
+            self._values = torch.empty_like(self._logits, dtype=torch.float32)
+
+    def run(self) -> Tensor:
+        """Return the sum of all tokens' losses, in fp32."""
+        total = torch.zeros((), dtype=torch.float32, device=self.x.device)
+        for start in range(0, len(self.x), self.settings.rows):
+            total += self._tile(start, min(start + self.settings.rows, len(self.x)))
+        return total
+
+    def _tile(self, start: int, stop: int) -> Tensor:
+        x, targets = self.x[start:stop], self.targets[start:stop]
+        logits, values = self._logits[: stop - start], self._values[: stop - start]
+        torch.mm(x, self.weight.t(), out=logits)
+        if self.bias is not None:
+            logits += self.bias
+        if values is not logits:
+            values.copy_(logits)
+        counts = targets != self.settings.ignored
+        highest = values.amax(1)
+        inside, place = places(targets, self.ranks.first, values.shape[1])
+        target = values.gather(1, place[:, None])[:, 0].masked_fill_(~inside, 0.0)
+        values.sub_(highest[:, None]).exp_()
+        lse, target, _ = joined(self.ranks.told(torch.stack([highest, values.sum(1), target], 1)))
+        if self.gx is not None or self.gw is not None or self.gb is not None:
+            values.mul_((torch.exp(highest - lse) * counts * self.factor)[:, None])
+            values.scatter_add_(1, place[:, None], (inside & counts).float().mul_(-self.factor)[:, None])
+            self._add_gradients(x, logits, values, slice(start, stop))
+        return torch.where(counts, lse - target, 0.0).sum()
+
+    def _add_gradients(self, x: Tensor, logits: Tensor, values: Tensor, tokens: slice) -> None:
+        if self.gb is not None:
+            self.gb += values.sum(0).div_(self.factor)
+        if values is not logits:
+            logits.copy_(values)
+        if self.gx is not None:
+            torch.mm(logits, self.weight, out=self.gx[tokens])
+        if self.gw is None:
+            return
+        if values is logits:
+            self.gw.addmm_(values.t(), x)
+            return
+        for into, words in zip(self.gw.tensor_split(WORD_BLOCKS), logits.tensor_split(WORD_BLOCKS, 1), strict=True):
+            into.add_(torch.mm(words.t(), x), alpha=1.0 / self.factor)
+
+
+# -- models of transformers
+
+
+class TiledHead(nn.Module):
+    """A head that gives the loss instead of logits while its model wants one.  Never made: a head takes a class of
+    it and of its own as its class.
+    """
+
+    tiles: TiledLoss
+
+    def forward(self, x: Tensor) -> Tensor:
+        plain = super().forward
+        return plain(x) if self.tiles.wanted is None else self.tiles.compute(self, plain, x)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """What the loss function of a forward under way will be given."""
+
+    labels: Tensor
+    shift_labels: Tensor | None
+    items: Any
+
+
+class TiledLoss:
+    """Takes the place of a causal model's loss function, and tells its head when to compute it.
+
+    The head is called once, where the model calls it, so that its unit is gathered as ever.
+    """
+
+    def __init__(self, settings: LossSettings, whole: Callable[..., Tensor]) -> None:
+        self.settings, self.whole = settings, whole
+        self.wanted: _Wanted | None = None  # in a forward with gradients and labels, until its head has been called
+        self._found: tuple[_Wanted, Tensor] | None = None
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, place: int) -> None:
+        """See whether this forward wants a loss to learn from. place: of labels among its arguments."""
+        self.wanted = self._found = None
+        labels = kwargs.get("labels", args[place] if len(args) > place else None)
+        if labels is not None and module.training and torch.is_grad_enabled():
+            self.wanted = _Wanted(labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+
+    def compute(self, head: nn.Module, plain: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """Return the loss of what the head is given, as transformers' loss for causal models defines it."""
+        wanted, self.wanted = self.wanted, None
+        assert wanted is not None
+        targets = wanted.shift_labels
+        if targets is None:
+            targets = F.pad(wanted.labels, (0, 1), value=self.settings.ignored)[..., 1:]
+        targets = targets.to(x.device)
+        total = self._sum(head, plain, x, targets)
+        items = (targets != self.settings.ignored).sum() if wanted.items is None else wanted.items
+        loss = total / (items.to(total.device) if isinstance(items, Tensor) else items)
+        self._found = (wanted, loss)
+        return loss
+
+    def _sum(self, head: Any, plain: Callable[[Tensor], Tensor], x: Tensor, targets: Tensor) -> Tensor:
+        if isinstance(head, Layer):
+            if isinstance(head.axis, TensorAxis):
+                head.axis.leave()
+            return tiled_cross_entropy(x, head.weight, head.bias, targets, self.settings, head)
+        if isinstance(head, nn.Linear):
+            return tiled_cross_entropy(x, head.weight, head.bias, targets, self.settings)
+
+        def one(part: Tensor, own: Tensor) -> Tensor:
+            return F.cross_entropy(plain(part).float(), own, ignore_index=self.settings.ignored, reduction="sum")
+
+        rows = x.reshape(-1, x.shape[-1])
+        tiles = -(-len(rows) // self.settings.rows)
+        return torch.stack(each_tile(one, max(tiles, 1), rows, targets.reshape(-1), dim=0)).sum()
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the loss that the head has computed; without one what the model's own function makes of logits."""
+        if self._found is None:
+            return self.whole(logits, labels, *args, **kwargs)
+        wanted, loss = self._found
+        given = (labels, kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+        meant = (wanted.labels, wanted.shift_labels, wanted.items)
+        if logits is not loss or any(mine is not theirs for mine, theirs in zip(meant, given, strict=True)):
+            raise UsageError(
+                "the model changes its logits or its labels before the loss.",
+                "activation_checkpointing.tiled_loss computes the loss where the head is, of what the head is given.",
+                "leave tiled_loss out for this model.",
+            )
+        return loss
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Leave the logits, which are none, out of the output."""
+        found, self.wanted, self._found = self._found, None, None
+        if found is None or output is None:
+            return output
+        if isinstance(output, tuple):
+            return output[0], *(each for each in output[1:] if each is not found[1])
+        if dataclasses.is_dataclass(output) and not isinstance(output, type):
+            return dataclasses.replace(output, logits=None)
+        return output
+
+
+def tile_loss(model: nn.Module, rows: int) -> None:
+    """Let a causal model of transformers compute its loss in training from tiles of `rows` tokens. Local.
+
+    Its outputs have no logits then. After its layers have been cut along "tp" and its sequences along "sp", and before
+    it is wrapped. NotBuiltError where the model is another, or its head is computed in a way that has no tiles.
+    """
+    owner = next((each for each in model.modules() if loss_name(each) == CAUSAL), None)
+    head: Any = owner.get_output_embeddings() if owner is not None else None  # type: ignore[operator]
+    if owner is None or head is None:
+        raise NotBuiltError(
+            f"activation_checkpointing.tiled_loss: {type(model).__name__} has no loss that is computed where its head "
+            "is.",
+            "Models of transformers that pass their logits to the loss for causal models do.",
+            "leave it out, and call deepseek_zero.activations.tiled_loss.tiled_cross_entropy where the model's forward "
+            "computes its loss.",
+        )
+    if isinstance(head, Layer) and (not isinstance(head.axis, TensorAxis) or head.part.transposed):
+        raise NotBuiltError(
+            f"activation_checkpointing.tiled_loss for the head '{head.part.name}' as it is split.",
+            "Tiles are computed by layers whose weight is (words, width), on ranks of their own.",
+            "leave it out.",
+        )
+    loss = TiledLoss(LossSettings(rows), owner.loss_function)  # type: ignore[arg-type]
+    owner.loss_function = loss  # type: ignore[assignment]
+    base = type(head)
+    head.__class__ = type(f"Tiled{base.__name__}", (TiledHead, base), {"__module__": __name__})
+    head.tiles = loss
+    names = list(inspect.signature(owner.forward).parameters)
+    place = names.index("labels") if "labels" in names else len(names)
+    owner.register_forward_pre_hook(partial(loss.before, place=place), with_kwargs=True)
+    owner.register_forward_hook(loss.after, always_call=True)

@@ -1,0 +1,144 @@
+"""Memory over a step, by kind: every storage that an operator makes, from then until it is gone.
+
+Nothing is guessed from sizes. A storage that an engine holds under a name (its states, gathered weights, parked
+activations) is of that kind as long as it does; any other one is called after the phase that made it, "forward" for
+what is between an operator and its backward: activations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base.device import WeakStorage, dispatch_mode, without_torch_function
+from ..base.memory import segment_views
+from ..base.quantities import format_bytes, unit_of
+from .plots import GREY, INK, OTHER_COLOUR, STATE_COLOURS, add_titles, new_figure, save_figure, style_axes
+
+Held = Callable[[], Mapping[str, Iterable[Tensor]]]
+ACTIVATIONS = "activations"
+COLOURS = {
+    **STATE_COLOURS,
+    "gathered": "#74b3de",
+    "parked": "#3f8f8f",
+    ACTIVATIONS: "#d9a0a0",
+    "backward": "#efc9a4",
+}
+SMALLEST_BYTES = 1024  # of a storage that is followed
+
+
+@dataclass
+class MemoryTrace:
+    """Bytes by kind, after each operator that made or freed something.
+
+    held: what is held under a name now. phase: what runs now, "forward" or another word.
+    """
+
+    held: Held
+    phase: Callable[[], str]
+    samples: list[dict[str, int]] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)  # (sample, phase that began there)
+    _made: dict[WeakStorage, tuple[int, int, str]] = field(default_factory=dict)  # address, bytes, phase
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Return the bytes by kind where all of them together were most."""
+        return max(self.samples, key=lambda sample: sum(sample.values()), default={})
+
+    @property
+    def peak_bytes(self) -> int:
+        return sum(self.peak.values())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Open a block whose operators are followed."""
+        with dispatch_mode(self._run):
+            yield
+        self._forget_gone()
+        self.sample()
+
+    def _forget_gone(self) -> bool:
+        gone = [weak for weak in self._made if weak.expired()]
+        for weak in gone:
+            del self._made[weak]
+        return bool(gone)
+
+    def _run(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        phase = self.phase()
+        if not self.marks or self.marks[-1][1] != phase:
+            self.marks.append((len(self.samples), phase))
+        has_changed = self._forget_gone() or not self.samples
+        before = len(self._made)
+        given = {tensor.untyped_storage().data_ptr() for tensor in _plain_tensors((*args, *kwargs.values()))}
+        for tensor in _plain_tensors(result):
+            self._follow(tensor, phase, given)
+        if has_changed or len(self._made) != before:
+            self.sample()
+        return result
+
+    def _follow(self, tensor: Tensor, phase: str, given: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() >= SMALLEST_BYTES and storage.data_ptr() not in given:
+            self._made.setdefault(WeakStorage(storage), (storage.data_ptr(), storage.nbytes(), phase))
+
+    def sample(self) -> None:
+        """Note what is there now."""
+        found: dict[str, int] = {}
+        seen = set[int]()
+        with without_torch_function():
+            for kind, tensors in self.held().items():
+                for tensor in tensors:
+                    storage = tensor.untyped_storage()
+                    if storage.data_ptr() and storage.data_ptr() not in seen:
+                        seen.add(storage.data_ptr())
+                        found[kind] = found.get(kind, 0) + storage.nbytes()
+        views = segment_views()
+        for address, nbytes, phase in self._made.values():
+            if address not in seen and not any(address in addresses for addresses in views):
+                kind = ACTIVATIONS if phase == "forward" else phase
+                found[kind] = found.get(kind, 0) + nbytes
+        self.samples.append(found)
+
+    def draw(self, path: Path | str, title: str = "Memory over a step") -> None:
+        """Draw bytes over operators, stacked by kind, as a PNG."""
+        order = [*COLOURS, *sorted({kind for sample in self.samples for kind in sample} - {*COLOURS})]
+        kinds = [kind for kind in order if any(sample.get(kind) for sample in self.samples)]
+        unit_bytes, unit = unit_of(self.peak_bytes)
+        figure = new_figure(8.4, 4.8)
+        axes = figure.add_subplot()
+        style_axes(axes)
+        rows = [[sample.get(kind, 0) / unit_bytes for sample in self.samples] for kind in kinds]
+        colours = [COLOURS.get(kind, OTHER_COLOUR) for kind in kinds]
+        axes.stackplot(range(len(self.samples)), *rows, colors=colours, labels=kinds, step="post", linewidth=0)
+        for place, phase in self.marks:
+            axes.axvline(place, color=GREY, linewidth=0.8, linestyle=(0, (2, 3)))
+            where = axes.get_xaxis_transform()
+            axes.text(place, 1.0, f" {phase}", transform=where, va="top", color=GREY, fontsize=8.5)
+        axes.set_xlim(0, max(len(self.samples) - 1, 1))
+        axes.set_ylabel(f"memory ({unit})")
+        axes.set_xlabel("operators that make or free memory")
+        axes.legend(
+            loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False, labelcolor=INK, fontsize=9, reverse=True
+        )
+        largest = ", ".join(
+            f"{kind} {format_bytes(count)}" for kind, count in sorted(self.peak.items(), key=lambda each: -each[1])[:3]
+        )
+        add_titles(axes, title, f"peak {format_bytes(self.peak_bytes)}: {largest}")
+        save_figure(figure, path)
+
+
+def _plain_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors with memory of their own among an operator's arguments or results."""
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_meta:
+            yield value
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _plain_tensors(each)

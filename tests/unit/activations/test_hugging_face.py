@@ -1,0 +1,75 @@
+"""Models of transformers that recompute their layers do it through ours: parked by the configuration alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import NotBuiltError
+from tests.unit.parallel.tiny import batch, tiny
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable`")
+LAYERS = 2
+
+
+def grown() -> dict[str, torch.Tensor]:
+    """A batch whose activations are worth a place."""
+    return {name: value.repeat(1, 4) for name, value in batch().items()}
+
+
+def train(section: dict[str, Any], *, enable: str) -> tuple[list[torch.Tensor], Any]:
+    """Two steps' losses and the weights. enable: when the model's recomputation is turned on."""
+    own: Any = copy.deepcopy(tiny("llama"))
+    if enable == "before":
+        own.gradient_checkpointing_enable()
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "activation_checkpointing": section,
+    }
+    engine, *_ = deepseek_zero.initialize(model=own, config=config)
+    if enable == "after":
+        own.gradient_checkpointing_enable({"use_reentrant": True})
+    found = []
+    for _ in range(2):
+        loss = engine(**grown()).loss
+        engine.backward(loss)
+        engine.step()
+        found.append(loss.detach())
+    found += [value.clone() for value in engine.module.state_dict().values()]
+    recompute = engine.parts.recompute
+    parked = recompute.parking._arrived if recompute is not None and recompute.parking is not None else 0
+    engine.destroy()
+    return found, parked
+
+
+def test_inputs_are_parked_by_the_configuration_alone() -> None:
+    expected, parked = train({}, enable="before")
+    assert parked == 0
+    for section, enable, arrived in (
+        ({"device": "cpu"}, "before", 2 * LAYERS),
+        ({"device": "cpu"}, "after", 2 * LAYERS),
+        ({"device": "cpu"}, "never", 0),
+        ({"device": "cpu", "policy": "full"}, "never", 2 * LAYERS),
+        ({"device": "cpu", "policy": ["attention"]}, "never", 2 * LAYERS * 2),
+        ({"policy": "matmul"}, "never", 0),
+    ):
+        found, parked = train(section, enable=enable)
+        assert all(map(torch.equal, found, expected)), section
+        assert parked == arrived, section
+
+
+def test_a_model_that_cannot_recompute_its_layers_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tiny("llama")
+    monkeypatch.setattr(type(own), "supports_gradient_checkpointing", False)
+    with pytest.raises(NotBuiltError, match="layers of LlamaForCausalLM do not recompute themselves"):
+        deepseek_zero.initialize(
+            model=own,
+            config={"train_micro_batch_size_per_gpu": 3, "activation_checkpointing": {"policy": "full"}},
+        )
