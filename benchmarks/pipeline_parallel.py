@@ -31,8 +31,9 @@ from benchmarks.cells import CONTEXT, VOCABULARY, Cell
 from benchmarks.model import GPT, build_model
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.systems.common import seconds_of, take_a_core
+from deepseek_zero import init_distributed
 from deepseek_zero.base.memory import keep_freed_memory
-from deepseek_zero.base.mesh import Mesh, init_distributed
+from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.pipeline import MicroBatch, find_chain
 from deepseek_zero.pipeline.executor import PipelineExecutor

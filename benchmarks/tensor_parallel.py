@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # started as a 
 
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.systems.common import seconds_of, take_a_core
+from deepseek_zero import init_distributed
 from deepseek_zero.base.memory import keep_freed_memory
-from deepseek_zero.base.mesh import init_distributed
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.group import TensorGroup

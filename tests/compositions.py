@@ -69,7 +69,7 @@ def engines_of_threads() -> Iterator[Here]:
     """Let `start` build engines over the ranks of threads."""
     here = Here()
 
-    def current_mesh(device: torch.device | None = None, wish: Any = None) -> Mesh:
+    def current_mesh(device: torch.device | None = None, wish: Any = None, **_: Any) -> Mesh:
         return Mesh().on_world(here.rank.size, here.rank.index, device or CPU)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -110,6 +110,9 @@ class Texts(dict[str, str]):
     set = dict.__setitem__
     look = dict.get
 
+    def silences(self) -> dict[int, float]:
+        return {}
+
 
 class Piece:
     """A tensor that other ranks read, or write, where it lies; its owner alone counts as holding it."""
@@ -287,7 +290,7 @@ class Context(WorldContext):
         self.expected: list[Receipt] = []  # what this rank has issued and not yet taken
         self.seen = 0  # collectives that had been completed when this rank last stopped waiting to look around
         hosts = Hosts(rank, ("this process",) * world.size)
-        super().__init__(hosts, FlightRecorder(rank, world.size, world.store))
+        super().__init__(hosts, FlightRecorder(hosts, world.store))
 
     def gloo_over(self, ranks: Sequence[int], far_only: bool = False) -> Transport:  # type: ignore[override]
         return InProcess(self._in_process, self, ranks)

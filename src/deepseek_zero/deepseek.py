@@ -23,6 +23,7 @@ from .base.errors import UsageError, shown
 from .base.given import refuse
 from .base.log import log_once
 from .base.mesh import current_mesh
+from .comm.store import launchers_store
 from .compat.deepspeed.before_initialize import leaf_module_names
 from .config import resolve
 from .config.keywords import ZeroKeywords
@@ -100,7 +101,7 @@ class DeepSeekZeRO3(StandsForModule):
         # A mesh that is no mapping is no configuration's business.
         given = keywords.pop("mesh") if not isinstance(keywords.get("mesh", {}), Mapping) else None
         raw = load(configuration_of(keywords))
-        mesh = choose_mesh(statements_of(raw, given), current_mesh(default_device()))
+        mesh = choose_mesh(statements_of(raw, given), current_mesh(default_device(), store_of=launchers_store))
         if idle := [key for key in ENGINE_ONLY if _asks(raw.get(key))]:
             told = f"{', '.join(idle)} {'changes' if len(idle) == 1 else 'change'} nothing"
             log_once(f"DeepSeekZeRO3 makes no engine, and {told} without one: initialize() does.", logging.WARNING)

@@ -25,6 +25,7 @@ import pytest
 
 import deepseek_zero
 from deepseek_zero.base.launch import SECRET_FILE
+from deepseek_zero.cli import agent
 from deepseek_zero.cli.orphans import Launch
 from deepseek_zero.cli.ranks import Command, Death, Ranks, Target
 
@@ -551,7 +552,7 @@ def test_two_nodes_meet_and_a_failure_on_one_ends_the_other(tmp_path: Path) -> N
     assert sorted(outputs[0][0].splitlines()) == ["0 0 3 0", "1 1 3 0"]
     assert outputs[1][0].splitlines() == ["2 0 3 1"]
     assert all(err.count("KeyError: 'boom'") == 1 and "rank 2 of 3 failed" in err for _, err in outputs)
-    assert "on another machine" in outputs[0][1]
+    assert f"on {socket.gethostname()};" in outputs[0][1]
 
 
 def test_one_launcher_on_each_node_of_a_slurm_step_is_one_training(tmp_path: Path) -> None:
@@ -752,3 +753,26 @@ def test_the_ranks_of_a_launch_share_a_secret_that_nobody_else_sees(tmp_path: Pa
     assert lines[0][1:] == lines[1][1:], "one secret for all"
     assert not Path(lines[0][1]).exists(), "which goes with the launch"
     assert lines[0][5] not in done.stderr
+
+
+def test_a_rank_that_somebody_stopped_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(agent, "TELL_AFTER", 0.3)
+    monkeypatch.setattr(agent, "LOOK_SECONDS", 0.05)
+    script = write(tmp_path, "import sys, time\nwhile not open(sys.argv[1]).read():\n    time.sleep(0.01)\n")
+    end, standstill = write(tmp_path, "", "end"), agent.Standstill()
+    with Ranks(Command(Target.SCRIPT, str(script), (str(end),))) as ranks:
+        pids = ranks.start([{"RANK": "4"}, {"RANK": "5"}])
+        os.kill(pids[1], signal.SIGSTOP)
+        wait_until(lambda: (standstill.look(ranks), standstill.told)[1], 5)
+        assert standstill.told == {5} and ranks.poll() is None
+        os.kill(pids[1], signal.SIGCONT)
+        wait_until(lambda: (standstill.look(ranks), not standstill.told)[1], 5)
+        end.write_text("now")
+        wait_until(lambda: (ranks.poll(), ranks.finished)[1], 5)
+    here = socket.gethostname()
+    assert [line for line in caplog.messages if "rank" in line] == [
+        f"rank 5 on {here} is stopped; the others wait for it",
+        f"rank 5 on {here} runs again",
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import secrets
 import signal
 import sys
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from deepseek_zero.base.errors import PeerError
-from deepseek_zero.base.launch import SECRET_FILE
+from deepseek_zero.base.launch import DEAD_AFTER, SECRET_FILE
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.tcp import Tcp
@@ -102,6 +103,11 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tm
             assert {address for address, _ in ports} == {host.address}, "one address, and that one named"
             assert len([port for _, port in ports if port in PORTS]) == 1, "one port of ours"
             assert ((host.address, MASTER_PORT) in ports) == (host is pair[0])
+        secret = (tmp_path / "secret").read_bytes()
+        for pid in [pid for host in pair for pid in host.pids()]:
+            for what in ("cmdline", "environ"):
+                said = Path(f"/proc/{pid}/{what}").read_bytes()
+                assert secret not in said and secret.hex().encode() not in said, f"the secret is in {what}"
         ours = [place for host in pair for place in host.ports() if place[1] in PORTS]
         stranger = pair[1].run([sys.executable, "-c", textwrap.dedent(STRANGER), json.dumps(ours)])
         assert stranger.wait(20) == 0, stranger.communicate()[0]
@@ -114,7 +120,6 @@ def test_a_run_listens_at_one_address_and_goes_on_through_strangers_and_a_cut(tm
         assert launcher.returncode == 0 and "the bits are the same" in output, output
         assert "hold no secret" not in output
     assert any("closed a connection from" in output for output in outputs)
-    secret = (tmp_path / "secret").read_bytes()
     assert not any(secret.hex() in output for output in outputs)
 
 
@@ -132,6 +137,19 @@ def test_two_hosts_of_two_ranks_train_to_the_bits_of_gloo() -> None:
     assert "shared memory within a host, our own sockets between hosts" in str(engine.runtime.comm.capabilities())
 
 
+@pytest.mark.ranks(2, hosts=2, fresh=True)
+def test_nothing_is_unpickled_while_two_hosts_meet_and_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: object, **__: object) -> None:
+        raise AssertionError("something is unpickled")
+
+    run = Run(3, "bf16", 1, optimizer="adamw", transport="tcp")  # a class of its own, so made before
+    for name in ("load", "loads", "Unpickler", "_Unpickler"):
+        monkeypatch.setattr(pickle, name, forbidden)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._unpickler", forbidden)
+    engine = start_engine(run, seeded(Gpt))
+    train_step(engine, run, 0)
+
+
 @pytest.mark.ranks(2, hosts=2, dies=[1], timeout=30)
 def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> None:
     comm = Comm(CPU, transport="tcp")
@@ -147,7 +165,8 @@ def test_a_rank_of_another_host_that_is_killed_is_named_within_a_second() -> Non
 
 @pytest.mark.ranks(2, hosts=2, timeout=30)
 def test_a_rank_that_is_stopped_for_long_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SILENT_SECONDS": 0.5, "TELL_SECONDS": 0.8, "DEAD_AFTER": 1.5, "BEAT_SECONDS": 0.2}.items():
+    monkeypatch.setenv(DEAD_AFTER, "2")
+    for name, value in {"SILENT_SECONDS": 0.5, "TELL_SECONDS": 0.8, "BEAT_SECONDS": 0.2}.items():
         monkeypatch.setattr(tcp, name, value)
     comm, rank = Comm(CPU, transport="tcp"), dist.get_rank()
     full = torch.zeros(2 << 20)

@@ -5,8 +5,10 @@ Every message says what happened, why, and what to do.  Nothing else in the hous
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+MOST_LISTED = 8  # ranks of a host that a message names one by one
 
 
 class DeepSeekZeroError(RuntimeError):
@@ -55,6 +57,30 @@ class AtRestError(DeepSeekZeroError):
 
 class PeerError(DeepSeekZeroError):
     """Another rank died, raised, or called a different collective; raised on every living rank, by name."""
+
+
+class HostLost(PeerError):
+    """A host has been silent for longer than a lost host may be; raised on every rank of the others that waits.
+
+    hosts: name and ranks of each. seconds: of silence, as allowed (`deepseek-zero run --dead-after`).
+    """
+
+    def __init__(self, hosts: Sequence[tuple[str, Sequence[int]]], seconds: float) -> None:
+        self.hosts, self.seconds = [(name, list(ranks)) for name, ranks in hosts], seconds
+        super().__init__(
+            f"{' and '.join(host_and_ranks(*each) for each in hosts)} silent for {seconds:g} s",
+            "It lost its power or its network, or this host did.",
+            "look at that host and at the link; start the job again from its last checkpoint.",
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.hosts, self.seconds)
+
+
+def host_and_ranks(name: str, ranks: Sequence[int]) -> str:
+    """Return a host as messages name it: "h1 (ranks 2, 3)"."""
+    listed = ", ".join(map(str, ranks)) if len(ranks) <= MOST_LISTED else f"{ranks[0]} to {ranks[-1]}"
+    return f"{name} ({'rank' if len(ranks) == 1 else 'ranks'} {listed})"
 
 
 class ModelMismatchError(DeepSeekZeroError):

@@ -7,6 +7,8 @@
     $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of this job alone know
     $DEEPSEEK_ZERO_INTERFACE               the launcher: the interface or address at which ranks listen
     $DEEPSEEK_ZERO_PORTS                   the launcher: the ports they choose from, as 29600-29700
+    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, as 10.0.0.1:29500
+    $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
 
 The first variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it
 is not set: then nothing is written, and every signal is a request.  Standard library only.
@@ -18,6 +20,8 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from .errors import UsageError
+
 SAVED_EXIT_CODE = 85  # Linux's number for ERESTART, and what HTCondor's manual takes for the same; no signal plus 128
 
 ATTEMPT = "DEEPSEEK_ZERO_ATTEMPT"
@@ -25,7 +29,32 @@ SAVES, ENDING = ".saves.", ".ending"
 MESH = "DEEPSEEK_ZERO_MESH"
 SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
 INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
+STORE = "DEEPSEEK_ZERO_STORE"
+DEAD_AFTER, DEFAULT_DEAD_AFTER, LEAST_DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER", 10.0, 2.0
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
+
+
+def dead_after() -> float:
+    """Return the seconds of silence after which another host is lost; inf: never.
+
+    Raises `UsageError` where DEEPSEEK_ZERO_DEAD_AFTER is no such number.
+    """
+    text = os.environ.get(DEAD_AFTER, "")
+    try:
+        return checked_dead_after(float(text) if text else DEFAULT_DEAD_AFTER, DEAD_AFTER)
+    except ValueError:
+        raise UsageError(f"{DEAD_AFTER}={text} is no number.", fix="give seconds, or inf for never.") from None
+
+
+def checked_dead_after(seconds: float, name: str) -> float:
+    """Return the seconds; raise `UsageError` if they are too few. name: of what said so."""
+    if not seconds >= LEAST_DEAD_AFTER:  # not a number, too
+        raise UsageError(
+            f"{name} is {seconds:g}.",
+            "Hosts hear of each other every second.",
+            f"give {LEAST_DEAD_AFTER:g} s or more, or inf for never.",
+        )
+    return seconds
 
 
 def mark(attempt: str, word: str) -> None:

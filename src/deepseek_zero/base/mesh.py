@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -287,10 +287,17 @@ def default_backend(device: torch.device) -> str:
     return "gloo" if is_shared else "cpu:gloo,cuda:nccl"
 
 
-def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, port: int | None = None) -> bool:
+def init_distributed(
+    backend: str | None = None,
+    timeout: timedelta = PATIENCE,
+    port: int | None = None,
+    *,
+    store_of: Callable[[], Any | None],
+) -> bool:
     """Join the group a launcher describes in the environment; True if this process belongs to one afterwards.
 
     Without a launcher nothing is started (a world of one).  port: where ranks meet if the launcher does not say.
+    store_of: returns the store of torch's that the launcher keeps, if it keeps one (`comm.store.launchers_store`).
     UsageError where a launcher says of several processes and not how they meet (base/world.py), or says nonsense.
     Collective under a launcher.
     """
@@ -307,25 +314,30 @@ def init_distributed(backend: str | None = None, timeout: timedelta = PATIENCE, 
     device = default_device()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    backend = backend or default_backend(device)
     try:
-        dist.init_process_group(backend or default_backend(device), timeout=timeout)
-    except (dist.DistNetworkError, dist.DistStoreError) as error:  # torch adds a page of C++ frames to its first line
+        # NCCL's own threads ask a store whenever they like, also where Python has ended: they get torch's own.
+        store = store_of() if "nccl" not in backend else None
+        place = {} if store is None else {"store": store, "rank": found.rank, "world_size": found.size}
+        dist.init_process_group(backend, timeout=timeout, **place)
+    except (dist.DistNetworkError, dist.DistStoreError, OSError) as error:
+        lines = str(error).splitlines() or [type(error).__name__]  # torch adds a page of C++ frames to its first one
         raise PeerError(
             f"rank {found.rank} of {found.size} did not meet the others at {found.address}:{found.port}: "
-            f"{str(error).splitlines()[0][:300]}",
+            f"{lines[0][:300]}",
             "Rank 0 listens there, and every rank connects to it before training begins.",
             "look at rank 0's output first; another job on that port needs another MASTER_PORT.",
         ) from None
     return True
 
 
-def current_mesh(device: torch.device | None = None, wish: Any = None) -> Mesh:
+def current_mesh(device: torch.device | None = None, wish: Any = None, *, store_of: Callable[[], Any | None]) -> Mesh:
     """The mesh of this process; starts torch.distributed if a launcher's variables are there.
 
-    wish: what the caller says of it (`mesh_of`); nothing: every rank along dp_shard.
+    wish: what the caller says of it (`mesh_of`); nothing: every rank along dp_shard. store_of: as `init_distributed`.
     """
     device, wanted = device or default_device(), mesh_of(wish)
-    if init_distributed() and dist.get_world_size() > 1:
+    if init_distributed(store_of=store_of) and dist.get_world_size() > 1:
         return wanted.on_world(dist.get_world_size(), dist.get_rank(), device)
     log_first("no launcher: a world of one process (`deepseek-zero run --nproc 2 script.py` starts two)")
     return wanted.on_world(1, 0, device)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import logging
 import math
-import os
 import signal
 import socket
 import time
@@ -22,7 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed import DistNetworkError, DistStoreError, Store, TCPStore  # type: ignore[attr-defined]  # public
+from torch.distributed import Store  # type: ignore[attr-defined]  # public
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -35,18 +34,27 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_FILE
+from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_FILE, STORE
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
-from deepseek_zero.cli.peers import PeerWatch
+from deepseek_zero.cli.peers import TELL_AFTER, PeerWatch, tell_stopped
 from deepseek_zero.cli.ranks import Command, Death, Outcome, Ranks
+from deepseek_zero.comm.channel import Address, Refused, read_secret
+from deepseek_zero.comm.store import NO_SECRET, BoardStore, keep_store, reach_store
 
 ROLE = "default"
+EVERYWHERE = "0.0.0.0"
 
 POLL_SECONDS = 0.1
 
 MEETING_TIMEOUT = timedelta(minutes=15)
 """How long a node waits for the others to be started."""
+
+FOLLOW_SECONDS = 2.0
+"""How long ranks may take to say what a failure elsewhere did to them, and the cause of theirs to be heard."""
+
+LOOK_SECONDS = 1.0
+"""Between looks whether ranks are stopped."""
 
 ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
@@ -61,11 +69,16 @@ def gpus_of_this_machine(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 @dataclass
 class Meeting(RendezvousHandler):
-    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose while opening it."""
+    """Where the nodes meet: a store held by node 0; on a single node at a port the system chose while opening it.
+
+    secret: which all nodes and ranks of the job hold. place: where its store listens, for ranks.
+    """
 
     plan: NodePlan
     run_id: str
-    _stores: list[TCPStore] = field(default_factory=list)
+    secret: bytes
+    place: str = ""
+    _stores: list[BoardStore] = field(default_factory=list)
 
     def get_backend(self) -> str:
         """Name for torch's event log."""
@@ -73,8 +86,8 @@ class Meeting(RendezvousHandler):
 
     @property
     def use_agent_store(self) -> bool:
-        """Ranks join this same store (MASTER_ADDR, MASTER_PORT) instead of opening their own."""
-        return True
+        """No: at MASTER_PORT a script may open a store of torch's; our own doors take the launcher's (`place`)."""
+        return False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Open or join the store.
@@ -82,30 +95,38 @@ class Meeting(RendezvousHandler):
         A restart (single node) opens a new one at a new port: in the old one the ranks would read the addresses of
         their predecessors, and its port is still held.
         """
-        store = self._open(0 if self._stores else self.plan.master_port)
-        self._stores.append(store)
-        place = RendezvousStoreInfo(self.plan.master_addr, store.port)
-        return RendezvousInfo(store, self.plan.node_rank, self.plan.num_nodes, place)
-
-    def _open(self, port: int) -> TCPStore:
         plan = self.plan
         if plan.num_nodes > 1:
             place = f"{plan.master_addr}:{plan.master_port}"
             logger.info(f"node {plan.node_rank} of {plan.num_nodes}: meeting the others at {place}")
+        host, port = self._open(0 if self._stores else plan.master_port)
+        self.place = f"{host}:{port}"
+        # For scripts that call torch's own init_process_group: there rank 0 listens, and asks for no secret.
+        master_port = port + 1 if plan.num_nodes > 1 else _free_port(host)
+        return RendezvousInfo(
+            self._stores[-1], plan.node_rank, plan.num_nodes, RendezvousStoreInfo(plan.master_addr, master_port)
+        )
+
+    def _open(self, port: int) -> Address:
+        """Open or reach the store; return where it listens."""
+        plan = self.plan
         try:
-            listener = _listener(plan.master_addr, port) if plan.node_rank == 0 else None
-            return TCPStore(
-                plan.master_addr,
-                port if listener is None else listener.getsockname()[1],
-                is_master=plan.node_rank == 0,
-                timeout=MEETING_TIMEOUT,
-                wait_for_workers=False,
-                master_listen_fd=None if listener is None else listener.detach(),
-            )
-        except (DistNetworkError, DistStoreError, OSError) as error:
+            host = _resolved(plan.master_addr)
+            if plan.node_rank > 0:
+                self._stores.append(_reach(host, port, self.secret, plan.node_rank))
+                return host, port
+            try:
+                store, _, (_, port) = keep_store(host, port, self.secret)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+                store, _, (_, port) = keep_store(EVERYWHERE, port, self.secret)  # another machine's, which leads here
+            self._stores.append(store)
+            return host, port
+        except (RuntimeError, OSError) as error:
             raise UsageError(
                 f"The nodes cannot meet at {plan.master_addr}:{plan.master_port}.",
-                why=str(error).splitlines()[0],
+                why=(str(error).splitlines() or [type(error).__name__])[0],
                 fix="Another program may hold the port (leave --master_port out on a single node, and a free one is "
                 "taken), or node 0 is not running there, or the address cannot be reached from here.",
             ) from error
@@ -130,18 +151,35 @@ class Meeting(RendezvousHandler):
         return True
 
 
-def _listener(host: str, port: int) -> socket.socket | None:
-    """Return a socket that listens at this address alone; None where it is another machine's that leads here.
+def _resolved(host: str) -> str:
+    """Return the address of a name; OSError if it has none."""
+    return str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
 
-    torch's store alone would listen at every address of this machine. Raises OSError if the port is taken.
+
+def _reach(host: str, port: int, secret: bytes, node: int) -> BoardStore:
+    """Return node 0's store, as soon as it is there. Raises `Refused` if another's listens there, OSError if nobody
+    does for long.
     """
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
-            return None
-        raise
+    deadline = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    while True:
+        try:
+            return reach_store((host, port), secret, node, watches=True)
+        except Refused:
+            raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_SECONDS)
+
+
+def _free_port(host: str) -> int:
+    """Return a port that nobody listens at now."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:  # another machine's address
+            probe.bind(("", 0))
+        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -166,6 +204,26 @@ class EndRequest:
         return time.monotonic() > self._deadline
 
 
+@dataclass
+class Standstill:
+    """Names ranks of this machine that somebody has stopped. told: of those that still are."""
+
+    told: set[int] = field(default_factory=set)
+    _since: dict[int, float] = field(default_factory=dict)
+    _looked: float = 0.0
+
+    def look(self, ranks: Ranks) -> None:
+        """Look at the ranks' states, once a second at most; say who has been stopped for long, and who runs again."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_SECONDS:
+            return
+        self._looked = now
+        self._since = {rank: self._since.get(rank, now) for rank in ranks.stopped()}
+        stopped = {rank for rank, since in self._since.items() if now - since >= TELL_AFTER}
+        tell_stopped(socket.gethostname(), self.told, stopped)
+        self.told = stopped
+
+
 class RankAgent(SimpleElasticAgent):
     """Runs one machine's ranks for torch's elastic scaffolding."""
 
@@ -179,11 +237,15 @@ class RankAgent(SimpleElasticAgent):
         dead_after: float,
     ) -> None:
         super().__init__(spec)
+        assert isinstance(spec.rdzv_handler, Meeting)
+        self._meeting = spec.rdzv_handler
         self._ranks, self._environment = ranks, environment
         self._request = EndRequest(grace)
         self._plan, self._dead_after = plan, dead_after
         self._peers: PeerWatch | None = None  # where there are other machines, once all have met
         self._attempt = -1
+        self._followed_since: float | None = None
+        self._standstill = Standstill()
         self.elsewhere: Outcome | None = None
 
     @property
@@ -200,8 +262,7 @@ class RankAgent(SimpleElasticAgent):
         self._attempt += 1
         plan, own = self._plan, [worker.global_rank for worker in worker_group.workers]
         if plan.num_nodes > 1:
-            named = f"ranks {own[0]} to {own[-1]}" if len(own) > 1 else f"rank {own[0]}"
-            self._peers = PeerWatch(self._meeting_store, plan.node_rank, plan.num_nodes, named, self._dead_after)
+            self._peers = PeerWatch(self._meeting_store, plan.node_rank, plan.num_nodes, own, self._dead_after)
         return self._ranks.start([self._rank_environment(worker_group, worker) for worker in worker_group.workers])
 
     def _rank_environment(self, group: WorkerGroup, worker: Worker) -> dict[str, str]:
@@ -225,7 +286,8 @@ class RankAgent(SimpleElasticAgent):
             "TORCHELASTIC_RESTART_COUNT": self._attempt,
             "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": True,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+            STORE: self._meeting.place,
         }
         return {**self._environment, **{name: str(value) for name, value in values.items()}}
 
@@ -234,17 +296,34 @@ class RankAgent(SimpleElasticAgent):
         self._ranks.wait(POLL_SECONDS)
         self._act_on_request()
         death = self._ranks.poll()
+        self._standstill.look(self._ranks)
+        if self._peers is not None:
+            self._peers.stopped = self._standstill.told
+            self.elsewhere = self.elsewhere or self._peers.heard_failure()
+            if self._is_early(death):
+                return RunResult(WorkerState.HEALTHY)
         if death is not None:
             if self._remaining_restarts > 0:
                 logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
             return RunResult(WorkerState.FAILED)
-        self.elsewhere = self._peers.heard_failure() if self._peers is not None else None
         if self.elsewhere is not None:
             return RunResult(WorkerState.FAILED)
         ended_well = self._ranks.finished or self._ranks.saved
         if ended_well and (self._peers is None or self._peers.all_finished()):
             return RunResult(WorkerState.SUCCEEDED, {worker.global_rank: None for worker in worker_group.workers})
         return RunResult(WorkerState.HEALTHY)
+
+    def _is_early(self, death: Death | None) -> bool:
+        """Return whether to wait a moment longer: for the cause of a failure that only followed another machine's, or,
+        where a machine is lost, for all ranks here to hear of it.
+        """
+        if self.elsewhere is None:
+            waits = death is not None and death.secondary
+        else:
+            waits = self.elsewhere.is_silence and not self._ranks.have_all_ended
+        if waits and self._followed_since is None:
+            self._followed_since = time.monotonic()
+        return waits and time.monotonic() - (self._followed_since or 0.0) < FOLLOW_SECONDS
 
     def hear(self, number: int, _: FrameType | None = None) -> None:
         """Take a signal sent to the launcher: a request for ranks that save when asked, else the end of all."""
@@ -272,6 +351,11 @@ class RankAgent(SimpleElasticAgent):
         if not self._ranks.finished:
             self._ranks.end(death_sig)
 
+    def stay_for_others(self) -> None:
+        """Let the other nodes read what one of them told."""
+        if self._peers is not None:
+            self._peers.stay_for_others()
+
     def tell_failure(self, death: Death) -> None:
         """Tell the other nodes, if there are any."""
         if self._peers is not None:
@@ -293,12 +377,16 @@ def run_ranks(
     """
     _silence_scaffolding()
     with Ranks(command) as ranks:
-        if plan.num_nodes == 1 and SECRET_FILE not in os.environ:  # other nodes could not know ours
-            environment = {**environment, SECRET_FILE: ranks.make_secret()}
+        secret = read_secret()
+        if secret is None and plan.num_nodes == 1:  # other nodes could not know ours
+            secret = ranks.make_secret()
+            environment = {**environment, SECRET_FILE: ranks.secret_file}
+        elif secret is None:
+            secret = NO_SECRET
         spec = WorkerSpec(
             role=ROLE,
             local_world_size=plan.share.nproc,
-            rdzv_handler=Meeting(plan, ranks.mark),
+            rdzv_handler=Meeting(plan, ranks.mark, secret),
             entrypoint=command.target,
             max_restarts=max_restarts,
             monitor_interval=0.001,
@@ -323,6 +411,7 @@ def _outcome(agent: RankAgent, ranks: Ranks, result: RunResult) -> Outcome:
     death = ranks.cause()
     # A rank here that only lost its peer says less than the node on which that peer failed.
     if agent.elsewhere and (death is None or death.secondary):
+        agent.stay_for_others()
         return agent.elsewhere
     if death is None:
         return Outcome(1, "a rank failed and left no trace")

@@ -72,6 +72,14 @@ def _state_and_group(pid: int) -> tuple[str, int]:
     return fields[0], int(fields[2])
 
 
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped a process; a debugger at work in it has not."""
+    try:
+        return _state_and_group(pid)[0] == "T"
+    except OSError:  # it has ended, or there is no /proc
+        return False
+
+
 def send(pids: Collection[int], number: signal.Signals) -> None:
     """Send a signal to each process; one that is already gone is fine."""
     for pid in pids:

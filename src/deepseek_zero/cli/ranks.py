@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from deepseek_zero.base.launch import ATTEMPT, ENDING, SAVED_EXIT_CODE, SAVES, SECRET_BYTES, is_marked, mark
-from deepseek_zero.cli.orphans import MARK, Guard, Launch, send
+from deepseek_zero.cli.orphans import MARK, Guard, Launch, is_stopped, send
 
 WORKER = str(Path(__file__).with_name("worker.py"))
 
@@ -122,12 +122,27 @@ class Ranks:
         ranks = self._running.values()
         return any(rank.saved for rank in ranks) and all(rank.finished or rank.saved for rank in ranks)
 
-    def make_secret(self) -> str:
-        """Draw a secret for this job and return the file that holds it, which nobody else may open; it goes with us."""
-        path = self._folder / "secret"
-        with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
-            file.write(secrets.token_bytes(SECRET_BYTES))
-        return str(path)
+    @property
+    def have_all_ended(self) -> bool:
+        """True once every rank has ended, or has said by which error it will."""
+        return all(rank.finished or rank.death for rank in self._running.values())
+
+    def stopped(self) -> list[int]:
+        """Return the ranks that a signal has stopped (SIGSTOP); none without /proc (not Linux)."""
+        running = [rank for rank in self._running.values() if not (rank.finished or rank.death)]
+        return [rank.rank for rank in running if is_stopped(rank.process.pid)]
+
+    @property
+    def secret_file(self) -> str:
+        """Where `make_secret` leaves the secret, for the ranks."""
+        return str(self._folder / "secret")
+
+    def make_secret(self) -> bytes:
+        """Draw a secret for this job, in a file that nobody else may open, and that goes with us; return it."""
+        secret = secrets.token_bytes(SECRET_BYTES)
+        with open(os.open(self.secret_file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:
+            file.write(secret)
+        return secret
 
     def save_on(self, name: signal.Signals) -> bool:
         """Return whether a rank has said that it saves when it is asked to end by this signal."""
@@ -314,11 +329,12 @@ class Death:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a launch ended; headline and story are empty if all went well."""
+    """How a launch ended; headline and story are empty if all went well. is_silence: by the silence of a machine."""
 
     exit_code: int = 0
     headline: str = ""
     story: str = ""
+    is_silence: bool = False
 
 
 def _how(code: int) -> str:

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import INTERFACE, MESH, PORTS
+from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, INTERFACE, MESH, PORTS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.world import Nodes, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
@@ -136,7 +136,7 @@ class RunOptions(LauncherOptions):
     dead_after: Annotated[
         float,
         _option("--dead-after", text="Seconds of silence until a machine is lost, or inf. Default 10.", panel=WHERE),
-    ] = 10.0
+    ] = DEFAULT_DEAD_AFTER
     as_deepspeed: Annotated[
         bool, _option("--as-deepspeed", text="`import deepspeed` in the script means this library.", panel=WHAT)
     ] = False
@@ -168,12 +168,12 @@ def run(options: RunOptions) -> int:
     for option, value in (
         ("--max-restarts", options.max_restarts),
         ("--save-grace", options.save_grace),
-        ("--dead-after", options.dead_after),
     ):
         if not value >= 0:  # not a number, too
             raise UsageError(
                 f"{option} is {value}.", why="It counts from 0.", fix=f"Leave {option} out, or give 0 or more."
             )
+    checked_dead_after(options.dead_after, "--dead-after")
     command = _command(options)
     agent = importlib.import_module("deepseek_zero.cli.agent")  # late: it imports torch, which --help must not wait for
     machine = Machine(allowed_cores(), agent.gpus_of_this_machine(os.environ))
@@ -191,6 +191,8 @@ def run(options: RunOptions) -> int:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
     environment |= _listening_environment(options)
+    if plan.num_nodes > 1:
+        environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:
         environment[MESH] = ",".join(named)
     with pid_file(options), Lifeline.of_this_process(needs_input=options.end_with_input):

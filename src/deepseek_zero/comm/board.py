@@ -7,14 +7,19 @@ is one operation with a key and a value, an answer is a text; both are limited b
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import math
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -30,39 +35,61 @@ from .channel import (
     Refused,
     Role,
     address_of,
+    ask_for_life,
     dial,
     fingerprint,
     introduce,
     parse_ports,
     read_secret,
     receive_exactly,
+    silence_of,
 )
 
 MOST_KEY, MOST_TEXT = 1 << 10, 1 << 24  # bytes
 ANSWER_SECONDS = 30.0  # for rank 0, which may be busy, to take a line
 HURRIED_SECONDS = 2.0  # for it to answer who waits for others meanwhile
 QUIET_SECONDS = 5.0  # after a silence, until somebody waits for it again
-HOST_SECONDS = 10.0  # without a sign of its host, until rank 0 is gone
+DOUBT_SECONDS = 2.5  # without a sign of its host, until nobody waits for rank 0; its kernel answers every second
+LOOK_SECONDS = 0.25  # between looks for such a sign, while a rank waits for an answer
 SEND_SECONDS = 1.0  # for another rank to take an answer that it asked for
+GONE = "gone"  # the topic of ranks whose idle connection has ended
 LOOPBACK = "127.0.0.1"
 _REQUEST = struct.Struct("!BII")
 _ANSWER = struct.Struct("!BI")
 
 
 class Operation(IntEnum):
-    """The requests. LOOK answers with the text, and says whether there is one."""
+    """The requests. All but SET answer with a text, and say whether there is one."""
 
     SET = 1
     LOOK = 2
+    ADD = 3  # a number to the one there, once; the value is [who asks, the number of the request, what to add]
+    SWAP = 4  # the text for another one if it is the one expected; the value is [expected, wanted]
+    DELETE = 5
+    KEYS = 6  # as a list
+
+
+class Answer(NamedTuple):
+    """What is known of a key. text: None if there is none."""
+
+    text: str | None
 
 
 class Board:
-    """The table itself, in rank 0's process."""
+    """The table itself, in rank 0's process.
 
-    def __init__(self, door: Door) -> None:
+    role: of the connections that ask it. When a rank's idle connection has ended, there is a line under "gone/RANK".
+    """
+
+    def __init__(self, door: Door, role: Role = Role.BOARD) -> None:
         self._texts: dict[str, str] = {}
+        self._added: dict[str, tuple[int, str]] = {}  # by who asked: the last request and its answer
+        self._lock = threading.Lock()
+        self._idle: dict[int, socket.socket] = {}  # by rank of another host, over which kernels hear each other
+        self._silent: set[int] = set()  # ranks of which the kernel has heard nothing for minutes
         self._door = door
-        door.admit(Role.BOARD, lambda connection, rank: door.watch(connection, _Reader(self, connection, door).read))
+        door.admit(role, lambda connection, rank: door.watch(connection, _Reader(self, connection, door).read))
+        door.admit(Role.LIFE, self._take_idle)
 
     def set(self, key: str, value: str) -> bool:
         self._texts[key] = value
@@ -72,9 +99,64 @@ class Board:
         """Return the text under a key, or None."""
         return self._texts.get(key)
 
+    def ask(self, operation: Operation, key: str, value: str = "") -> Answer:
+        """Do what a request says. ValueError if its value is none for it."""
+        with self._lock:
+            return Answer(_ACTIONS[operation](self, key, value))
+
+    def _set(self, key: str, value: str) -> str:
+        self._texts[key] = value
+        return ""
+
+    def _add(self, key: str, value: str) -> str:
+        who, number, amount = json.loads(value)
+        if self._added.get(who, (-1, ""))[0] != int(number):  # else it came twice, over two connections
+            self._texts[key] = total = str(int(self._texts.get(key, "0")) + int(amount))
+            self._added[who] = int(number), total
+        return self._added[who][1]
+
+    def _swap(self, key: str, value: str) -> str | None:
+        """As torch's stores do: where there is nothing, expecting "" means it, and else what is wanted is answered."""
+        expected, wanted = json.loads(value)
+        if self._texts.get(key, "") == expected:
+            self._texts[key] = str(wanted)
+        return self._texts.get(key, str(expected))
+
+    def _delete(self, key: str, _: str) -> str | None:
+        return self._texts.pop(key, None)
+
+    def _keys(self, _: str, __: str) -> str:
+        return json.dumps(list(self._texts))
+
+    def silences(self) -> dict[int, float]:
+        """Return for how many seconds the hosts of ranks on other hosts have answered nothing, by rank."""
+        found = {rank: silence_of(connection) for rank, connection in tuple(self._idle.items())}
+        heard = {rank: seconds for rank, seconds in found.items() if seconds is not None}
+        return heard | dict.fromkeys(self._silent, math.inf)
+
     def close(self) -> None:
         """Listen to nobody any more."""
         self._door.close()
+
+    def _take_idle(self, connection: socket.socket, rank: int) -> None:
+        ask_for_life(connection)
+        self._silent.discard(rank)
+        self._idle[rank] = connection
+        self._door.watch(connection, lambda: self._drop_idle(connection, rank))
+
+    def _drop_idle(self, connection: socket.socket, rank: int) -> None:
+        """Take note that an idle connection has ended: with its process, or because its host was silent for minutes."""
+        try:
+            has_ended = not connection.recv(1)
+        except OSError as error:
+            has_ended = False
+            if error.errno == errno.ETIMEDOUT:
+                self._silent.add(rank)
+        if self._idle.get(rank) is connection:
+            del self._idle[rank]
+            if has_ended:
+                self.set(f"{GONE}/{rank}", "its process has ended")
+        self._door.unwatch(connection)
 
 
 class _Reader:
@@ -95,7 +177,7 @@ class _Reader:
                 return
         except BlockingIOError:
             return
-        except (OSError, ValueError):  # gone, deaf, or no protocol of ours
+        except (OSError, ValueError, TypeError):  # gone, deaf, or no protocol of ours
             pass
         self._door.unwatch(self._connection)
 
@@ -112,11 +194,7 @@ class _Reader:
         key = self._came[_REQUEST.size : _REQUEST.size + key_bytes].decode()
         value = self._came[_REQUEST.size + key_bytes : end].decode()
         del self._came[:end]
-        found: str | None = ""
-        if operation == Operation.SET:
-            self._board.set(key, value)
-        else:
-            found = self._board.look(key)
+        found = self._board.ask(Operation(operation), key, value).text
         payload = (found or "").encode()
         self._connection.settimeout(SEND_SECONDS)
         self._connection.sendall(_ANSWER.pack(found is not None, len(payload)) + payload)
@@ -124,35 +202,75 @@ class _Reader:
         return True
 
 
+_ACTIONS: Mapping[Operation, Callable[[Board, str, str], str | None]] = {
+    Operation.SET: Board._set,
+    Operation.LOOK: lambda board, key, _: board.look(key),
+    Operation.ADD: Board._add,
+    Operation.SWAP: Board._swap,
+    Operation.DELETE: Board._delete,
+    Operation.KEYS: Board._keys,
+}
+
+
 class FarBoard:
     """The board as another rank sees it.
 
-    RuntimeError if rank 0 is gone: nobody listens there any more, or its host has not answered for HOST_SECONDS. Where
+    RuntimeError if rank 0 is gone: nobody listens there any more, or its host has not answered for `dead_after`. Where
     its host answers and it does not (it is stopped, or busy), nothing is known, and nobody waits long to learn that.
+    watches: the kernels of both ends hear each other, so that a silent host and an ended process are known. dead_after:
+    seconds. role: as the board's.
     """
 
-    def __init__(self, address: Address, secret: bytes, rank: int) -> None:
-        self._address, self._secret, self._rank = address, secret, rank
+    def __init__(
+        self,
+        address: Address,
+        secret: bytes,
+        rank: int,
+        *,
+        watches: bool = False,
+        dead_after: float = math.inf,
+        role: Role = Role.BOARD,
+    ) -> None:
+        self._address, self._secret, self._rank, self._role = address, secret, rank, role
+        self._dead_after = dead_after
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
         self._quiet_until = 0.0  # it did not answer lately: until then nobody waits for it
         self._unreachable_since: float | None = None
+        self._idle: socket.socket | None = None
         self._connect(ANSWER_SECONDS)
+        if watches:
+            self._idle = self._reach()
+            self._idle.settimeout(ANSWER_SECONDS)
+            introduce(self._idle, secret, Hello(Role.LIFE, rank, 0))
+            ask_for_life(self._idle)
 
     def set(self, key: str, value: str) -> bool:
         """Write a text; return whether it stands there."""
-        return self._ask(Operation.SET, key, value, ANSWER_SECONDS) is not None
+        return self.ask(Operation.SET, key, value) is not None
 
     def look(self, key: str) -> str | None:
         """Return the text under a key; None if there is none, or if nothing is known."""
         if time.monotonic() < self._quiet_until:
             return None
-        return self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)
+        answer = self._ask(Operation.LOOK, key, "", HURRIED_SECONDS)
+        return None if answer is None else answer.text
+
+    def ask(self, operation: Operation, key: str, value: str = "") -> Answer | None:
+        """Have a request done; return None if it is not known whether it was."""
+        return self._ask(operation, key, value, ANSWER_SECONDS)
+
+    def silences(self) -> dict[int, float]:
+        """Return for how many seconds rank 0's host has answered nothing, where that is another host."""
+        seconds = None if self._idle is None else silence_of(self._idle)
+        return {} if seconds is None else {0: seconds}
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connections."""
         with self._lock:
             self._drop()
+            if self._idle is not None:
+                self._idle.close()
 
     def _drop(self) -> None:
         if self._connection is not None:
@@ -163,7 +281,7 @@ class FarBoard:
         connection = self._reach()
         try:
             connection.settimeout(seconds)
-            introduce(connection, self._secret, Hello(Role.BOARD, self._rank, 0))
+            introduce(connection, self._secret, Hello(self._role, self._rank, 0))
         except BaseException:
             connection.close()
             raise
@@ -172,19 +290,20 @@ class FarBoard:
 
     def _reach(self) -> socket.socket:
         """Return a connection that rank 0's host has taken. TimeoutError if it has not, RuntimeError if for long."""
+        self._raise_if_silent()
         try:
             connection = dial(self._address, HURRIED_SECONDS)
         except ConnectionRefusedError:
             raise
         except OSError as error:
             self._unreachable_since = since = self._unreachable_since or time.monotonic()
-            if time.monotonic() - since > HOST_SECONDS:
-                raise RuntimeError(f"rank 0's host has not answered for {HOST_SECONDS:g} s: {error}") from None
+            if time.monotonic() - since > self._dead_after:
+                raise RuntimeError(f"rank 0's host has not answered for {self._dead_after:g} s: {error}") from None
             raise TimeoutError from None
         self._unreachable_since = None
         return connection
 
-    def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> str | None:
+    def _ask(self, operation: Operation, key: str, value: str, seconds: float) -> Answer | None:
         """Ask once, and again over a new connection where the old one broke; None if there is no answer."""
         name, text = key.encode()[:MOST_KEY], value.encode()[:MOST_TEXT]
         request = _REQUEST.pack(operation, len(name), len(text)) + name + text
@@ -195,7 +314,7 @@ class FarBoard:
                 try:
                     connection = self._connection or self._connect(seconds)
                     connection.settimeout(seconds)
-                    return self._answer(connection, request)
+                    return self._answer(connection, request, seconds)
                 except (ConnectionRefusedError, Refused) as error:
                     self._drop()
                     raise RuntimeError(f"rank 0, which keeps the board, has ended: {error}") from None
@@ -207,13 +326,22 @@ class FarBoard:
             self._quiet_until = time.monotonic() + QUIET_SECONDS
             return None
 
-    def _answer(self, connection: socket.socket, request: bytes) -> str | None:
+    def _answer(self, connection: socket.socket, request: bytes, seconds: float) -> Answer:
         connection.sendall(request)
+        if self._idle is not None:
+            until = time.monotonic() + seconds
+            while not select.select([connection], [], [], LOOK_SECONDS)[0] and time.monotonic() < until:
+                self._raise_if_silent()
         is_there, size = _ANSWER.unpack(receive_exactly(connection, _ANSWER.size))
         if size > MOST_TEXT:
             raise ConnectionResetError("no answer of a board")
         text = receive_exactly(connection, size).decode()
-        return text if is_there else None
+        return Answer(text if is_there else None)
+
+    def _raise_if_silent(self) -> None:
+        """Raise TimeoutError where nobody answers and rank 0's host has been silent for a while."""
+        if max(self.silences().values(), default=0.0) > DOUBT_SECONDS:
+            raise TimeoutError
 
 
 def open_board(
@@ -226,12 +354,13 @@ def open_board(
     one host it says so.  Raises `UsageError` on every rank if one cannot read its secret or holds another.
     """
     said: dict[str, object] = {}
-    door, secret = None, None
+    door, board, secret, dead_after = None, None, None, math.inf
     try:
-        secret = read_secret()
+        secret, dead_after = read_secret(), launch.dead_after()
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
             door = Door(listening_host(hosts), secret or drawn, 0, listening_ports())
+            board = Board(door)  # at once: whoever comes through the door finds it
             said |= {"drawn": drawn.hex(), "address": door.address}
         said["mark"] = fingerprint(secret) if secret is not None else ""
     except (UsageError, OSError) as error:
@@ -254,10 +383,11 @@ def open_board(
                 "ranks on several hosts hold no secret: whoever reads their network can join them. Name a file of "
                 f"{launch.SECRET_BYTES} random bytes, mode 0600, the same on every host, in {launch.SECRET_FILE}."
             )
-    if door is not None:
-        return Board(door), secret, door
+    if board is not None:
+        return board, secret, door
     host, port = everyone[0]["address"]
-    return FarBoard((host, port), secret, rank), secret, None
+    watches = 0 not in hosts.near and not hosts.is_one
+    return FarBoard((host, port), secret, rank, watches=watches, dead_after=dead_after), secret, None
 
 
 def listening_ports() -> range:

@@ -14,17 +14,23 @@ from ..base.device import CPU, default_device
 @dataclass(frozen=True)
 class Hosts:
     """The ranks that share a host. keys: by rank, a text that ranks of one host have in common; "" if a rank cannot
-    tell.
+    tell. names: of their hosts, by rank.
     """
 
     rank: int
     keys: tuple[str, ...]
+    names: tuple[str, ...] = ()
 
     @property
     def near(self) -> list[int]:
         """Return the ranks of this host, this one included."""
         mine = self.keys[self.rank]
         return [rank for rank, key in enumerate(self.keys) if rank == self.rank or (mine and key == mine)]
+
+    def shared_with(self, rank: int) -> tuple[str, list[int]]:
+        """Return the name of a rank's host, and the ranks on it."""
+        key = self.keys[rank]
+        return self.names[rank], [at for at, other in enumerate(self.keys) if at == rank or (key and other == key)]
 
     @property
     def is_one(self) -> bool:

@@ -23,6 +23,7 @@ import select
 import socket
 import stat
 import struct
+import sys
 import threading
 import time
 import weakref
@@ -42,6 +43,9 @@ _HELLO = struct.Struct("!8sB3xII32s")
 _CHALLENGE = struct.Struct("!8sI32s32s")
 _PROOF_BYTES = 32
 _SIOCGIFADDR = 0x8915
+BEAT_SECONDS, MOST_BEATS = 1, 127  # of kernels; so many without an answer end a connection
+_TCP_INFO = struct.Struct("=B55xI")  # the kernel's tcp_info: state, ..., tcpi_last_ack_recv in ms
+_ESTABLISHED = 1
 
 Address = tuple[str, int]
 
@@ -52,6 +56,8 @@ class Role(IntEnum):
     BOARD = 1  # the flight recorder's lines
     DATA = 2  # messages of collectives
     KNOCK = 3  # nothing but the question whether that rank still lives
+    STORE = 5  # torch's store, and what launchers tell each other
+    LIFE = 4  # nothing at all: the kernels of both ends ask each other whether they are there
 
 
 class Refused(ConnectionError):
@@ -178,6 +184,33 @@ def dial(address: Address, seconds: float) -> socket.socket:
 
 def _send_at_once(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+
+def ask_for_life(connection: socket.socket) -> None:
+    """Have the kernel ask the other end's every second whether it is there, over a connection that carries nothing.
+
+    The other end's kernel answers, also for a process that is stopped.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in (("KEEPIDLE", BEAT_SECONDS), ("KEEPINTVL", BEAT_SECONDS), ("KEEPCNT", MOST_BEATS)):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{option}"), value)
+
+
+def silence_of(connection: socket.socket) -> float | None:
+    """Return for how many seconds the other end's host has answered nothing, on a connection that asks for life.
+
+    None if the connection has ended, or if this system does not tell.
+    """
+    if sys.platform != "linux":
+        return None
+    try:
+        state, milliseconds = _TCP_INFO.unpack(
+            connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO.size)
+        )
+    except (OSError, struct.error):  # closed
+        return None
+    return float(milliseconds) / 1000 if state == _ESTABLISHED else None
 
 
 def _family(host: str) -> socket.AddressFamily:

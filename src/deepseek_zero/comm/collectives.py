@@ -53,6 +53,7 @@ TRANSPORTS = ("fastest", "gloo", "tcp")
 _FAR_WAYS: dict[type, str] = {Gloo: "gloo", Tcp: "our own sockets"}
 Finish = Callable[[], None]
 T = TypeVar("T")
+LIFE_SECONDS = 0.25  # between looks for signs of life of other hosts, while a rank waits
 HOP_SECONDS = 1e-3  # how long a wait lasts while a second hop may have to be issued
 
 
@@ -221,8 +222,14 @@ class _Engine:
     hops: weakref.WeakSet[Hops] = field(default_factory=weakref.WeakSet)
 
     def patience(self) -> float:
-        """Return how long a wait may last before second hops are asked for."""
-        return HOP_SECONDS if any(hops.is_open for hops in self.hops) else base.POLL_SECONDS
+        """Return how long a wait may last before second hops are asked for, or a sign of life of other hosts."""
+        if any(hops.is_open for hops in self.hops):
+            return HOP_SECONDS
+        return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
+
+    @property
+    def spans_hosts(self) -> bool:
+        return self.world is not None and not self.world.hosts.is_one
 
 
 class Comm:
@@ -282,7 +289,12 @@ class Comm:
     @property
     def spans_hosts(self) -> bool:
         """Return whether the world's ranks are on several hosts, or may be. Local."""
-        return self._world is not None and not self._world.hosts.is_one
+        return self._engine.spans_hosts
+
+    @property
+    def host_names(self) -> list[str]:
+        """Return the names of the world's hosts, in the order of their ranks. Local."""
+        return list(dict.fromkeys(self._world.hosts.names)) if self._world is not None else []
 
     @property
     def owners(self) -> Partition:
@@ -617,7 +629,7 @@ class Comm:
         issued = self._last = IssuedCollective(lane, lane_name, lane.issued, what, time.perf_counter())
         lane.log.append((lane.issued, what))
         lane.issued += 1
-        patience = self._engine.patience if self._engine.hops else None
+        patience = self._engine.patience if self._engine.hops or self._engine.spans_hosts else None
         cid = CollectiveId(lane.name, lane.number, issued.sequence, zlib.crc32(what.encode()), issued.arrived, patience)
         wait = self._until_evidence(world, issued, lambda: start(cid))
         is_here = None if isinstance(self._transport, Nccl) else lambda: bool(issued.arrived)
@@ -643,18 +655,26 @@ class Comm:
         Raises `PeerError` if a rank is gone or in another collective. Any other error is this rank's own (no memory, a
         shape, a dtype): it keeps its type, and is posted to the ranks that wait for this one.
         """
-        looked = time.perf_counter()
+        began = looked = time.perf_counter()
+        engine = self._engine
         while True:
             try:
                 return action()
             except TimeoutError:
-                for hops in self._engine.hops:
+                for hops in engine.hops:
                     hops.advance()
-                if self._engine.hops and time.perf_counter() - looked < base.POLL_SECONDS:
-                    continue
-                looked = time.perf_counter()
-                if error := world.recorder.find_desync(self._position(world, issued), self._engine.name):
-                    self._engine.gave_up = True
+                now = time.perf_counter()
+                error: PeerError | None
+                if (engine.hops or engine.spans_hosts) and now - looked < base.POLL_SECONDS:
+                    asks = now - began > base.POLL_SECONDS
+                    error = world.recorder.find_lost_host(asks=asks) if engine.spans_hosts else None
+                    if error is None:
+                        continue
+                else:
+                    looked = now
+                    error = world.recorder.find_desync(self._position(world, issued), engine.name)
+                if error is not None:
+                    engine.gave_up = True
                     raise error from None
                 self._transport.progress()  # a rank that waits for a far one is still to hear its near ones
             except ConnectionLost as caught:
@@ -675,6 +695,8 @@ class Comm:
         engine.gave_up = True
         if error := recorder.find_failure(f"rank {world.rank} was in '{what}'", engine.name):
             return error
+        if caught.is_silence and caught.rank is not None:
+            return recorder.host_lost([caught.rank])
         me = recorder.name(world.rank, engine.name)
         other = "another rank" if caught.rank is None else recorder.name(caught.rank, engine.name)
         found = f"{me} lost its connection to {other} in '{what}': {first_line(caught)}"

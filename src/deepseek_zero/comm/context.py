@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from ..base import world
 from ..base.errors import PeerError, UsageError
+from ..base.launch import dead_after
 from ..base.mesh import PATIENCE
 from .board import listening_host, listening_ports, open_board
 from .bootstrap import Hosts, all_gather_text
@@ -101,7 +102,7 @@ class WorldContext:
         group = dist.new_group(backend="gloo", timeout=PATIENCE)
         hosts, sockets, no_sharing_reason = connect_local(rank, size, group)
         board, secret, door = open_board(rank, size, hosts, group)
-        recorder = FlightRecorder(rank, size, board)
+        recorder = FlightRecorder(hosts, board, dead_after())
         pages = HostPages(rank, sockets) if sockets is not None else None
         found = cls(hosts, recorder, group, pages, no_sharing_reason, secret, door)
         weakref.finalize(found, board.close).atexit = False

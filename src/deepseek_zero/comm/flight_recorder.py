@@ -9,15 +9,21 @@ late, not dead.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
+import math
 import sys
 import weakref
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from ..base.errors import PeerError
+from ..base.errors import HostLost, PeerError
 from ..base.mesh import Mesh
+from .bootstrap import Hosts
 
+UNHEARD = 0.5  # seconds from a host's last sign of life to a cut, on the average
+SILENT = "silent hosts"  # the key of what rank 0 has found: a rank of each
 LOST = "lost"  # the topic of a rank that found another one gone, for ranks that share no group with either
 KILLED_WHY = "A rank was killed, ran out of memory or lost its network."
 KILLED_FIX = "look at the end of the other ranks' output and at the system's log (dmesg) for the out-of-memory killer."
@@ -67,14 +73,20 @@ class Store(Protocol):
         """Return the text under a key; None if there is none, or if nothing is known."""
         ...
 
+    def silences(self) -> dict[int, float]:
+        """Return for how many seconds the hosts of some ranks on other hosts have answered nothing, by rank."""
+        ...
+
 
 class FlightRecorder:
     """Lines that ranks write for each other in one small key-value store. All methods are local and never wait for a
     rank.
     """
 
-    def __init__(self, rank: int, size: int, store: Store) -> None:
-        self.rank, self.size, self._store = rank, size, store
+    def __init__(self, hosts: Hosts, store: Store, dead_after: float = math.inf) -> None:
+        """dead_after: seconds of silence after which another host is lost."""
+        self.rank, self.size, self._hosts, self._store = hosts.rank, len(hosts.keys), hosts, store
+        self._dead_after = dead_after
         self.meshes: dict[str, Mesh] = {}  # by engine, once it has one
         self._said: dict[str, str] = {}
         self.is_waiting = False  # this rank's line under "waiting" stands
@@ -117,12 +129,33 @@ class FlightRecorder:
         place = mesh.place_of(rank) if mesh is not None and mesh.world_size == self.size else ""
         return f"rank {rank} ({place})" if place else f"rank {rank}"
 
+    def find_lost_host(self, *, asks: bool) -> HostLost | None:
+        """Return an error that names the hosts which have been silent for too long, or None.
+
+        Rank 0's kernel hears all hosts, and every other one's hears rank 0's. asks: also look at the board for what
+        rank 0 has found, which may take a moment; else nothing waits.
+        """
+        silent = [rank for rank, seconds in self._store.silences().items() if seconds > self._dead_after + UNHEARD]
+        if silent and self.rank == 0:
+            self._store.set(SILENT, json.dumps(silent))
+        if not silent and asks and not self._is_gone:
+            with contextlib.suppress(RuntimeError):  # whoever reads lines next finds that out, too
+                silent = json.loads(self._store.look(SILENT) or "[]")
+        return self.host_lost(silent) if silent else None
+
+    def host_lost(self, silent: Sequence[int]) -> HostLost:
+        """Return the error that names the hosts of these ranks, which have been silent for too long."""
+        lost = {tuple(ranks): name for name, ranks in map(self._hosts.shared_with, silent)}
+        return HostLost([(name, ranks) for ranks, name in lost.items()], self._dead_after)
+
     def find_failure(self, waits: str, engine: str) -> PeerError | None:
         """Return an error that names the first rank that raised in this engine or ended, or whose end another rank has
         found; or that rank 0 is gone, which keeps the store.
 
         waits: what this rank did meanwhile.
         """
+        if lost := self.find_lost_host(asks=True):
+            return lost
         for rank in range(self.size):
             if rank == self.rank:
                 continue

@@ -304,7 +304,7 @@ class Engine(StandsForModule):
         # Ranks with all layers and tokens of their own compute alike; a GPU's host runs ahead of it.
         are_alike = mesh.device.type == "cpu" and mesh.pp == mesh.tp == mesh.sp == 1
         comm = parts.runtime.comm
-        self._stragglers = Stragglers(comm.meter) if are_alike and comm.spans_hosts else None
+        self._stragglers = Stragglers(comm.meter, comm.host_names) if are_alike and comm.spans_hosts else None
         self.observer.planned(self.plan())
 
     @property

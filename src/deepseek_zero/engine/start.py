@@ -23,6 +23,7 @@ from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
+from ..comm.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
 from ..optim.lr_schedules import resolve_schedule
@@ -140,7 +141,10 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
 
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:
     """Build the engine.  Collective: every rank passes the same model and configuration."""
-    mesh = choose_mesh(statements_of(raw, request.mesh, request.mesh_statements), current_mesh(default_device()))
+    mesh = choose_mesh(
+        statements_of(raw, request.mesh, request.mesh_statements),
+        current_mesh(default_device(), store_of=launchers_store),
+    )
     config = resolve(raw, facts_of(request, mesh))
     parts = assemble(
         config,

@@ -1,8 +1,14 @@
-"""Names a rank on which the others wait.  Every tenth verdict (optim/sharded.py) carries each rank's own seconds.
+"""Names a rank or a link on which the others wait.  Every tenth verdict (optim/sharded.py) has each rank's seconds.
 
 own seconds of ten steps, by part, in the row of the verdict -> rank 0 compares them with the median -> a line where one
 rank is above it three times in a row.  Seconds in which a rank waits for others are nobody's own, so a slow rank is
-named and not those that stand still because of it.  Nothing ends: a busy rank is late, not lost.
+named and not those that stand still because of it.
+
+The row also says how long the rank waited in each of the ten steps.  Whoever is late in a step waits least in it: what
+even that rank waited, all of them waited at once, and then not for a rank but for bytes on their way between hosts.
+Where that is more than half of the steps' time, three times in a row, the link is named.
+
+Nothing ends: a busy rank is late, not lost.
 """
 
 from __future__ import annotations
@@ -22,33 +28,39 @@ WINDOW = 10  # steps
 WINDOWS = 3  # after each other
 SLOW = 1.2  # times the median
 WORTH_SAYING = 0.05  # of the window's seconds
+MOSTLY = 0.5  # of the window's seconds
 
 
 class Stragglers:
-    """Compares the ranks of one engine.  meter: this rank's."""
+    """Compares the ranks of one engine.  meter: this rank's. hosts: their names."""
 
-    def __init__(self, meter: Meter) -> None:
-        self._meter = meter
+    def __init__(self, meter: Meter, hosts: Sequence[str]) -> None:
+        self._meter, self._hosts = meter, hosts
+        self._waited, self._waits = 0.0, [0.0] * WINDOW  # in all, and in each step of this window
+        self._windows_on_the_link = 0
         self._before: tuple[float, ...] = (0.0,) * len(OWN)
         self._since = time.perf_counter()
         self._in_a_row: Counter[tuple[int, str]] = Counter()
 
     def words(self, step: int) -> tuple[float, ...]:
-        """Return what this rank adds to the verdict of a step: its seconds of each part since it last did, or nothing.
+        """Return what this rank adds to the verdict of a step: its seconds of each part since it last did, and those
+        in which it waited, by step; or nothing.
 
-        All ranks do so at the same steps.
+        All ranks do so at the same steps. Called once for each step.
         """
+        waited = sum(self._meter.wait_seconds.values())
+        self._waits[(step - 1) % WINDOW], self._waited = max(0.0, waited - self._waited), waited
         if step % WINDOW:
             return ()
         parts = seconds_by_part(self._meter)
         now = tuple(parts.get(part, 0.0) for part in OWN)
         # Below zero where the meter began anew in between.
         found = tuple(max(0.0, after - before) for before, after in zip(self._before, now, strict=True))
-        self._before = now
-        return found
+        self._before, waits, self._waits = now, self._waits, [0.0] * WINDOW
+        return (*found, *waits)
 
     def hear(self, step: int, rows: Sequence[Sequence[float]]) -> None:
-        """Take the words of all ranks, and name those that are slow for the third time."""
+        """Take the words of all ranks, and name those that are slow for the third time, or the link."""
         now = time.perf_counter()
         seconds, self._since = now - self._since, now
         slow = {
@@ -66,3 +78,11 @@ class Stragglers:
                     f"of {WINDOW} steps, {format_seconds(middle)} on the median rank, the third time in a row.",
                     logging.WARNING,
                 )
+        together = sum(min(row[len(OWN) + each] for row in rows) for each in range(WINDOW))
+        self._windows_on_the_link = self._windows_on_the_link + 1 if together > MOSTLY * seconds else 0
+        if self._windows_on_the_link == WINDOWS:
+            log_once(
+                f"step {step}: steps wait for the link between {' and '.join(self._hosts)}: all ranks waited at once "
+                f"for {together / seconds:.0%} of the time of {WINDOW} steps, the third time in a row.",
+                logging.WARNING,
+            )

@@ -24,6 +24,7 @@ from ..base.errors import UsageError
 from ..base.given import refuse
 from ..base.mesh import current_mesh
 from ..comm.collectives import Comm, scatter
+from ..comm.store import launchers_store
 from ..precision.policy import cast_master
 from .sharded_parameter import owner_of, reshard, set_owner, unshard
 from .ties import tie_shared
@@ -138,7 +139,7 @@ class Init:
     def open_comm(self) -> Comm:
         """Return the communicator of the ranks that build together; the first call makes it.  Collective."""
         if self._comm is None:
-            self._comm = Comm(current_mesh(self._device).device, trains=False)
+            self._comm = Comm(current_mesh(self._device, store_of=launchers_store).device, trains=False)
         return self._comm
 
     def __enter__(self) -> Init:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -66,7 +67,7 @@ def in_haste(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def two(dead_after: float) -> tuple[list[PeerWatch], list[Line]]:
     table = Table()
     lines = [Line(table), Line(table)]
-    watches = [PeerWatch(line, node, 2, f"rank {node}", dead_after) for node, line in enumerate(lines)]
+    watches = [PeerWatch(line, node, 2, [node], dead_after) for node, line in enumerate(lines)]
     time.sleep(0.1)
     return watches, lines
 
@@ -83,7 +84,7 @@ def test_a_failure_is_told_to_the_others_and_the_first_one_stays() -> None:
     assert first.heard_failure() is second.heard_failure() is None
     second.tell_failure(Outcome(3, "rank 1 failed", "why"))
     first.tell_failure(Outcome(4, "rank 0 failed", "later"))
-    assert within(1.0, first.heard_failure) == Outcome(3, "rank 1 failed, on another machine", "why")
+    assert within(1.0, first.heard_failure) == Outcome(3, f"rank 1 failed, on {socket.gethostname()}", "why")
 
 
 def test_all_have_finished_when_each_has_and_a_store_that_goes_then_is_no_failure() -> None:
@@ -115,7 +116,7 @@ def test_a_silent_machine_is_told_then_lost_by_name_on_both_sides(caplog: pytest
         time.sleep(0.01)
     for node, lost in zip((1, 0), heard, strict=True):
         assert lost is not None and lost.exit_code == 1
-        assert lost.headline.startswith(f"node {node} (") and f"rank {node}) has been silent" in lost.headline
+        assert lost.headline == f"HostLost: {socket.gethostname()} (rank {node}) silent for 0.5 s" and lost.is_silence
     assert 0.4 < time.monotonic() - began < 1.5
     assert sum("silent for 0.2 s" in line for line in caplog.messages) == 2
     second.tell_failure(Outcome(1, "nobody hears this", ""))  # and it does not wait for that
@@ -128,7 +129,7 @@ def test_a_cut_that_heals_in_time_is_two_lines_and_no_failure(caplog: pytest.Log
     assert not within(0.5, lambda: first.heard_failure() or second.heard_failure())
     lines[1].is_open.set()
     assert not within(0.3, lambda: first.heard_failure() or second.heard_failure())
-    said = [line for line in caplog.messages if line.startswith("node")]
+    said = [line for line in caplog.messages if line.startswith(socket.gethostname())]
     assert [("silent" in line, "again" in line) for line in said] == [(True, False)] * 2 + [(False, True)] * 2
     assert not within(0.2, lambda: first.heard_failure() or second.heard_failure())
 
@@ -138,3 +139,29 @@ def test_inf_waits_for_ever() -> None:
     lines[1].is_open.clear()
     assert not within(0.6, first.heard_failure)
     lines[1].is_open.set()
+
+
+def test_ranks_that_are_stopped_are_named_elsewhere_too(caplog: pytest.LogCaptureFixture) -> None:
+    (_, second), _ = two(10.0)
+    second.stopped = {1}
+    assert within(1.0, lambda: f"rank 1 on {socket.gethostname()} is stopped" in caplog.text)
+    second.stopped = ()
+    assert within(1.0, lambda: f"rank 1 on {socket.gethostname()} runs again" in caplog.text)
+    assert caplog.text.count("is stopped") == 1
+
+
+def test_a_machine_whose_launcher_is_gone_without_a_word_has_ended() -> None:
+    (first, second), lines = two(10.0)
+    lines[0].set(f"{peers.GONE}/1", "ended")
+    lost = within(1.0, first.heard_failure)
+    assert isinstance(lost, Outcome) and not lost.is_silence
+    assert lost.headline == f"{socket.gethostname()} (rank 1) has ended"
+    (first, second), lines = two(10.0)
+    second.tell_failure(Outcome(3, "rank 1 failed", "why"))
+    lines[0].set(f"{peers.GONE}/1", "ended")
+    assert within(1.0, first.heard_failure) == Outcome(3, f"rank 1 failed, on {socket.gethostname()}", "why")
+    (first, second), lines = two(10.0)
+    assert not second.all_finished()
+    assert within(1.0, lambda: f"{peers.FINISHED_KEY}/1" in lines[0]._texts)
+    lines[0].set(f"{peers.GONE}/1", "ended")
+    assert not within(0.2, first.heard_failure), "it said before that all went well"

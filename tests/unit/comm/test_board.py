@@ -122,6 +122,39 @@ def test_a_host_without_a_sign_of_life_is_gone_after_its_time(
     monkeypatch.setattr("deepseek_zero.comm.board.dial", unreachable)
     assert not friend.set("a", "b")
     assert friend.look("a") is None
-    monkeypatch.setattr("deepseek_zero.comm.board.HOST_SECONDS", 0.0)
+    friend._dead_after = 0.0
     with pytest.raises(RuntimeError, match="rank 0's host has not answered"):
         friend.set("a", "b")
+
+
+def test_the_kernels_hear_each_other_and_an_ended_process_is_known(door: Door) -> None:
+    board = Board(door)
+    friend = FarBoard(door.address, SECRET, 3, watches=True)
+    assert until(lambda: 3 in board.silences())
+    assert board.silences()[3] < 1.0 and friend.silences()[0] < 1.0
+    time.sleep(2.5)
+    assert board.silences()[3] < 1.5 and friend.silences()[0] < 1.5, "each asks the other every second"
+    assert board.look("gone/3") is None
+    friend.close()
+    assert until(lambda: board.look("gone/3"))
+    assert board.silences() == {}
+
+
+def test_a_board_behind_a_silent_host_keeps_nobody_waiting(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    board = Board(door)
+    friend = FarBoard(door.address, SECRET, 1, watches=True)
+    monkeypatch.setattr("deepseek_zero.comm.board.silence_of", lambda connection: 4.0)
+    monkeypatch.setattr("deepseek_zero.comm.board.LOOK_SECONDS", 0.05)
+    monkeypatch.setattr(door, "_look_at", lambda descriptor: time.sleep(0.01))  # nothing is answered
+    began = time.monotonic()
+    assert not friend.set("a", "b") and friend.look("a") is None
+    assert time.monotonic() - began < 1.0
+    assert friend.silences() == {0: 4.0} and board.look("a") is None
+    friend.close()
+
+
+def until(true: Callable[[], object]) -> object:
+    deadline = time.monotonic() + 5.0
+    while not (value := true()) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return value

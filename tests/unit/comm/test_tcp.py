@@ -270,7 +270,8 @@ def test_a_rank_that_ends_is_named_at_once_in_what_waits_for_it_and_what_comes_l
 
 
 def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"SILENT_SECONDS": 0.3, "DEAD_AFTER": 1.0, "BEAT_SECONDS": 0.1}.items():
+    monkeypatch.setattr(tcp, "dead_after", lambda: 1.0)
+    for name, value in {"SILENT_SECONDS": 0.3, "BEAT_SECONDS": 0.1}.items():
         monkeypatch.setattr(tcp, name, value)
 
     def unreachable(*_: object) -> socket.socket:
@@ -290,7 +291,8 @@ def test_a_host_that_answers_nothing_is_lost_after_its_time(monkeypatch: pytest.
 
 def test_a_rank_that_is_busy_for_long_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its threads stand still; its host answers, as the kernel of a stopped process does."""
-    for name, value in {"SILENT_SECONDS": 0.2, "DEAD_AFTER": 0.5, "BEAT_SECONDS": 0.1}.items():
+    monkeypatch.setattr(tcp, "dead_after", lambda: 0.5)
+    for name, value in {"SILENT_SECONDS": 0.2, "BEAT_SECONDS": 0.1}.items():
         monkeypatch.setattr(tcp, name, value)
     with two_ranks() as (first, second, _):
         tensor, box = random(LARGE), torch.zeros(LARGE, dtype=torch.uint8)

@@ -22,12 +22,12 @@ POLL_SECONDS = 1.0  # how long a wait lasts before its caller is asked whether t
 class ConnectionLost(Exception):
     """A transport cannot go on because another rank is gone. Every other error keeps its own type.
 
-    rank: which one, as the world counts them, where the transport knows it.
+    rank: which one, as the world counts them, where the transport knows it. is_silence: its host answers nothing.
     """
 
-    def __init__(self, text: str, rank: int | None = None) -> None:
+    def __init__(self, text: str, rank: int | None = None, *, is_silence: bool = False) -> None:
         super().__init__(text)
-        self.rank = rank
+        self.rank, self.is_silence = rank, is_silence
 
 
 def patience_of(cid: CollectiveId) -> float:

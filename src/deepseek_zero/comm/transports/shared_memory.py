@@ -559,19 +559,19 @@ def connect_local(rank: int, size: int, group: dist.ProcessGroup | None) -> tupl
 
     Collective: every rank of the world calls it, and either all ranks of a host are connected or none is.
     """
-    listener, address, key, refusal = None, "", "", ""
+    listener, address, key, refusal, name = None, "", "", "", socket.gethostname()
     try:
         key = host_key()
         listener, address = _listen()
     except OSError as error:  # forbidden
         refusal = str(error)
-    everyone = [json.loads(text) for text in all_gather_text(json.dumps([key, address]), size, group)]
-    hosts = Hosts(rank, tuple(key for key, _ in everyone))
+    everyone = [json.loads(text) for text in all_gather_text(json.dumps([key, address, name]), size, group)]
+    hosts = Hosts(rank, tuple(key for key, *_ in everyone), tuple(name for *_, name in everyone))
     others = [peer for peer in hosts.near if peer != rank]
     found: dict[int, socket.socket] = {}
     try:
         if listener is not None and all(everyone[peer][1] for peer in others):
-            found = _connect(rank, others, listener, [address for _, address in everyone])
+            found = _connect(rank, others, listener, [address for _, address, _ in everyone])
     except OSError as error:
         refusal = str(error)
     finally:

@@ -6,13 +6,14 @@ READY, which a receiver says when it has a box for it: its pieces land straight 
 
 Messages are numbered.  A receiver says up to which number it has them, and a sender keeps what has not been received,
 so that a connection that broke, or fell silent, is replaced by a new one and goes on where it was.  A rank is lost when
-nobody listens any more where it did, or when its host does not answer for DEAD_AFTER seconds.  A rank that is stopped
+nobody listens any more where it did, or when its host does not answer for `dead_after` seconds.  A rank that is stopped
 or busy is neither: its host still answers.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import socket
@@ -31,6 +32,7 @@ import torch
 from torch import Tensor
 
 from ...base.errors import ModelMismatchError
+from ...base.launch import dead_after
 from ...base.log import logger
 from ..channel import Address, Door, Hello, Refused, Role, dial, introduce
 from ..ids import CollectiveId, engine_of
@@ -44,7 +46,6 @@ EAGER_BUDGET = 1 << 20  # of such bytes that one rank keeps for another
 BEAT_SECONDS = 1.0  # a connection with nothing to say says so
 SILENT_SECONDS = 3.0  # then a new connection is tried
 TELL_SECONDS = 5.0  # then a line says who is silent
-DEAD_AFTER = 10.0  # a host that answers nothing for so long is lost
 ATTEMPT_SECONDS = 1.0  # of one attempt to reach it
 PAUSE_SECONDS = 0.2  # between attempts
 CONNECT_SECONDS = 30.0
@@ -153,6 +154,7 @@ class _Link:
     resumed: bool = False  # the other has said where to go on
     recovering: bool = False
     gone: str = ""
+    is_silent: bool = False  # why: its host answers nothing
     heard: float = 0.0
     spoke: float = 0.0
     silence_told_at: float | None = None
@@ -600,8 +602,9 @@ class Links:
                     self._lose(link, "its process has ended")
                     return
                 except OSError:
-                    if time.monotonic() - answered > DEAD_AFTER:
-                        self._lose(link, f"its host {link.address[0]} has not answered for {DEAD_AFTER:g} s")
+                    if time.monotonic() - answered > (limit := dead_after()):
+                        link.is_silent = True
+                        self._lose(link, f"its host {link.address[0]} has not answered for {limit:g} s")
                         return
                 time.sleep(PAUSE_SECONDS)
         finally:
@@ -649,11 +652,13 @@ class Links:
 
 
 def _end_with_the_host(connection: socket.socket) -> None:
-    """Have the kernel end a connection whose other host is silent for DEAD_AFTER, also where nothing is sent."""
+    """Have the kernel end a connection whose other host is lost, also where nothing is sent."""
+    if not math.isfinite(limit := dead_after()):
+        return
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 2), (socket.TCP_KEEPCNT, 4)):
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(DEAD_AFTER * 1000))
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(limit * 1000))
 
 
 def _tell_silence(link: _Link, now: float) -> None:
@@ -667,7 +672,7 @@ def _tell_silence(link: _Link, now: float) -> None:
 
 
 def _lost(link: _Link) -> ConnectionLost:
-    return ConnectionLost(f"rank {link.rank} is lost: {link.gone}", link.rank)
+    return ConnectionLost(f"rank {link.rank} is lost: {link.gone}", link.rank, is_silence=link.is_silent)
 
 
 def _other_size(link: _Link, came: int, expected: int) -> ModelMismatchError:

@@ -25,6 +25,7 @@ from ...base.errors import NotBuiltError, UnknownNameError, UsageError
 from ...base.given import whole_number
 from ...base.mesh import PATIENCE, default_backend
 from ...comm.context import local_rank as get_local_rank
+from ...comm.store import launchers_store
 from .missing import missing_names
 
 MODULE = "deepseek_zero.comm"  # where users find these names
@@ -66,7 +67,8 @@ def join(dist_backend: str | None = None, timeout: timedelta | None = None, **op
             fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
         )
     _describe(options)
-    return mesh.init_distributed(dist_backend, timeout or PATIENCE, options.get("distributed_port"))
+    port = options.get("distributed_port")
+    return mesh.init_distributed(dist_backend, timeout or PATIENCE, port, store_of=launchers_store)
 
 
 def _describe(options: dict[str, Any]) -> None:

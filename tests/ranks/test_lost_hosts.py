@@ -1,0 +1,60 @@
+"""A host that falls silent is lost on every rank of the others, by name and in time, whoever started the job."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from deepseek_zero.base.errors import HostLost, PeerError, UsageError
+from deepseek_zero.base.launch import DEAD_AFTER, dead_after
+from deepseek_zero.comm.collectives import Comm
+from tests.hosts import DEVICE
+
+NOTHING_LEAVES = f"tc qdisc replace dev {DEVICE} root tbf rate 8bit burst 10 limit 10"
+LIMIT, LATE = 2.0, 1.0  # seconds of silence, and until the last rank has heard of it; twice that on a busy machine
+
+
+@pytest.mark.ranks(4, hosts=2, fresh=True, timeout=40)
+def test_a_cut_is_a_lost_host_on_every_rank_of_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DEAD_AFTER, f"{LIMIT:g}")
+    comm, rank = Comm(torch.device("cpu")), dist.get_rank()
+    mine = rank // 2
+    comm.barrier("all are here")
+    began = time.monotonic()
+    if rank % 2 == 0:
+        subprocess.run(NOTHING_LEAVES.split(), check=True)
+    time.sleep(LATE)  # until the link is cut each way
+    with pytest.raises(HostLost) as caught:
+        comm.all_gather(torch.zeros(4 << 10), "gather", "nobody's").wait()
+    assert isinstance(caught.value, PeerError)
+    seconds = time.monotonic() - began
+    there = {0: ("h0", [0, 1]), 1: ("h1", [2, 3])}[1 - mine]
+    assert caught.value.hosts == [there]
+    assert caught.value.what == f"{there[0]} (ranks {there[1][0]}, {there[1][1]}) silent for 2 s"
+    assert LIMIT - 0.1 < seconds < LIMIT + 2 * LATE
+    with pytest.raises(PeerError, match="silent for 2 s"):
+        comm.barrier("the next one")
+    assert time.monotonic() - began < seconds + 3.0
+
+
+def test_the_error_of_a_lost_host_names_hosts_and_ranks_and_travels() -> None:
+    error = HostLost([("h1", [2, 3]), ("h2", [4]), ("h3", list(range(6, 20)))], 10.0)
+    assert error.what == "h1 (ranks 2, 3) and h2 (rank 4) and h3 (ranks 6 to 19) silent for 10 s"
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_how_long_a_host_may_be_silent_is_read_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEAD_AFTER, raising=False)
+    assert dead_after() == 10.0
+    for text, seconds in (("30", 30.0), ("inf", float("inf")), ("2", 2.0)):
+        monkeypatch.setenv(DEAD_AFTER, text)
+        assert dead_after() == seconds
+    for text in ("1", "0", "-3", "nan", "soon"):
+        monkeypatch.setenv(DEAD_AFTER, text)
+        with pytest.raises(UsageError, match=DEAD_AFTER):
+            dead_after()

@@ -1,0 +1,110 @@
+"""torch's store over a board: the same answers as torch's own, from far and near, each request done once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from deepseek_zero.comm.board import Board, FarBoard, Operation
+from deepseek_zero.comm.channel import Door, Refused, Role
+from deepseek_zero.comm.store import BoardStore
+
+SECRET, SOON = b"s" * 32, timedelta(seconds=0.2)
+
+
+@pytest.fixture
+def stores() -> Iterator[tuple[Board, BoardStore, BoardStore]]:
+    """A board, its own process's store and another one's."""
+    door = Door("127.0.0.1", SECRET, 0)
+    board = Board(door, Role.STORE)
+    far = FarBoard(door.address, SECRET, 1, role=Role.STORE)
+    yield board, BoardStore(board, timedelta(seconds=5)), BoardStore(far, timedelta(seconds=5))
+    far.close()
+    door.close()
+
+
+CALLS: list[Callable[[Any], Any]] = [
+    lambda store: store.set("a", "text"),
+    lambda store: store.set("b", bytes(range(256))),
+    lambda store: (store.get("a"), store.get("b")),
+    lambda store: store.add("n", 3),
+    lambda store: store.add("n", -5),
+    lambda store: store.get("n"),
+    lambda store: store.compare_set("new", "", "first"),
+    lambda store: store.compare_set("new", "wrong", "second"),
+    lambda store: store.compare_set("new", "first", "third"),
+    lambda store: store.compare_set("none", "expected", "wanted"),
+    lambda store: store.check(["a", "b"]),
+    lambda store: store.check(["a", "nowhere"]),
+    lambda store: store.wait(["a", "n"], SOON),
+    lambda store: store.multi_get(["a", "n"]),
+    lambda store: store.delete_key("a"),
+    lambda store: store.delete_key("a"),
+    lambda store: store.check(["a"]),
+    lambda store: store.num_keys(),
+]
+
+
+def test_calls_answer_as_those_of_torchs_store(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+    _, near, far = stores
+    for number, ours in enumerate((near, far)):
+        torchs = dist.HashStore()  # type: ignore[attr-defined]
+        views = [dist.PrefixStore(f"{number}", each) for each in (ours, torchs)]  # type: ignore[attr-defined]
+        for at, call in enumerate(CALLS[:-1]):
+            found, expected = (call(each) for each in views)
+            assert found == expected, f"call {at}"
+    assert near.num_keys() == far.num_keys() == 2 * torchs.num_keys()
+
+
+def test_a_wait_ends_when_the_key_comes_or_the_time_is_over(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+    _, near, far = stores
+    threading.Timer(0.1, lambda: near.set("later", b"here")).start()
+    assert far.get("later") == b"here"
+    began = time.monotonic()
+    with pytest.raises(dist.DistStoreError, match="nobody wrote 'never'"):  # type: ignore[attr-defined]
+        far.wait(["never"], SOON)
+    assert 0.2 <= time.monotonic() - began < 2.0
+    assert far.clone().check(["later"])
+
+
+def test_a_number_is_added_once_though_asked_for_over_two_connections(
+    stores: tuple[Board, BoardStore, BoardStore],
+) -> None:
+    board, near, far = stores
+    again = json.dumps(["somebody", 7, 5])
+    assert [board.ask(Operation.ADD, "n", again).text for _ in range(2)] == ["5", "5"]
+    assert board.ask(Operation.ADD, "n", json.dumps(["somebody", 8, 5])).text == "10"
+    adders = [threading.Thread(target=lambda each=each: [each.add("n", 1) for _ in range(50)]) for each in (near, far)]
+    for adder in adders:
+        adder.start()
+    for adder in adders:
+        adder.join()
+    assert near.get("n") == b"110"
+
+
+@pytest.mark.parametrize("value", ["", "[1]", '["who", 1, "much"]', "{}", "[[], 1, 1]"])
+def test_a_request_that_makes_no_sense_ends_its_connection_and_nothing_else(
+    stores: tuple[Board, BoardStore, BoardStore], value: str
+) -> None:
+    _, _, far = stores
+    assert far._board.ask(Operation.ADD, "n", value) is None
+    far._board._quiet_until = 0.0  # type: ignore[union-attr]
+    assert far.add("n", 2) == 2
+
+
+def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(stores: tuple[Board, BoardStore, BoardStore]) -> None:
+    board, _, _ = stores
+    address = board._door.address
+    with pytest.raises(Refused):
+        FarBoard(address, b"o" * 32, 1, role=Role.STORE)
+    stray = FarBoard(address, SECRET, 1)  # lines of ranks come in nowhere
+    assert not stray.set("raised/1", "nonsense")
+    assert board.look("raised/1") is None
+    stray.close()
