@@ -1,0 +1,448 @@
+"""The table of faults, played on hosts made of namespaces: what must be said, by whom, and within which time.
+
+    python -m tests.faults                          every row once
+    python -m tests.faults --rows cut-lost --repeat 20 --load 1.5
+
+Each play starts the launcher on every host, waits until the ranks train, does the damage, and measures from there to
+what the row promises; then it looks for what is left: processes, listening sockets, shared memory, folders.  Exit code
+1 if a promise was broken.  load: by which every bound is multiplied, on a machine that does other things meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import secrets
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.hosts import Host, Process, hosts
+
+PORT = 29555
+START_SECONDS, END_SECONDS = 120.0, 60.0
+LOOK_SECONDS = 0.01
+PAUSE_SECONDS = 0.02  # of every step: time of the rank's own, as computing is
+STRANGERS = 1000
+SAID = (b"", b"\x01" + b"raised/1" * 20, b"GET / HTTP/1.1\r\n\r\n" * 9, b"\x00\x00\x00\x40" * 60)
+
+
+@dataclass
+class Job:
+    """A training on hosts, by one launcher on each, and everything it has said.
+
+    lines: (host, when, what) of the launchers' outputs. every: `time.monotonic()`, which hosts of one machine share.
+    """
+
+    machines: Sequence[Host]
+    folder: Path
+    each: int
+    launchers: list[Process] = field(default_factory=list)
+    lines: list[tuple[Host, float, str]] = field(default_factory=list)
+
+    @property
+    def ranks(self) -> range:
+        return range(self.each * len(self.machines))
+
+    def start(self, options: argparse.Namespace) -> None:
+        """Start the launchers and wait until every rank has made some steps."""
+        secret = self.folder / "secret"
+        secret.touch(mode=0o600)
+        secret.write_bytes(secrets.token_bytes(32))
+        environment = {"DEEPSEEK_ZERO_SECRET_FILE": str(secret), "TMPDIR": str(self.folder / "tmp")}
+        environment |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "COLUMNS": "400"}
+        (self.folder / "tmp").mkdir()
+        for host in self.machines:
+            words = [f"--num_nodes={len(self.machines)}", f"--node_rank={host.number}", f"--nproc={self.each}"]
+            words += [f"--master_addr={self.machines[0].address}", f"--master_port={PORT}", "--interface=v0"]
+            words += [f"--dead-after={options.dead_after:g}", "--module", "tests.faults"]
+            words += ["--as-rank", str(self.folder), "--transport", options.transport]
+            self.launchers.append(host.run([sys.executable, "-m", "deepseek_zero.cli", "run", *words], environment))
+            threading.Thread(target=self._listen, args=(host, self.launchers[-1]), daemon=True).start()
+        self.until(lambda: all(len(self.steps(rank)) > 3 for rank in self.ranks), START_SECONDS, "the ranks train")
+
+    def _listen(self, host: Host, launcher: Process) -> None:
+        assert launcher.stdout is not None
+        with suppress(ValueError):  # closed
+            for line in launcher.stdout:
+                self.lines.append((host, time.monotonic(), line.rstrip()))
+
+    def until(self, true: Callable[[], Any], seconds: float, what: str) -> float:
+        """Wait, and return when it was so; AssertionError with everything that was said if it is not in time."""
+        deadline = time.monotonic() + seconds
+        while not true():
+            assert time.monotonic() < deadline, "\n".join(
+                [f"not after {seconds:g} s: {what}", *(f"{host.name}| {text}" for host, _, text in self.lines)]
+            )
+            time.sleep(LOOK_SECONDS)
+        return time.monotonic()
+
+    def steps(self, rank: int) -> list[tuple[float, str]]:
+        """Return when each step of a rank ended, and its loss to the bit."""
+        with suppress(OSError):
+            rows = (self.folder / f"{rank}.steps").read_text().splitlines(keepends=True)
+            return [(float(row.split()[0]), row.split()[1]) for row in rows if row.endswith("\n")]
+        return []
+
+    def error(self, rank: int) -> tuple[float, str] | None:
+        """Return when a rank raised, and what."""
+        with suppress(OSError):
+            when, what = json.loads((self.folder / f"{rank}.error").read_text())
+            return float(when), str(what)
+        return None
+
+    def when_raised(self, ranks: Sequence[int], pattern: str) -> float:
+        """Wait until each of these ranks has raised something like this; return when the last one did."""
+        self.until(lambda: all(self.error(rank) for rank in ranks), END_SECONDS, f"ranks {list(ranks)} raise {pattern}")
+        found = [error for rank in ranks if (error := self.error(rank)) is not None]
+        for _, text in found:
+            assert re.search(pattern, text), f"{pattern} is not in {text}"
+        return max(when for when, _ in found)
+
+    def when_said(self, machines: Sequence[Host], pattern: str) -> float:
+        """Wait until each of these hosts' launchers has said this; return when the last one did."""
+
+        def first(host: Host) -> float | None:
+            said = (when for where, when, text in list(self.lines) if where is host and re.search(pattern, text))
+            return next(said, None)
+
+        names = ", ".join(host.name for host in machines)
+        self.until(lambda: all(first(host) for host in machines), END_SECONDS, f"{names} says {pattern}")
+        return max(first(host) or 0.0 for host in machines)
+
+    def when_gone(self, machines: Sequence[Host]) -> float:
+        """Wait until no process is left on these hosts."""
+        return self.until(lambda: not any(host.pids() for host in machines), END_SECONDS, "all processes are gone")
+
+    def finish(self) -> None:
+        """Have the ranks end well, a few steps from now."""
+        last = max(len(self.steps(rank)) for rank in self.ranks) + 5
+        part = self.folder / "last.part"
+        part.write_text(str(last))
+        part.rename(self.folder / "last")
+        codes = [launcher.wait(END_SECONDS) for launcher in self.launchers]
+        assert codes == [0] * len(codes), "\n".join(text for *_, text in self.lines)
+
+    def assert_same_bits(self, reference: dict[int, list[str]]) -> None:
+        """Compare losses with those of an undisturbed run, as far as both went."""
+        for rank in self.ranks:
+            found = [loss for _, loss in self.steps(rank)]
+            expected = reference.setdefault(rank, found)
+            common = min(len(found), len(expected))
+            assert common > 3 and found[:common] == expected[:common], f"rank {rank}: other losses"
+            reference[rank] = max(found, expected, key=len)
+
+    def leftovers(self, machines: Sequence[Host]) -> list[str]:
+        """Return what is left on hosts that still are: processes, listening sockets, shared memory, folders."""
+        found = []
+        for host in machines:
+            found += [f"{host.name}: process {pid}" for pid in host.pids()]
+            found += [f"{host.name}: listens at {place}" for place in host.ports()]
+            shm = Path("/proc", str(host.pid), "root", "dev", "shm")
+            found += [f"{host.name}: /dev/shm/{path.name}" for path in shm.iterdir() if path.name != "hosts"]
+        return found + [f"folder {path.name}" for path in (self.folder / "tmp").iterdir()]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """What was promised within a bound, in seconds (or steps), and what it took."""
+
+    what: str
+    took: float
+    bound: float
+
+
+Play = Callable[[Job, argparse.Namespace], Iterator[Measure]]
+UNDISTURBED: dict[int, list[str]] = {}  # losses by rank, of the longest run so far
+
+
+def cut_healed(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    began = time.monotonic()
+    h1.cut()
+    yield Measure("said silent, both", job.when_said([h0], r"h1 .*silent for 5 s") - began, 6.5)
+    job.when_said([h1], r"silent for 5 s")
+    time.sleep(max(0.0, began + 7.0 - time.monotonic()))
+    healed = time.monotonic()
+    h1.heal()
+    went_on = job.until(lambda: all(job.steps(rank)[-1][0] > healed + 0.1 for rank in job.ranks), 60, "steps go on")
+    yield Measure("goes on", went_on - healed, 2.0)
+    job.when_said([h0, h1], r"heard again")
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
+def cut_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    near, far = job.ranks[: job.each], job.ranks[job.each :]
+    began = time.monotonic()
+    h1.cut()
+    bound = options.dead_after + 1.0
+    yield Measure("HostLost, far side", job.when_raised(far, lost(h0, near, options)) - began, bound)
+    yield Measure("HostLost, near side", job.when_raised(near, lost(h1, far, options)) - began, bound)
+    job.when_said([h0], lost(h1, far, options))
+    job.when_said([h1], r"HostLost: (h0|node 0)")
+    yield Measure("all gone", job.when_gone([h0, h1]) - began, options.dead_after + 6.0)
+
+
+def lost(host: Host, ranks: Sequence[int], options: argparse.Namespace) -> str:
+    named = ", ".join(map(str, ranks))
+    return rf"HostLost: {host.name} \(ranks? {named}\) silent for {options.dead_after:g} s"
+
+
+def kill_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    victim = job.each  # the first one on h1
+    began = time.monotonic()
+    os.kill(pid_of(job, h1, victim), signal.SIGKILL)
+    said = rf"rank {victim} of {len(job.ranks)} was ended by signal 9 \(SIGKILL\), on h1"
+    yield Measure("gone", job.when_gone([h0, h1]) - began, 5.0)
+    # The launcher prints at its end; the ranks have heard long before.
+    yield Measure("raised by survivors", job.when_raised(job.ranks[: job.each], r"Error: ") - began, 1.0)
+    yield Measure("named, survivors' host", job.when_said([h0], said) - began, 5.0)
+
+
+def kill_agent(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    launcher = next(pid for pid in h1.pids() if "--node_rank=1" in words_of(pid) and "run" in words_of(pid)[:5])
+    began = time.monotonic()
+    os.kill(launcher, signal.SIGKILL)
+    yield Measure("gone", job.when_gone([h0, h1]) - began, 5.0)
+    yield Measure("named", job.when_said([h0], r"h1 .*ended") - began, 5.0)
+
+
+def kill_first_process(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    began = time.monotonic()
+    os.kill(h1.pid, signal.SIGKILL)
+    yield Measure("gone", job.when_gone([h0]) - began, 5.0)
+    yield Measure("raised by survivors", job.when_raised(job.ranks[: job.each], r"Error: ") - began, 1.0)
+    yield Measure("named", job.when_said([h0], r"h1 .*ended") - began, 5.0)
+
+
+def host_0_lost(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    began = time.monotonic()
+    h0.kill()
+    survivors, gone = job.ranks[job.each :], job.ranks[: job.each]
+    bound = options.dead_after + 1.0
+    yield Measure("HostLost", job.when_raised(survivors, lost(h0, gone, options)) - began, bound)
+    job.when_said([h1], r"HostLost: (h0|node 0)")
+    yield Measure("all gone", job.when_gone([h1]) - began, options.dead_after + 6.0)
+
+
+def stopped_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    victim = job.ranks[-1]
+    pid = pid_of(job, h1, victim)
+    began = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    yield Measure("said, everywhere", job.when_said([h0, h1], rf"rank {victim} on h1 is stopped") - began, 7.0)
+    time.sleep(max(0.0, began + options.dead_after + 2.0 - time.monotonic()))
+    os.kill(pid, signal.SIGCONT)
+    job.when_said([h0, h1], rf"rank {victim} on h1 runs again")
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
+def slow_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, _ = job.machines
+    victim = job.ranks[-1]
+    (job.folder / "slow").write_text(str(victim))
+    began = len(job.steps(0))
+    job.when_said([h0], rf"rank {victim} is slow")
+    yield Measure("steps until named", len(job.steps(0)) - began, 40)  # three windows, not the one it begins in
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
+def slow_link(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    h0, h1 = job.machines
+    h1.limit("30mbit")
+    began = len(job.steps(0))
+    job.when_said([h0], r"link .*h1")
+    yield Measure("steps until named", len(job.steps(0)) - began, 40)
+    h1.limit(None)
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+
+
+def strangers(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
+    """Half-open connections, garbage, and an announced gigabyte, at every port that listens."""
+    h1 = job.machines[1]
+    places = [(host.address, port) for host in job.machines for _, port in host.ports()]
+    stranger = h1.run([sys.executable, "-m", "tests.faults", "--as-stranger", json.dumps(places)])
+    out = stranger.communicate(timeout=END_SECONDS)[0]
+    assert stranger.returncode == 0, out
+    yield Measure("last one closed", float(out.split()[-1]), 5.0 + 1.0)
+    job.finish()
+    job.assert_same_bits(UNDISTURBED)
+    for host in job.machines:
+        said = [text for where, _, text in job.lines if where is host and "closed a connection from" in text]
+        assert len(said) <= 1 + job.each, said
+
+
+ROWS: dict[str, Play] = {
+    "cut-healed": cut_healed,
+    "cut-lost": cut_lost,
+    "kill-rank": kill_rank,
+    "kill-agent": kill_agent,
+    "kill-pid-1": kill_first_process,
+    "host-0-lost": host_0_lost,
+    "stopped-rank": stopped_rank,
+    "slow-rank": slow_rank,
+    "slow-link": slow_link,
+    "strangers": strangers,
+}
+
+
+def words_of(pid: int) -> list[str]:
+    """Return the command line of a process; none if it has ended."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return []
+
+
+def pid_of(job: Job, host: Host, rank: int) -> int:
+    """Return the process of a rank, as seen from outside its host."""
+    for pid in host.pids():
+        with suppress(OSError):
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"RANK={rank}".encode() in variables and "--as-rank" in words_of(pid):
+                return pid
+    raise AssertionError(f"rank {rank} does not run on {host.name}")
+
+
+@contextmanager
+def playing(options: argparse.Namespace) -> Iterator[Job]:
+    """A job that trains; whatever happens, nothing of it is left."""
+    with tempfile.TemporaryDirectory(prefix="faults-") as folder, hosts(2) as machines:
+        job = Job(machines, Path(folder), options.each)
+        job.start(options)
+        yield job
+
+
+def play(row: str, options: argparse.Namespace) -> list[Measure]:
+    """Play a row once; AssertionError where something was not said, or is left."""
+    with playing(options) as job:
+        found = list(ROWS[row](job, options))
+        living = [host for host in job.machines if Path(f"/proc/{host.pid}").exists()]
+        job.until(lambda: not job.leftovers(living), 5.0, f"nothing is left, but {job.leftovers(living)}")
+        return found
+
+
+def be_a_rank(options: argparse.Namespace) -> None:
+    """Train, and write down every loss and the error at the end."""
+    import torch
+
+    import deepseek_zero
+    from deepseek_zero.base.errors import DeepSeekZeroError
+
+    folder, rank = Path(options.as_rank), int(os.environ["RANK"])
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(*[torch.nn.Linear(300, 300) for _ in range(4)])
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "steps_per_print": None,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "transport": options.transport,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    try:
+        engine, *_ = deepseek_zero.initialize(model=model, config=config)
+        torch.manual_seed(2 + rank)
+        with open(folder / f"{rank}.steps", "w", buffering=1) as steps:
+            last, step = sys.maxsize, 0
+            while step < last:
+                loss = engine(torch.randn(4, 300)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                steps.write(f"{time.monotonic()} {loss.item().hex()}\n")
+                time.sleep(PAUSE_SECONDS)
+                with suppress(OSError):
+                    time.sleep(5 * PAUSE_SECONDS * ((folder / "slow").read_text() == str(rank)))
+                with suppress(OSError):
+                    last = int((folder / "last").read_text())
+                step += 1
+    except DeepSeekZeroError as error:
+        part = folder / f"{rank}.part"
+        part.write_text(json.dumps([time.monotonic(), f"{type(error).__name__}: {error}"]))
+        part.rename(folder / f"{rank}.error")
+        raise
+
+
+def be_a_stranger(places: Sequence[tuple[str, int]]) -> None:
+    """Knock at every place without the secret; write the longest time that a door kept such a connection."""
+    import socket
+
+    longest = 0.0
+    for host, port in places:
+        lines = []
+        for number in range(STRANGERS // len(places)):
+            with suppress(OSError):
+                lines.append((time.monotonic(), socket.create_connection((host, port), timeout=5)))
+                lines[-1][1].sendall(SAID[number % len(SAID)])
+        for since, line in lines:
+            with suppress(ConnectionError):
+                line.settimeout(30)
+                while line.recv(1 << 12):
+                    pass
+            longest = max(longest, time.monotonic() - since)
+            line.close()
+    sys.stdout.write(f"{longest}\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--repeat", type=int, default=1)
+    parser.add_argument("--dead-after", type=float, default=10.0)
+    parser.add_argument("--each", type=int, default=2, help="ranks on each of two hosts")
+    parser.add_argument("--transport", choices=("gloo", "tcp"), default="tcp")
+    parser.add_argument("--load", type=float, default=1.0, help="bounds are multiplied by it")
+    parser.add_argument("--as-rank", help=argparse.SUPPRESS)
+    parser.add_argument("--as-stranger", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.as_rank:
+        be_a_rank(options)
+        return 0
+    if options.as_stranger:
+        be_a_stranger(json.loads(options.as_stranger))
+        return 0
+    broken = 0
+    words = f"{options.repeat} times each, {options.each} ranks on each of 2 hosts, {options.transport}"
+    print(f"{words}, dead after {options.dead_after:g} s, bounds x {options.load:g}")  # noqa: T201
+    print("| fault | promised | bound | median | worst | |\n|---|---|---|---|---|---|")  # noqa: T201
+    for row in options.rows:
+        found: dict[tuple[str, float], list[float]] = defaultdict(list)
+        faults = []
+        for _ in range(options.repeat):
+            try:
+                for each in play(row, options):
+                    found[each.what, each.bound].append(each.took)
+            except AssertionError as error:
+                faults.append(str(error))
+        for (what, bound), took in found.items():
+            is_met = max(took) <= bound * options.load
+            broken += not is_met
+            numbers = f"{bound:g} | {statistics.median(took):.2f} | {max(took):.2f}"
+            print(f"| {row} | {what} | {numbers} | {'' if is_met else 'MISSED'} |", flush=True)  # noqa: T201
+        for fault in faults:
+            broken += 1
+            print(f"| {row} | FAILED: {fault}", flush=True)  # noqa: T201
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
