@@ -6,6 +6,7 @@ Each test starts processes of its own, because who they are is what is tested.
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -227,8 +228,8 @@ def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_lev
     said = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "TORCH_CPP_LOG_LEVEL": log_level}
     killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
     assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
-    assert "PeerError: rank 0" in told
-    assert "is gone" in told
+    # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks at first.
+    assert re.search(r"PeerError: rank 0 .*is gone|PeerError: .* to rank 0 .* process of rank 0 has ended", told), told
     assert "unequal numbers of batches" not in told
     assert "Error" not in killed
 
