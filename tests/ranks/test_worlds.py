@@ -229,7 +229,7 @@ def test_pages_of_frames_do_not_bury_the_death_of_rank_0(tmp_path: Path, log_lev
     killed, told = outputs(script, [said | {"RANK": str(rank)} for rank in range(2)], codes=[-9, 1])
     assert told.count("frame #0") <= (1 if log_level == "WARNING" else 0), told
     # The board that is gone tells of it, or the memory that both ranks map: whichever rank 1 looks at first.
-    assert re.search(r"PeerError: rank 0 .*is gone|PeerError: .* to rank 0 .* process of rank 0 has ended", told), told
+    assert re.search(r"PeerError: rank 0, .*is gone|PeerError: .* to rank 0 .* process of rank 0 has ended", told), told
     assert "unequal numbers of batches" not in told
     assert "Error" not in killed
 
