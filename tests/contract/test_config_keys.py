@@ -11,6 +11,7 @@ import os
 import signal
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.config import Config, Facts, Status, off_default_config, resolve
 from deepseek_zero.config.load import load
+from deepseek_zero.config.schema import SparseAttention
 from deepseek_zero.engine import assemble
 from deepseek_zero.engine import settings as engine_settings
 from deepseek_zero.engine.mesh_statements import AXIS_KEYS
@@ -35,6 +37,7 @@ from deepseek_zero.engine.settings import (
     plan_settings_of,
     recompute_settings_of,
     sequence_settings_of,
+    sparse_attention_of,
     tensor_settings_of,
     tile_settings_of,
 )
@@ -321,6 +324,10 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "zeropp_loco_param.reset_T",
             "compression.min_numel",
         )
+    },
+    **{  # tests/unit/attention/test_hugging_face.py sees what a model does with it
+        name: settings_differ(name, partial(sparse_attention_of, mesh=Mesh()))
+        for name in ("sparse_attention", *(f"sparse_attention.{each}" for each in SparseAttention.model_fields))
     },
     "data_parallel_size": verifies_the_ranks,
     "deterministic": makes_torch_deterministic,

@@ -254,6 +254,11 @@ MODES: Mapping[str, type[Layout]] = {
 }
 
 
+def fields_of(mode: str) -> set[str]:
+    """Return the names of the arguments of one of DeepSpeed's modes."""
+    return {each.name for each in fields(MODES[mode])}
+
+
 def layout_of(mode: str, arguments: Mapping[str, Any]) -> Layout:
     """Return the layout of one of DeepSpeed's modes; arguments that are not this mode's must not be there.
 
@@ -262,7 +267,7 @@ def layout_of(mode: str, arguments: Mapping[str, Any]) -> Layout:
     if mode not in MODES:
         raise ConfigError(f"sparse_attention.mode = {shown(mode)}.", "", f"choose one of {', '.join(MODES)}.")
     kind: Any = MODES[mode]
-    known = {each.name for each in fields(kind)}
+    known = fields_of(mode)
     if unknown := sorted({*arguments} - known):
         raise ConfigError(
             f"sparse_attention: {', '.join(unknown)} beside mode {shown(mode)}, which has no such argument.",

@@ -38,7 +38,6 @@ class Milestone(StrEnum):
     SPEED = "the speed work (compressed and hierarchical communication, compilation, profiling)"
     CLIENTS = "client compatibility (Hugging Face, Lightning, plain DeepSpeed scripts)"
     PARALLEL = "tensor, pipeline, sequence and expert parallelism"
-    ATTENTION = "sparse attention"
     UNPLANNED = "no part that is planned"
 
 

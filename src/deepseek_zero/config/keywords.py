@@ -854,32 +854,34 @@ class CompileKeywords(TypedDict, total=False):
 class SparseAttentionKeywords(TypedDict, total=False):
     """Keys of `sparse_attention`."""
 
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] | Auto | None
-    """The pattern of blocks."""
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] | Auto | None
+    """The layout of blocks; dense: all, so that a model's own window is computed without a mask of all pairs."""
     block: float | Auto | None
     """Side of a block."""
     different_layout_per_head: bool | Auto | None
-    """A pattern per head."""
+    """Heads may differ: in random blocks, or by num_different_global_patterns."""
     num_local_blocks: float | Auto | None
-    """Blocks of the local window."""
+    """Blocks of a window."""
     num_global_blocks: float | Auto | None
-    """Blocks everyone sees."""
+    """Blocks that are seen from everywhere: of each window (fixed), or the first ones (bigbird)."""
     attention: Literal["unidirectional", "bidirectional"] | Auto | None
-    """Causal or not."""
+    """Which way tokens see; unidirectional: none sees a later one. A model that is causal is so with both."""
     horizontal_global_attention: bool | Auto | None
-    """Global blocks see everyone."""
+    """Global blocks see everything, too."""
     num_different_global_patterns: float | Auto | None
-    """Patterns of global blocks."""
+    """Heads take turns in which blocks of a window are global."""
     num_random_blocks: float | Auto | None
-    """Random blocks per row."""
+    """Random blocks that each row of blocks sees."""
     local_window_blocks: Sequence[float] | float | Auto | None
-    """Sizes of the local windows."""
+    """Sizes of the windows, one after another; the last repeats."""
     global_block_indices: Sequence[float] | float | Auto | None
-    """Where global blocks begin."""
+    """Where blocks that are seen from everywhere begin."""
     global_block_end_indices: Sequence[float] | float | Auto | None
-    """Where they end."""
+    """Where they end; null: one block each."""
     num_sliding_window_blocks: float | Auto | None
-    """Blocks of the sliding window."""
+    """Blocks of the sliding window, its own in the middle."""
+    seed: float | Auto | None
+    """Ours. Of the random blocks, which are the same on every rank."""
 
 
 class AutotuningKeywords(TypedDict, total=False):
@@ -1151,7 +1153,7 @@ class _Keys(TypedDict, total=False):
     compile: CompileKeywords | Auto | None
     """DeepCompile."""
     sparse_attention: SparseAttentionKeywords | Auto | None
-    """Block-sparse attention."""
+    """Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`."""
     autotuning: AutotuningKeywords | Auto | None
     """Search for a configuration."""
     elasticity: ElasticityKeywords | Auto | None

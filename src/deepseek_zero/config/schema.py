@@ -1166,26 +1166,72 @@ class Elasticity(Section):
     model_parallel_size: int = later(1, "Model-parallel ranks.", unit="ranks", example=2)
 
 
+_LAYOUT = "sparse_attention.mode"
+
+
 class SparseAttention(Section):
-    part: ClassVar[Milestone | None] = Milestone.ATTENTION
-    instead: ClassVar[str] = "the model attends as it is written"
-    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer"] = later(
-        "fixed", "The pattern of blocks.", example="bigbird"
+    mode: Literal["dense", "fixed", "variable", "bigbird", "bslongformer", "localslidingwindow"] = effective(
+        "fixed",
+        "The layout of blocks; dense: all, so that a model's own window is computed without a mask of all pairs.",
+        example="bigbird",
     )
-    block: int = later(16, "Side of a block.", unit="tokens", example=32, ge=1)
-    different_layout_per_head: bool = later(False, "A pattern per head.", example=True)
-    num_local_blocks: int = later(4, "Blocks of the local window.", example=2, ge=1)
-    num_global_blocks: int = later(1, "Blocks everyone sees.", example=2, ge=1)
-    attention: Literal["unidirectional", "bidirectional"] = later(
-        "bidirectional", "Causal or not.", example="unidirectional"
+    block: int = effective(16, "Side of a block.", unit="tokens", example=32, ge=1)
+    different_layout_per_head: bool = effective(
+        False, "Heads may differ: in random blocks, or by num_different_global_patterns.", example=True
     )
-    horizontal_global_attention: bool = later(False, "Global blocks see everyone.", example=True)
-    num_different_global_patterns: int = later(1, "Patterns of global blocks.", example=2, ge=1)
-    num_random_blocks: int = later(0, "Random blocks per row.", example=1, ge=0)
-    local_window_blocks: tuple[int, ...] = later((4,), "Sizes of the local windows.", example=[2])
-    global_block_indices: tuple[int, ...] = later((0,), "Where global blocks begin.", example=[1])
-    global_block_end_indices: tuple[int, ...] | None = later(None, "Where they end.", example=[2])
-    num_sliding_window_blocks: int = later(3, "Blocks of the sliding window.", example=5, ge=1)
+    num_local_blocks: int = effective(
+        4, "Blocks of a window.", unit="blocks", example=2, ge=1, needs={_LAYOUT: "fixed"}
+    )
+    num_global_blocks: int = effective(
+        1,
+        "Blocks that are seen from everywhere: of each window (fixed), or the first ones (bigbird).",
+        unit="blocks",
+        example=2,
+        ge=1,
+        needs={_LAYOUT: "fixed"},
+    )
+    attention: Literal["unidirectional", "bidirectional"] = effective(
+        "bidirectional",
+        "Which way tokens see; unidirectional: none sees a later one. A model that is causal is so with both.",
+        example="unidirectional",
+    )
+    horizontal_global_attention: bool = effective(
+        False, "Global blocks see everything, too.", example=True, needs={_LAYOUT: "fixed"}
+    )
+    num_different_global_patterns: int = effective(
+        1,
+        "Heads take turns in which blocks of a window are global.",
+        example=2,
+        ge=1,
+        needs={_LAYOUT: "fixed", "sparse_attention.different_layout_per_head": True},
+    )
+    num_random_blocks: int = effective(
+        0, "Random blocks that each row of blocks sees.", unit="blocks", example=1, ge=0, needs={_LAYOUT: "bigbird"}
+    )
+    local_window_blocks: tuple[int, ...] = effective(
+        (4,), "Sizes of the windows, one after another; the last repeats.", example=[2], needs={_LAYOUT: "variable"}
+    )
+    global_block_indices: tuple[int, ...] = effective(
+        (0,), "Where blocks that are seen from everywhere begin.", example=[1], needs={_LAYOUT: "bslongformer"}
+    )
+    global_block_end_indices: tuple[int, ...] | None = effective(
+        None, "Where they end; null: one block each.", example=[2], needs={_LAYOUT: "bslongformer"}
+    )
+    num_sliding_window_blocks: int = effective(
+        3,
+        "Blocks of the sliding window, its own in the middle.",
+        unit="blocks",
+        example=5,
+        ge=1,
+        needs={_LAYOUT: "bigbird"},
+    )
+    seed: int = effective(
+        0,
+        "Ours. Of the random blocks, which are the same on every rank.",
+        example=1,
+        ge=0,
+        needs={_LAYOUT: "bigbird", "sparse_attention.num_random_blocks": 1},
+    )
 
 
 class HybridEngine(Section):
@@ -1427,12 +1473,10 @@ class Config(Section):
         ActivationCheckpointing, "Where recomputation keeps its inputs."
     )
     compile: Compile = section(Compile, "DeepCompile.")
-    sparse_attention: SparseAttention | None = later(
+    sparse_attention: SparseAttention | None = effective(
         None,
-        "Block-sparse attention.",
-        Milestone.ATTENTION,
+        "Attention over blocks of keys: in models of transformers by itself, in others as `engine.sparse_attention`.",
         example={"mode": "fixed"},
-        instead="the model attends as it is written",
     )
     autotuning: Autotuning = section(Autotuning, "Search for a configuration.")
     elasticity: Elasticity = section(Elasticity, "Batch sizes for many numbers of ranks.")

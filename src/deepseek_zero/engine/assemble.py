@@ -12,6 +12,8 @@ from torch import nn
 from .. import activations, parallel
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
+from ..attention.hugging_face import attend_sparsely, is_of_transformers
+from ..attention.layer import SparseAttention
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
@@ -42,6 +44,7 @@ from .settings import (
     recompute_settings_of,
     saving_settings_of,
     scaler_of,
+    sparse_attention_of,
     step_settings_of,
 )
 
@@ -81,6 +84,10 @@ def assemble(
             activations.route_checkpoints(model)
             if recomputing.policy is not None:
                 activations.recompute_layers(model)
+    sparse = sparse_attention_of(config, mesh)
+    if sparse is not None:
+        with AllRanks(comm, "sparse attention"):
+            _attend_by(sparse, model)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
     stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
@@ -115,6 +122,7 @@ def assemble(
         (config.scheduler.type, config.scheduler.params) if config.scheduler.type is not None else None,
         preemption=Preemption(saving.on_signal) if saving.on_signal is not None else None,
         saver=Saver(saving.retention),
+        sparse_attention=sparse,
     )
     agree(
         comm,
@@ -123,6 +131,7 @@ def assemble(
             f"schedule {parts.schedule}",
             f"save on signal {saving.on_signal}",
             f"deterministic {config.deterministic}",
+            *([] if sparse is None else [f"sparse attention {sparse.layout}"]),
         ],
         "the configuration",
         "Ranks take their batches and their learning rates in step, and save in step.",
@@ -145,6 +154,17 @@ def assemble(
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts
+
+
+def _attend_by(sparse: SparseAttention, model: nn.Module) -> None:
+    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention` itself."""
+    if is_of_transformers(model):
+        attend_sparsely(model, sparse)
+        return
+    log_once(
+        f"sparse_attention: the attention of {type(model).__name__} is its own; engine.sparse_attention(query, key, "
+        "value) is the configuration's."
+    )
 
 
 def look_at(

@@ -22,6 +22,7 @@ from .. import parallel, pipeline
 from ..activations import recompute
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute
+from ..attention.layer import SparseAttention
 from ..base.capabilities import Capabilities
 from ..base.device import allocated_bytes
 from ..base.errors import StorageError, UsageError
@@ -100,6 +101,7 @@ class Parts:
     determinism: Determinism | None = None
     pipeline: Pipeline | None = None
     loop: PlainLoop | None = None  # over the pipeline's stages
+    sparse_attention: SparseAttention | None = None
     told: dict[str, Any] = field(default_factory=dict)  # what DeepSeekZeRO3 heard of its optimizer, to compare with it
 
     def describe(self) -> list[str]:
@@ -118,6 +120,7 @@ class Parts:
             f"schedule {self.schedule}",
             f"recomputation {self.recompute.settings if self.recompute is not None else None}",
             f"deterministic algorithms: {self.determinism is not None}",
+            f"sparse attention {self.sparse_attention}",
             *units,
             str(self.runtime.executor.schedule),
         ]
@@ -311,6 +314,14 @@ class Engine(StandsForModule):
     def runtime(self) -> Runtime:
         """Return the runtime of the sharded model."""
         return self.parts.runtime
+
+    @property
+    def sparse_attention(self) -> SparseAttention | None:
+        """Return attention by the layout that the configuration's section says, None without one.
+
+        A model of transformers has it already; another one calls it with query, key and value.
+        """
+        return self.parts.sparse_attention
 
     # -- the step by step flow
 

@@ -15,7 +15,10 @@ import torch
 from .. import parallel
 from ..activations.recompute import RecomputeSettings
 from ..activations.tiles import TileSettings
+from ..attention.layer import SparseAttention
+from ..attention.layouts import fields_of, layout_of
 from ..base.errors import UsageError
+from ..base.mesh import Mesh
 from ..checkpoint.catalogue import Retention
 from ..config.layer_specs import layer_rules
 from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
@@ -379,6 +382,21 @@ def sequence_settings_of(config: Config, stated: parallel.SequenceSettings | Non
             "leave the key out, or the mpu, and state mesh={'sp': ...}.",
         )
     return stated
+
+
+def sparse_attention_of(config: Config, mesh: Mesh) -> SparseAttention | None:
+    """What is said of sparse attention, on one rank of a mesh; ConfigError where it contradicts itself.
+
+    An argument of another layout's may stand there at its default, as in a resolved configuration.
+    """
+    section = config.sparse_attention
+    if section is None:
+        return None
+    own, kinds = fields_of(section.mode), type(section).model_fields
+    said = {name: getattr(section, name) for name in kinds if name != "mode"}
+    given = {name: value for name, value in said.items() if name in own or value != kinds[name].default}
+    ranks, place = mesh.tp * mesh.sp, mesh.coordinates
+    return SparseAttention(layout_of(section.mode, given), ranks, place["tp"] * mesh.sp + place["sp"])
 
 
 def pipeline_settings_of(config: Config) -> PipelineSettings:

@@ -50,7 +50,6 @@ DECIDED_LATER = (
 _LOCO = "zero_optimization.zeropp_loco_param."
 _GIVEN_ONLY = (
     "zero_optimization.zenflow.",
-    "sparse_attention.",
     "checkpoint.writer.",
 )
 

@@ -305,7 +305,6 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
         ({"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}}, "tensor_parallel.kernel_inject"),
         ({"tensor_parallel": {"tp": {"tp_size": 2, "tp_group": "g"}}}, "tensor_parallel.tp.tp_group"),
         ({"autotuning": {"enabled": True, "fast": False}}, "autotuning.enabled"),
-        ({"sparse_attention": {"mode": "fixed"}}, "sparse_attention"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "optimizer.type"),
         ({"compression_training": {"x": {"shared_parameters": {"enabled": True}}}}, "compression_training"),
     ],
