@@ -49,7 +49,10 @@ def test_each_effective_key_has_an_example_off_its_default_that_loads(
     config = resolve(load(off_default_config(row.path)), Facts(world_size=row.example if row.effect == "check" else 1))
     found = lookup(config.model_dump(), row.path)
     expected = tuple(row.example) if isinstance(row.example, list) else row.example
-    assert found == expected
+    if isinstance(expected, dict):  # beside it stand the defaults of the section's other keys
+        assert found is not None and found.items() >= expected.items()
+    else:
+        assert found == expected
     assert found != row.default
 
 

@@ -29,7 +29,7 @@ def test_every_key_at_once_may_say_auto() -> None:
     given: dict[str, Any] = {}
     for key in KEYS:
         # Below a section that exists only when it is given there is nothing to leave open.
-        if key not in ("optimizer.params", "scheduler.params") and not key.startswith((*_GIVEN_ONLY, _LOCO)):
+        if key not in ("optimizer.params", "scheduler.params") and not key.startswith((*_GIVEN_ONLY, *_GIVEN)):
             put(given, key, AUTO)
     plain, auto = resolved({}), resolved(given)
     changed = {"bf16", "precision", "optimizer", "zero_optimization"}  # asked for, where silence leaves them off
@@ -47,7 +47,7 @@ DECIDED_LATER = (
     "checkpoint.layout",
     "sequence_parallel.attention",
 )
-_LOCO = "zero_optimization.zeropp_loco_param."
+_GIVEN = ("zero_optimization.zeropp_loco_param.", "sparse_attention.")
 _GIVEN_ONLY = (
     "zero_optimization.zenflow.",
     "checkpoint.writer.",
