@@ -93,9 +93,11 @@ class WholeModel:
         }
         return [kept[name] for name in whole_names(self.runtime.model) if name in kept]
 
-    def values(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, flat values) of each tensor, whole, on every rank; valid until the next one is asked for.
+    def values(self) -> Iterator[tuple[str, int, Tensor]]:
+        """Yield (name, start, flat values) of each tensor, on every rank; valid until the next one is asked for.
         Collective in the world.
+
+        A tensor is whole and starts at 0, but for tiles of rows (cut_layers.py), which come one after another.
 
         A weight asked for in its own dtype is the weight itself, in any other dtype the master.  Buffers are the first
         rank's.
@@ -107,16 +109,16 @@ class WholeModel:
                 if stages is None:
                     yield from _own_values(self.runtime, self.settings, names)
                 elif stage == stages.rank:
-                    for name, values in _own_values(self.runtime, self.settings, names):
+                    for name, start, values in _own_values(self.runtime, self.settings, names):
                         scatter(stages, [values] * stages.size, values, f"export of {name}", stage)
-                        yield name, values
+                        yield name, start, values
                         del values
                 else:
                     device = self.runtime.comm_ctx.pool.device
                     for info in infos:
                         came = torch.empty(info.numel, dtype=info.dtype, device=device)
                         scatter(stages, [came] * stages.size, came, f"export of {info.name}", stage)
-                        yield info.name, came
+                        yield info.name, 0, came
                         del came
 
 
@@ -134,9 +136,11 @@ def _held(runtime: Runtime, settings: ExportSettings) -> list[TensorInfo]:
 # -- whole values, one group at a time
 
 
-def _own_values(runtime: Runtime, settings: ExportSettings, names: Collection[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, flat values) of these tensors, which the ranks of this stage hold, joined over "tp".  Collective
-    among them.
+def _own_values(
+    runtime: Runtime, settings: ExportSettings, names: Collection[str]
+) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (name, start, flat values) of these tensors, which the ranks of this stage hold, joined over "tp".
+    Collective among them.
     """
     piece, tp = Piece.of(runtime), runtime.comm.along.get("tp")
     for group in runtime.groups:
@@ -149,12 +153,12 @@ def _own_values(runtime: Runtime, settings: ExportSettings, names: Collection[st
             values, split = flat[member.slot.start : member.slot.stop], split_of(member.param)
             if split is not None and tp is not None:
                 values = join_split(values, split, tp, f"export of {member.name}")
-            yield piece.name(member), values
+            yield piece.name(member), piece.start(member), values
             del values
         del flat
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in names:
-            yield name, _broadcast_first(runtime.comm, buffer, name)
+            yield name, 0, _broadcast_first(runtime.comm, buffer, name)
 
 
 def _source_dtype(group: ParamGroup, settings: ExportSettings) -> torch.dtype:
@@ -209,13 +213,14 @@ class _RankFiles:
             self._file_of |= {info.name: file for info in infos}
         return ""
 
-    def put(self, name: str, values: Tensor) -> None:
-        """Write a whole tensor, if it is in one of this rank's files; keeps an error for `close`."""
+    def put(self, name: str, start: int, values: Tensor) -> None:
+        """Write a tensor's elements from `start` on, if it is in one of this rank's files; keeps an error for
+        `close`."""
         file = self._file_of.get(name)
         if file is None or self._problem is not None:
             return
         try:
-            file.write(name, 0, values)
+            file.write(name, start, values)
         except (OSError, CheckpointError) as error:
             self._problem = error
 
@@ -308,8 +313,8 @@ def _write(model: WholeModel, own_files: _RankFiles) -> None:
     comm = model.runtime.comm.whole
     try:
         run_and_gather(comm, "export: this rank's files", own_files.open)
-        for name, values in model.values():
-            own_files.put(name, values)
+        for name, start, values in model.values():
+            own_files.put(name, start, values)
             del values  # or its group would stay while the next one is gathered
         found = run_and_gather(comm, "export: this rank's tensors", own_files.checksums)
         run = run_of(checksum for each in found for checksum in json.loads(each))
@@ -322,16 +327,18 @@ def consolidated(runtime: Runtime, settings: ExportSettings) -> dict[str, Any] |
     """Gather the whole state dict into rank 0's host memory, tied weights under each name; None on other ranks.
     Collective.
     """
-    found: dict[str, Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
     model, is_first = WholeModel.of(runtime, settings), runtime.comm.whole.rank == 0
-    for name, values in model.values():
+    for name, _, values in model.values():
         if is_first:
-            found[name] = cast(values, settings.dtype_for(values.dtype)).to("cpu", copy=True)
+            found.setdefault(name, []).append(cast(values, settings.dtype_for(values.dtype)).to("cpu", copy=True))
         del values
     if not is_first:
         return None
     shapes = {info.name: info.shape for info in model.tensors}
-    whole_of = {name: values.view(shapes[name]) for name, values in found.items()}
+    whole_of = {
+        name: (torch.cat(parts) if len(parts) > 1 else parts[0]).view(shapes[name]) for name, parts in found.items()
+    }
     return {name: whole_of[first] for name, first in whole_names(runtime.model).items() if first in whole_of}
 
 

@@ -28,10 +28,10 @@ from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
 from .format import BUFFER, DELAYED, ERRORS, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
-from .layouts import StateReader
+from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
-from .read import CheckpointReader, StateRange, plain_values
+from .read import CheckpointReader, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_named
 from .state import errors_of, exact_extents
@@ -288,7 +288,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
                     start, stop, _ = group.master.local_range(member.slot)
                 else:
                     start, stop, _ = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
-                yield WEIGHT, piece.name(member), "", start, stop, piece.part(member)
+                yield piece.range_of(WEIGHT, member, "", start, stop)
 
 
 def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[StateRange]:
@@ -299,7 +299,7 @@ def moment_ranges(reader: StateReader, optimizer: ShardedOptimizer) -> Iterator[
         for key in _moment_keys(reader, overlaps, piece):
             for overlap in overlaps:
                 member = member_of(overlap)
-                yield MOMENT, piece.name(member), key, overlap.start, overlap.stop, piece.part(member)
+                yield piece.range_of(MOMENT, member, key, overlap.start, overlap.stop)
 
 
 def member_of(overlap: ParamOverlap) -> ParamInfo:
@@ -327,8 +327,8 @@ def restore_weights(reader: StateReader, contents: Contents) -> None:
     piece = Piece.of(contents.runtime)
     for group in contents.runtime.groups:
         for member in group.members:
-            if reader.has(WEIGHT, name := piece.name(member)):
-                write_weight(group, member, partial(reader.read, WEIGHT, name, "", part=piece.part(member)))
+            if reader.has(WEIGHT, piece.name(member)):
+                write_weight(group, member, partial(piece.read, reader, WEIGHT, member, ""))
                 if group.plan.sends_differences:
                     _write_replica(reader, group, member, piece)
         store_weights(group)
@@ -338,15 +338,15 @@ def _write_replica(reader: StateReader, group: ParamGroup, member: ParamInfo, pi
     """Write this rank's part of a weight that follows its master by differences; the master's cast where none was
     saved.
     """
-    name, slot = piece.name(member), member.slot
+    slot = member.slot
     start, stop = group.layout.owned(slot, group.comm_ctx.comm.rank)
     if start >= stop:
         return
-    if not reader.has(REPLICA, name):
+    if not reader.has(REPLICA, piece.name(member)):
         group.write_own_weight(slot, None)
         return
     low = start - slot.start
-    for at, values in reader.read(REPLICA, name, "", low, stop - slot.start, piece.part(member)):
+    for at, values in piece.read(reader, REPLICA, member, "", low, stop - slot.start):
         group.write_own_weight(slot, values, at - low)
 
 
@@ -442,11 +442,11 @@ def restore_delayed_gradients(reader: StateReader, optimizer: ShardedOptimizer) 
         known = [number for number, member in enumerate(group.members) if reader.has(DELAYED, piece.name(member))]
         group.gradient.delayed.restore_absent(set(range(len(group.members))) - set(known) if known else None)
         for member in group.members:
-            if reader.has(DELAYED, name := piece.name(member)):
+            if reader.has(DELAYED, piece.name(member)):
                 start, stop = group.layout.owned(member.slot, group.comm_ctx.comm.rank)
                 low, view = start - member.slot.start, group.gradient.delayed.owned(member.slot)
                 high = max(low, stop - member.slot.start)
-                for at, values in reader.read(DELAYED, name, "", low, high, piece.part(member)):
+                for at, values in piece.read(reader, DELAYED, member, "", low, high):
                     view[at - low : at - low + values.numel()].copy_(values)
 
 
@@ -470,11 +470,10 @@ def _moment(
     value: Tensor | None = None
     for overlap in overlaps:
         member = member_of(overlap)
-        part = piece.part(member)
-        for low, values in reader.read(MOMENT, piece.name(member), key, overlap.start, overlap.stop, part):
+        for low, values in piece.read(reader, MOMENT, member, key, overlap.start, overlap.stop):
             if value is None:
                 value = _moment_memory(shard, values.dtype, before)
-                if part is not None or sum(each.stop - each.start for each in overlaps) < shard.numel:
+                if piece.part(member) is not None or sum(each.stop - each.start for each in overlaps) < shard.numel:
                     value.zero_()  # padding of a part, too
             at = overlap.offset + low - overlap.start
             value[at : at + values.numel()].copy_(values)

@@ -16,14 +16,17 @@ from ..base.device import is_persistent_buffer
 from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh, mesh_of
 from ..planner.layout import Shape
+from ..planner.rows import rows_of
 from ..planner.split import split_of
 from ..sharding.param_group import ParamInfo
 from ..sharding.runtime import Runtime
-from .boxes import Part
+from .boxes import Part, Parts
 from .format import Manifest
+from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 
 WHOLE_NAMES = "_zero_whole_names"
+OWN_NAMES = "_zero_own_names"
 SAME_NAMES = "_zero_same_names"
 
 
@@ -32,6 +35,7 @@ class Piece:
     """The piece of the model that one rank holds.  coordinate: along "tp".
 
     names: by its name here, the first name that the whole model has for a parameter; what is left out keeps its own.
+    A parameter here may be rows of one of the whole model (planner/rows.py): several have its name then.
     """
 
     names: Mapping[str, str]
@@ -40,7 +44,7 @@ class Piece:
     @classmethod
     def of(cls, runtime: Runtime) -> Piece:
         """Return the piece that a rank's wrapped model is."""
-        names = runtime.model.__dict__.get(WHOLE_NAMES) or {}
+        names = runtime.model.__dict__.get(OWN_NAMES) or {}
         return cls(names, runtime.plan.mesh.coordinates["tp"])
 
     def name(self, member: ParamInfo) -> str:
@@ -53,13 +57,41 @@ class Piece:
 
     def shape(self, member: ParamInfo) -> Shape:
         """Return the shape of the whole parameter."""
-        split = split_of(member.param)
+        split, rows = split_of(member.param), rows_of(member.param)
+        if rows is not None:
+            return rows.shape
         return member.slot.shape if split is None else split.shape
 
+    def start(self, member: ParamInfo) -> int:
+        """Return where a parameter's elements begin among those of the one that files have."""
+        rows = rows_of(member.param)
+        return 0 if rows is None else rows.start
 
-def remember_names(model: nn.Module, names: dict[str, str]) -> None:
-    """Let a model know the whole model's names (`state_names`) for good, before other stages are taken out.  Local."""
-    model.__dict__[WHOLE_NAMES] = names
+    def range_of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> StateRange:
+        """Return elements [start, stop) of a parameter's state here, as files have them."""
+        at = self.start(member)
+        return kind, self.name(member), key, at + start, at + stop, self.part(member)
+
+    def read(self, reader: StateReader, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> Parts:
+        """Yield (position, flat values) of elements [start, stop) of a parameter's state here."""
+        at = self.start(member)
+        for low, values in reader.read(*self.range_of(kind, member, key, start, stop)):
+            yield low - at, values
+
+
+def remember_names(model: nn.Module, names: dict[str, str], tiles: Mapping[str, str] | None = None) -> None:
+    """Let a model know the whole model's names (`whole_names`) for good, before other stages are taken out or layers
+    cut.  Local.
+
+    tiles: by the name of a tile's parameter, that of the whole one.
+    """
+    model.__dict__[WHOLE_NAMES], model.__dict__[OWN_NAMES] = names, {**names, **(tiles or {})}
+
+
+def tiles_of(model: nn.Module) -> dict[str, str]:
+    """Map the name of each tile's parameter (planner/rows.py) to that of the whole one."""
+    found = ((name, rows_of(param)) for name, param in model.named_parameters())
+    return {name: rows.name for name, rows in found if rows is not None}
 
 
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:

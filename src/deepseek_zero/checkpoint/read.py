@@ -23,12 +23,10 @@ from ..base.errors import CheckpointError
 from .boxes import READ_NUMEL, Part, boxes_of, copy_shared
 from .catalogue import is_single_checkpoint, latest_tag
 from .format import BUFFER, MANIFEST, VALUE, WEIGHT, WHOLE, Manifest, SavedChunk, checked_tag, decode, missing_elements
-from .layouts import ForeignLayout, OpenCheckpoint, layout_of
+from .layouts import ForeignLayout, OpenCheckpoint, StateRange, layout_of
 from .readahead import ByteRange, ReadPart, read_ahead
 from .safetensors_file import SafetensorsReader, TensorInfo, TensorLocation, cast, damaged_file, dtype_named
 from .verify import compare_checksum, raise_faults, verify
-
-StateRange = tuple[str, str, str, int, int, Part | None]  # kind, name, key, and elements [start, stop) of a part
 
 
 class CheckpointReader:

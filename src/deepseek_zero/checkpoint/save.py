@@ -307,7 +307,7 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
         run=run,
         extra={
             "names": whole_names(runtime.model),
-            "groups": [[piece.names.get(name, name) for name in names] for names in names_by_group],
+            "groups": [list(dict.fromkeys(piece.names.get(name, name) for name in names)) for names in names_by_group],
             "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
             "ranks_per_host": runtime.settings.ranks_per_host,
         },

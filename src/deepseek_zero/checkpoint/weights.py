@@ -19,10 +19,9 @@ from ..base.errors import CheckpointError
 from ..optim.access import optimizer_of
 from ..optim.sharded import ShardedOptimizer
 from ..sharding.init import Init, take_slice
-from ..sharding.param_group import ParamGroup
+from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
-from .boxes import Part
 from .contents import Contents
 from .hf_folder import SafetensorsFolder
 from .load import replace_states, store_weights, write_weight
@@ -163,7 +162,7 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
     for group in runtime.groups:
         for member in group.members:
             if (name := piece.name(member)) in found:
-                write_weight(group, member, partial(_read_exact, files, found[name], group, piece.part(member)))
+                write_weight(group, member, partial(_read_exact, files, found[name], group, member, piece))
         store_weights(group)
     for name, buffer in persistent_buffers(runtime.model).items():
         if name in found:
@@ -172,9 +171,13 @@ def _restore(runtime: Runtime, files: SafetensorsFolder, found: Mapping[str, str
 
 
 def _read_exact(
-    files: SafetensorsFolder, name: str, group: ParamGroup, part: Part | None, start: int, stop: int
+    files: SafetensorsFolder, name: str, group: ParamGroup, member: ParamInfo, piece: Piece, start: int, stop: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights are cast."""
-    for low, values in files.read(name, start, stop, part):
+    """Yield a member's elements in the master's dtype; without a master in fp32, from which weights are cast.
+
+    name: of its parameter in the files.
+    """
+    at = piece.start(member)
+    for low, values in files.read(name, at + start, at + stop, piece.part(member)):
         exact = group.master.dtype if group.master is not None else torch.float32
-        yield low, values.to(exact) if group.master is not None or values.is_floating_point() else values
+        yield low - at, values.to(exact) if group.master is not None or values.is_floating_point() else values

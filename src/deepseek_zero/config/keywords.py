@@ -345,6 +345,10 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     """Keep Muon's momentum in memory instead of on disk."""
     leaf_module: LeafModuleKeywords | Auto | None
     """Modules that are never split into smaller units."""
+    tile_above: float | Auto | None
+    """Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes in, become tiles of rows
+    of at most that size, each a unit of its own.
+    """
     zenflow: ZenflowKeywords | Auto | None
     """Asynchronous offload by importance of gradient columns."""
     cpu_offload: Any

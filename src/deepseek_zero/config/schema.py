@@ -446,6 +446,14 @@ class ZeroOptimization(Section):
         False, "Keep Muon's momentum in memory instead of on disk.", "without a disk tier it is in memory"
     )
     leaf_module: LeafModule = section(LeafModule, "Modules that are never split into smaller units.")
+    tile_above: int | None = effective(
+        None,
+        "Ours. Linear layers and embeddings whose weight is larger, in the dtype that it computes in, become tiles of "
+        "rows of at most that size, each a unit of its own.",
+        unit="bytes",
+        example=200,
+        ge=1,
+    )
     zenflow: Zenflow | None = later(
         None,
         "Asynchronous offload by importance of gradient columns.",

@@ -19,6 +19,7 @@ from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
+from ..checkpoint.piece import tiles_of
 from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Comm
 from ..optim.sharded import ShardedOptimizer
@@ -31,7 +32,7 @@ from ..sharding.wrap import check_room, open_tiers, wrap_model
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client, OptimizerParts, optimizer_parts
-from .pieces import cut_along_axes
+from .pieces import cut_along_axes, cut_large_layers, refuse_tiles_on, refuse_whole_states
 from .planning import plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -75,6 +76,7 @@ def assemble(
     world = Comm(mesh.device, transport=config.transport)
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     with AllRanks(world, "looking at the model's parameters"):
+        refuse_tiles_on(config, mesh)
         refuse_owned(model, "tp" if mesh.tp > 1 else None)
         tie_shared(model)
     comm = world.lay_out(mesh)
@@ -89,11 +91,13 @@ def assemble(
         with AllRanks(comm, "sparse attention"):
             _attend_by(sparse, model)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
+    cut_large_layers(config, model, comm)
     stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
         settings = replace(settings, reduces_once=True, row_parts=stages.settings.parts or 1)
     with AllRanks(comm, "reading the model and its optimizer"):
         shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
+        refuse_whole_states(chosen, tiles_of(model))
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
     capabilities = comm.capabilities() + number_formats(plan.settings.policy, mesh.device)

@@ -35,7 +35,7 @@ from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, plan_pieces
+from .pieces import PiecePlans, no_example, on_meta, plan_large_layers, plan_pieces, refuse_tiles_on
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
@@ -246,6 +246,7 @@ def plan(
     raw = load(source, origin=origin)
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
+    refuse_tiles_on(chosen, axes)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     tie_shared(model)
     shape, parts = look_at(chosen, settings, model, optimizer, given)
@@ -254,6 +255,10 @@ def plan(
         rows = pipeline_settings_of(chosen).parts if axes.pp > 1 else None
         settings = replace(settings, reduces_once=settings.reduces_once or axes.pp > 1, row_parts=rows or 1)
         own, pieces = plan_pieces(chosen, model, axes, example)
+        shape = read_model(own, settings)
+    if chosen.zero_optimization.tile_above is not None:
+        own = on_meta(model)
+        parts = plan_large_layers(chosen, own, parts)
         shape = read_model(own, settings)
     near = hosts == 1 and axes.device.type == "cpu" and settings.transport != "gloo"
     budgets = stated_budgets(settings, placement, axes.device)

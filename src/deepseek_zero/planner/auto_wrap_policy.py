@@ -86,9 +86,10 @@ def choose_units(model: nn.Module, settings: PlanSettings) -> list[UnitShape]:
         return [UnitShape("", params=params)]
     chosen = dict(_explicit(model, settings) if settings.unit_names else _search(model, "", settings))
     tiles = dict(_tiles(model, "", settings))
-    modules, units = [model], [UnitShape("")]
+    modules, units, seen = [model], [UnitShape("")], set[int]()
     for name, module in model.named_modules(remove_duplicate=False):
-        if name in chosen or name in tiles:
+        if name in chosen or (name in tiles and id(module) not in seen):
+            seen.add(id(module))
             modules.append(module)
             units.append(UnitShape(name, is_tile=name in tiles))
     owners = _owners(model, modules)

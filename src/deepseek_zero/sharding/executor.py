@@ -220,6 +220,7 @@ class Executor:
         self._ends_step = True  # the backward under way does what is done once a step
         self._reduced = 0  # reductions of this backward that have been started
         self._in_flight: Unit | None = None
+        self._apart: Unit | None = None
         self._follow(schedule)
 
     def _follow(self, schedule: Schedule) -> None:
@@ -309,6 +310,23 @@ class Executor:
                 self._gather_up_to(self._walk.position[unit.number])
             unit.unshard()  # not in the pass, or released since: on demand
             unit.wait_for_unshard()
+
+    def use_apart(self, unit: Unit) -> None:
+        """Have the weights of a tile that several layers share unsharded for the backward of a later use of it, until
+        `end_apart`; its turn is that of its first use.  Collective within the gather lane.
+        """
+        if self._apart is unit:
+            return
+        self.end_apart()
+        self._apart = unit if unit.state is UnitState.SHARDED else None
+        self.use(unit, in_turn=False)
+
+    def end_apart(self) -> None:
+        """Release what `use_apart` has gathered."""
+        if self._apart is not None:
+            unit, self._apart = self._apart, None
+            with torch.no_grad():
+                unit.reshard()
 
     def use_with_externals(self, unit: Unit, *, in_turn: bool = True) -> None:
         """The unit, and the units whose parameters its forward is known to read."""

@@ -174,6 +174,12 @@ class Init:
         keep_alive(param, shard)
         reshard(param, _placeholder(mine, param.shape))
 
+    def cut_again(self, params: Iterable[nn.Parameter]) -> None:
+        """Cut parameters that were made of what a slice of this model had.  Collective."""
+        with torch.no_grad():
+            for param in params:
+                self._cut(param)
+
     def reshard_pinned(self) -> None:
         """Cut again the parameters that an initialisation had gathered, unless a view of one is still alive."""
         busy = []

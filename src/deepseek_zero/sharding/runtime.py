@@ -189,12 +189,19 @@ class Runtime:
 
     # -- backward
 
-    def on_output_grad(self, unit: Unit, grad: Tensor) -> None:
-        """A gradient reached a unit's output: its weights are about to be needed."""
+    def on_output_grad(self, unit: Unit, grad: Tensor, *, is_first: bool = True) -> None:
+        """A gradient reached a unit's output: its weights are about to be needed.
+
+        is_first: of its outputs in this forward, the first, which backward comes to last.
+        """
         if self._phase is not Phase.BACKWARD or (unit is self.root and self._backward_id != backward_id()):
             self._open_backward()
         if self.nonfinite is not None:
             self.nonfinite.record("grad", unit.number, grad)
+        if not is_first:
+            self.executor.use_apart(unit)
+            return
+        self.executor.end_apart()
         self.executor.reshard_frozen_before(unit)
         if self.executor.reduces_now and unit is not self.root and self.forward.count <= 1:
             self.executor.gather_before(unit)
@@ -371,12 +378,13 @@ class Runtime:
 class ForwardFrame:
     """A unit whose forward runs now, and the contexts to leave after it (saved-tensor hooks, autocast).
 
-    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.
-    has_returned: its forward came to its end.
+    was_here: its weights were gathered before.  is_border: gradients enter and leave the engine around it.  is_first:
+    it has not been used before in this forward; of tiles alone.  has_returned: its forward came to its end.
     """
 
-    def __init__(self, unit: Unit, *, is_border: bool) -> None:
+    def __init__(self, unit: Unit, *, is_border: bool, is_first: bool) -> None:
         self.unit, self.was_here, self.is_border = unit, unit.state is not UnitState.SHARDED, is_border
+        self.is_first = is_first
         self.contexts: list[Any] = []
         self.has_returned = False
 
@@ -391,6 +399,7 @@ class Forward:
         self._runtime = weakref.ref(runtime)
         self.active: list[ForwardFrame] = []
         self.count = 0
+        self._tiles_used: set[int] = set()  # in the forward under way
         self.any_promoted = False  # so units differ in compute dtype, and what passes between them must be cast
         self.structure = Structure(runtime.model, runtime.groups)
         self._parts: list[nn.Module] = []  # of the root, that run outside any unit's forward; outermost first
@@ -413,8 +422,10 @@ class Forward:
             self.runtime.recover()
             self.runtime.enter(Phase.FORWARD)
             self.runtime.comm.meter.clock.enter("forward")
+            self._tiles_used.clear()
         is_border = self._is_outermost() and self.runtime.loss_factor.has_border
-        self.active.append(ForwardFrame(unit, is_border=is_border))
+        is_first = not unit.is_tile or self._is_first_use(unit)
+        self.active.append(ForwardFrame(unit, is_border=is_border, is_first=is_first))
         begins_a_step = torch.is_grad_enabled() and self.runtime.backwards == 0 and self.count == 0
         if begins:
             if torch.is_grad_enabled():
@@ -436,6 +447,14 @@ class Forward:
             context.__enter__()
             self.active[-1].contexts.append(context)
         return args, kwargs
+
+    def _is_first_use(self, tile: Unit) -> bool:
+        """Whether no layer has used a tile before in this forward; a recomputed use is none of its own."""
+        if self.runtime.phase is not Phase.FORWARD:
+            return True
+        known = tile.number in self._tiles_used
+        self._tiles_used.add(tile.number)
+        return not known
 
     def _is_outermost(self) -> bool:
         """Whether a forward here is one that backward will come out of and go into: recorded, and not recomputed."""
@@ -492,7 +511,7 @@ class Forward:
         result = output if output is not None else given
         if training:
             for tensor in tensors_in(result):
-                watch_output(self.runtime, unit.number, tensor)
+                watch_output(self.runtime, unit.number, tensor, is_first=active.is_first)
         if unit is self.runtime.root and not self.active:
             self._end_forward(training)
         if active.is_border:
@@ -880,9 +899,9 @@ def _parts_of_root(runtime: Runtime) -> list[nn.Module]:
     ]
 
 
-def watch_output(runtime: Runtime, number: int, tensor: Tensor) -> None:
-    """Tell the runtime when backward reaches a unit's output."""
-    tensor.register_hook(_bound(_on_output_grad, runtime, number))
+def watch_output(runtime: Runtime, number: int, tensor: Tensor, *, is_first: bool = True) -> None:
+    """Tell the runtime when backward reaches a unit's output.  is_first: as `Runtime.on_output_grad` takes it."""
+    tensor.register_hook(_bound(_on_output_grad, runtime, number, is_first))
 
 
 def output_alias(runtime: Runtime, tensor: Tensor) -> Tensor:
@@ -959,8 +978,8 @@ def _after_part(runtime: Runtime, module: nn.Module, args: Any, output: Any) -> 
     return runtime.forward.post_forward_part(module, output)
 
 
-def _on_output_grad(runtime: Runtime, number: int, grad: Tensor) -> None:
-    runtime.on_output_grad(runtime.units[number], grad)
+def _on_output_grad(runtime: Runtime, number: int, is_first: bool, grad: Tensor) -> None:
+    runtime.on_output_grad(runtime.units[number], grad, is_first=is_first)
 
 
 def _on_grad(runtime: Runtime, number: int, param: Tensor) -> None:

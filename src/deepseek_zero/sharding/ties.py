@@ -18,6 +18,7 @@ from ..base.errors import NotBuiltError, UsageError
 from .sharded_parameter import ShardedParameter, owner_of
 
 TIED_TO = "_zero_tied_to"
+CUT_INTO = "_zero_cut_into"
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def tie_shared(model: nn.Module, known: Iterable[nn.Parameter] = ()) -> None:
 
 def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups as an optimizer was given them, with each Parameter that `tie_shared` made one with another left
-    out.
+    out, and tiles in the place of those that `cut_layers` has cut.
     """
     found: list[dict[str, Any]] = []
     seen: dict[int, int] = {}
@@ -108,7 +109,8 @@ def without_twins(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "Each element is updated once, by the hyper-parameters of one group.",
                     "put both into one group, or give one its own values: nn.Parameter(weight.detach().clone()).",
                 )
-            mine[id(one)] = one
+            for each in one.__dict__.get(CUT_INTO, (one,)):
+                mine[id(each)] = each
         found.append({**group, "params": list(mine.values())})
     return found
 

@@ -7,7 +7,7 @@ about its tiles is what every unit has, so they are sharded, offloaded, updated 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -69,9 +69,9 @@ class TiledLinear(nn.Module):
     def forward(self, input_: Tensor | Sequence[Tensor]) -> Tensor | list[Tensor]:
         inputs = self._split(input_)
         if self.combine_out_splits:
-            return _run(self._rows(), inputs, self.out_features)
+            return run_tiles(self._rows(), inputs, self.out_features)
         widths = (high - low for low, high in pairwise(self.out_parts))
-        return [_run([row], inputs, width) for row, width in zip(self._rows(), widths, strict=True)]
+        return [run_tiles([row], inputs, width) for row, width in zip(self._rows(), widths, strict=True)]
 
     def copy_params_from(self, other: nn.Module) -> None:
         """Take the values of a linear of the same shape.  Of sharded tiles: inside GatheredParameters."""
@@ -153,13 +153,13 @@ class _Put(torch.autograd.Function):
         return grad, grad.narrow(-1, ctx.start, ctx.width), None, None
 
 
-def _run(rows: Iterable[Iterable[nn.Module]], inputs: Sequence[Tensor], features: int) -> Tensor:
+def run_tiles(rows: Iterable[Iterable[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor], features: int) -> Tensor:
     """(..., features): the rows' sums side by side."""
     whole: Tensor | None = None
     start = stop = 0
     for row in rows:
         for number, (tile, part) in enumerate(zip(row, inputs, strict=True)):
-            found: Tensor = tile(part)
+            found = tile(part)
             if len(inputs) == 1 and found.shape[-1] == features:
                 return found  # the only tile
             if whole is None:

@@ -29,7 +29,7 @@ from ....checkpoint.load import (
     split_as_saved,
 )
 from ....checkpoint.lockstep import run_and_gather
-from ....checkpoint.piece import names_of_all
+from ....checkpoint.piece import Piece, names_of_all
 from ....checkpoint.read import open_checkpoint
 from ....checkpoint.save import publish, refuse_foreign_files, save
 from ....checkpoint.staging import StagedOutput
@@ -109,7 +109,8 @@ def load_deepspeed(directory: Path, tag: str, contents: Contents, settings: Load
     runtime, folder = contents.runtime, directory / tag
     opened: list[DeepSpeedCheckpoint] = []
     runtime.follow_requires_grad()
-    trained = frozenset(member.name for group in runtime.trained_groups for member in group.members)
+    piece = Piece.of(runtime)
+    trained = frozenset(piece.name(member) for group in runtime.trained_groups for member in group.members)
     names, comm = names_of_all(runtime), runtime.comm.whole
 
     def read_files() -> str:

@@ -1,0 +1,276 @@
+"""Layers above a limit become tiles of rows, each a unit of its own (`zero_optimization.tile_above`).
+
+A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.  So a tile computes
+elements of the output alone, and no sum is cut in two but one: the gradient of a linear layer's input is added up over
+tiles, in their order.  Layers that share a weight share its tiles.
+
+A layer stays the object that it is, with the same hooks and the same place in the model; its class changes.  Its state
+dict has the names and shapes of the whole layer, and so have files (`planner/rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ..base.errors import NotBuiltError, UsageError
+from ..planner.rows import Rows, set_rows
+from .init import InitShard, take_values
+from .sharded_parameter import owner_of
+from .ties import CUT_INTO
+from .tiled import run_tiles
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A layer that has the weight.  name: the layer's, in the model."""
+
+    layer: nn.Module
+    name: str
+
+
+@dataclass(frozen=True)
+class LayerCut:
+    """A weight that becomes tiles: its holders, its first name in the model, and where rows are cut, ends included."""
+
+    weight: nn.Parameter
+    holders: tuple[Holder, ...]
+    name: str
+    places: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CutChoice:
+    """What is cut, and the names of larger parameters that stay whole."""
+
+    cuts: tuple[LayerCut, ...]
+    left: tuple[str, ...]
+
+
+def choose_cuts(model: nn.Module, limit: int, dtype_of: Callable[[torch.dtype], torch.dtype]) -> CutChoice:
+    """Return how layers of more than `limit` bytes are cut into tiles of at most that many.  Pure.
+
+    dtype_of: the dtype that a parameter computes in.  It depends on neither ranks nor stage, so that any run of the
+    model has the same tiles.  UsageError where one row is above the limit, NotBuiltError where a layer does what tiles
+    cannot.
+    """
+    holders: dict[int, list[tuple[nn.Parameter, str, nn.Module, str]]] = {}
+    for prefix, module in model.named_modules(remove_duplicate=True):
+        for key, param in module.named_parameters(recurse=False):
+            holders.setdefault(id(param), []).append((param, key, module, prefix))
+    cuts, left = list[LayerCut](), list[str]()
+    for held in holders.values():
+        weight, key, _, prefix = held[0]
+        name = f"{prefix}.{key}" if prefix else key
+        if weight.numel() * dtype_of(weight.dtype).itemsize <= limit:
+            continue
+        if not all(key == "weight" and _is_cuttable(layer) for _, key, layer, _ in held):
+            left.append(name)
+            continue
+        layers = tuple(Holder(layer, prefix) for _, _, layer, prefix in held)
+        for each in layers:
+            _refuse_unlike(each)
+        places = _places(name, tuple(weight.shape), limit, dtype_of(weight.dtype).itemsize)
+        cuts.append(LayerCut(weight, layers, name, places))
+    return CutChoice(tuple(cuts), tuple(left))
+
+
+def cut_layers(cuts: Sequence[LayerCut]) -> dict[str, str]:
+    """Cut layers in place; map the name of each tile's parameter to that of the whole one.
+
+    A client's optimizer may still hold the whole weights: `ties.without_twins` puts their tiles in the place.
+    Collective where weights are slices of zero.Init: one of them at a time is gathered.
+    """
+    found: dict[str, str] = {}
+    for cut in cuts:
+        tiles = [RowTile(weight) for weight in _tiles_of(cut)]
+        for holder in cut.holders:
+            _become(holder.layer, tiles, cut.places)
+            prefix = f"{holder.name}." if holder.name else ""
+            found |= {f"{prefix}tiles.{number}.weight": cut.name for number in range(len(tiles))}
+    return found
+
+
+class RowTile(nn.Module):
+    """Rows of a weight: a unit.  Layers that share the weight share the tile, and use it each their way."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, given: Tensor, *more: Tensor, use: Callable[..., Tensor] = functional.linear) -> Tensor:
+        """Return use(given, weight, *more)."""
+        return use(given, self.weight, *more)
+
+    def extra_repr(self) -> str:
+        return f"{tuple(self.weight.shape)}"
+
+
+class CutLayer(nn.Module):
+    """What cut layers have in common: tiles in the order of their rows, and `places`, where rows are cut.
+
+    A bias stays the layer's own parameter, whole: it is small, and belongs to the unit around the layer.
+    """
+
+    children_are_units: ClassVar[bool] = True
+    tiles: nn.ModuleList
+    places: tuple[int, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"this {type(self).__name__} has no weight of its own: zero_optimization.tile_above has cut it into "
+                "tiles.  What reads a layer's weight itself, without calling the layer, needs tile_above left out"
+            )
+        return super().__getattr__(name)
+
+    def extra_repr(self) -> str:
+        return f"{self.places[-1]} rows in {len(self.places) - 1} tiles"
+
+
+class CutLinear(CutLayer, nn.Linear):
+    """nn.Linear whose output features are computed tile by tile."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.bias is None:
+            return run_tiles([[tile] for tile in self.tiles], [input], self.out_features)
+        biases = self.bias.split([high - low for low, high in pairwise(self.places)])
+        rows = [[partial(_with_bias, tile, bias)] for tile, bias in zip(self.tiles, biases, strict=True)]
+        return run_tiles(rows, [input], self.out_features)
+
+
+class CutEmbedding(CutLayer, nn.Embedding):
+    """nn.Embedding that looks up each entry in the tile that has it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        whole: Tensor | None = None
+        last = len(self.tiles) - 1
+        for number, (low, high) in enumerate(pairwise(self.places)):
+            # An index below the first row or beyond the last goes to the tile at that end, which refuses it.
+            here = input < high if number == 0 else input >= low
+            if 0 < number < last:
+                here &= input < high
+            padding = self.padding_idx - low if self.padding_idx is not None else -1
+            use = partial(
+                _look_up,
+                padding=padding if 0 <= padding < high - low else None,
+                scales=self.scale_grad_by_freq,
+            )
+            found = self.tiles[number](input[here] - low, use=use)
+            if whole is None:
+                whole = found.new_empty((*input.shape, self.embedding_dim))
+            whole = _PutRows.apply(whole, found, here)  # type: ignore[no-untyped-call]
+        assert whole is not None
+        return whole
+
+
+def _with_bias(tile: nn.Module, bias: Tensor, given: Tensor) -> Tensor:
+    found: Tensor = tile(given, bias)
+    return found
+
+
+def _look_up(index: Tensor, weight: Tensor, *, padding: int | None, scales: bool) -> Tensor:
+    return functional.embedding(index, weight, padding, scale_grad_by_freq=scales)
+
+
+class _PutRows(torch.autograd.Function):
+    """Writes what a tile has looked up to its places in the whole; every place has one writer."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, found: Tensor, here: Tensor) -> Tensor:
+        ctx.save_for_backward(here)
+        whole[here] = found
+        ctx.mark_dirty(whole)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (grad,), (here,) = grads, ctx.saved_tensors
+        return grad, grad[here], None
+
+
+KINDS: dict[type[nn.Module], type[CutLayer]] = {nn.Linear: CutLinear, nn.Embedding: CutEmbedding}
+
+
+def _is_cuttable(layer: nn.Module) -> bool:
+    """Return whether a layer computes what torch's class does: neither a subclass nor one with a forward of its own."""
+    return type(layer) in KINDS and "forward" not in layer.__dict__
+
+
+def _refuse_unlike(holder: Holder) -> None:
+    """Raise NotBuiltError where an embedding changes its weight in forward, or has a sparse gradient."""
+    layer = holder.layer
+    if isinstance(layer, nn.Embedding) and (layer.max_norm is not None or layer.sparse):
+        what = "max_norm" if layer.max_norm is not None else "sparse gradients"
+        raise NotBuiltError(
+            f"zero_optimization.tile_above would cut '{holder.name}', an nn.Embedding with {what}.",
+            "A tile sees neither the whole weight nor all indices.",
+            f"build it without {what}, or raise tile_above above its size.",
+        )
+
+
+def _places(name: str, shape: tuple[int, ...], limit: int, itemsize: int) -> tuple[int, ...]:
+    """Return where rows are cut: as few tiles as the limit allows, the first ones a row larger."""
+    rows, each = shape[0], prod(shape[1:]) * itemsize
+    if each > limit:
+        raise UsageError(
+            f"one row of '{name}' has {each} bytes, and zero_optimization.tile_above is {limit}.",
+            "Layers are cut between rows: output features, or entries of an embedding.",
+            f"state at least {each}.",
+        )
+    tiles = -(-rows // (limit // each))
+    size, larger = divmod(rows, tiles)
+    return tuple(number * size + min(number, larger) for number in range(tiles + 1))
+
+
+def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
+    """Return a weight's tiles: views of it, or slices where it is one.  Collective in the latter case."""
+    shape, owner = tuple(cut.weight.shape), owner_of(cut.weight)
+    values, _ = take_values(cut.weight)
+    whole, tiles = values.view(shape), list[nn.Parameter]()
+    for low, high in pairwise(cut.places):
+        tile = nn.Parameter(whole[low:high].detach(), requires_grad=cut.weight.requires_grad)
+        set_rows(tile, Rows(cut.name, shape, low))
+        tiles.append(tile)
+    if isinstance(owner, InitShard):
+        owner.session.cut_again(tiles)
+    cut.weight.__dict__[CUT_INTO] = tuple(tiles)
+    return tiles
+
+
+def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...]) -> None:
+    """Let a layer be made of tiles, in place."""
+    layer.__class__ = KINDS[type(layer)]
+    assert isinstance(layer, CutLayer)
+    layer._parameters.pop("weight")
+    layer.tiles, layer.places = nn.ModuleList(tiles), places
+    layer.register_state_dict_post_hook(_join_state)
+    layer.register_load_state_dict_pre_hook(_cut_state)
+
+
+def _join_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """Put the whole weight in the place of tiles, in a state dict, in front of the bias."""
+    assert isinstance(layer, CutLayer)
+    bias = state.pop(f"{prefix}bias", None)
+    parts = [state.pop(f"{prefix}tiles.{number}.weight") for number in range(len(layer.tiles))]
+    state[f"{prefix}weight"] = torch.cat(parts)
+    if bias is not None:
+        state[f"{prefix}bias"] = bias
+
+
+def _cut_state(layer: nn.Module, state: dict[str, Any], prefix: str, *details: Any) -> None:
+    """Put tiles in the place of a whole weight, in torch's own copy of a state dict."""
+    assert isinstance(layer, CutLayer)
+    value = state.get(f"{prefix}weight")
+    if isinstance(value, Tensor) and value.dim() and value.shape[0] == layer.places[-1]:
+        del state[f"{prefix}weight"]
+        for number, (low, high) in enumerate(pairwise(layer.places)):
+            state[f"{prefix}tiles.{number}.weight"] = value[low:high]

@@ -1,0 +1,148 @@
+"""Layers above `tile_above` under an engine: the bits of the same tiles without sharding, one tile gathered at a time,
+and files of the whole model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import deepseek_zero
+from deepseek_zero import zero
+from deepseek_zero.sharding.cut_layers import CutEmbedding, CutLinear, choose_cuts, cut_layers
+from tests.models import Gpt, batch_of, seeded
+from tests.pairwise import cases
+from tests.ranks.test_tiled import watching
+from tests.reference import OPTIMIZERS, Reference
+from tests.training import ALL, DTYPES, Run, train_step
+
+LIMIT = 900  # of Gpt's layers all but `places` and the attention's projection are larger
+
+
+class Tied(Gpt):
+    """The head has the embedding's weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.tokens.weight
+
+
+def start(run: Run, model: nn.Module, limit: int | None = LIMIT) -> Any:
+    config = run.config()
+    config["zero_optimization"]["tile_above"] = limit
+    optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
+    return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+
+def cut(model: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The same tiles in a model of one process."""
+    cut_layers(choose_cuts(model, LIMIT, lambda own: dtype).cuts)
+    return model
+
+
+AXES = {
+    "build": (Gpt, Tied),
+    "stage": (0, 2, 3),
+    "dtype": ("fp32", "bf16"),
+    "accumulation": (1, 2),
+    "ranks": (1, 2),
+    "window": (0, ALL),
+}
+
+
+@pytest.mark.ranks("ranks")
+@pytest.mark.parametrize(*cases(AXES))
+def test_it_trains_to_the_bits_of_the_same_tiles_without_sharding(
+    build: type[Gpt], stage: int, dtype: str, accumulation: int, ranks: int, window: int
+) -> None:
+    run = Run(stage, dtype, accumulation, window, 0.0, "adamw", 0, window, transport="gloo")
+    engine = start(run, seeded(build))
+    assert isinstance(engine.module.tokens, CutEmbedding) and isinstance(engine.module.head, CutLinear)
+    model = cut(seeded(build), DTYPES[dtype])
+    reference = Reference(model, ranks, accumulation, stage < 2, DTYPES[dtype], OPTIMIZERS["adamw"])
+    for step in range(3):
+        losses = train_step(engine, run, step)
+        everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
+        expected, _ = reference.step(everyone)
+        assert all(map(torch.equal, losses, expected[dist.get_rank()])), f"losses differ in step {step}"
+        found, whole = engine.module.state_dict(), model.state_dict()
+        assert list(found) == list(whole) == list(seeded(build).state_dict())
+        different = [name for name, value in whole.items() if not torch.equal(found[name], value)]
+        assert not different, f"step {step}"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", [Gpt, Tied])
+def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
+    class Ends(build):  # type: ignore[misc, valid-type]
+        """The embedding and the head alone: every weight is in a tile."""
+
+        def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+            logits = self.head(self.tokens(tokens))
+            return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.blocks, self.norm, self.places
+
+    run = Run(3, keep=0, ahead=0, transport="gloo")
+    engine = start(run, seeded(Ends))
+    tiles = [unit.gathered_numel for unit in engine.runtime.units if unit.is_tile]
+    assert len(tiles) == (3 if build is Tied else 6)
+    assert sum(tiles) == sum(each.gathered_numel for each in engine.runtime.units)
+    with watching(engine) as seen:
+        for step in range(3):
+            train_step(engine, run, step)
+    assert seen.most == {"forward": max(tiles), "backward": max(tiles)}
+    assert seen.kept == []
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("build", [Gpt, Tied])
+def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: type[Gpt], tmp_path: Path) -> None:
+    run = Run(3, "bf16", optimizer="adamw", transport="gloo")
+    engine = start(run, seeded(build))
+    for step in range(2):
+        train_step(engine, run, step)
+    engine.save_checkpoint(tmp_path / "saved", tag="two")
+    engine.export(tmp_path / "whole")
+    values = engine.module.state_dict()
+    engine.destroy()
+    losses = []
+    for limit in (None, 400):
+        other = start(run, seeded(build, seed=8), limit)
+        other.load_checkpoint(tmp_path / "saved", tag="two")
+        assert_same(other.module.state_dict(), values)
+        losses.append(train_step(other, run, 2)[0])
+        other.save_checkpoint(tmp_path / "again", tag=f"{limit}")
+        other.load_weights(tmp_path / "whole")
+        assert_same(other.module.state_dict(), values)
+        other.module.load_state_dict(seeded(build, seed=9).state_dict())
+        assert torch.equal(other.module.state_dict()["head.weight"], seeded(build, seed=9).head.weight.bfloat16())
+        other.load_checkpoint(tmp_path / "again", tag="None")  # of whole layers
+        losses.append(train_step(other, run, 3)[0])
+        other.destroy()
+    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
+
+
+def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert list(found) == list(expected)
+    assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.ranks(2)
+def test_a_model_built_in_slices_is_cut_to_the_same_bits() -> None:
+    run, losses = Run(3, optimizer="adamw", transport="gloo"), []
+    for sliced in (False, True):
+        torch.manual_seed(7)
+        with zero.Init(enabled=sliced):
+            model = Tied()
+        engine = start(run, model)
+        losses += [train_step(engine, run, step)[0] for step in range(2)]
+        engine.destroy()
+    assert torch.equal(losses[0], losses[2]) and torch.equal(losses[1], losses[3])
