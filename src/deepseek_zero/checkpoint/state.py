@@ -104,8 +104,8 @@ class Chunks:
 
     def of(self, kind: str, member: ParamInfo, key: str, start: int, stop: int) -> SavedChunk:
         """Return the chunk of elements [start, stop) of what this rank holds of a parameter."""
-        *state, part = self.piece.range_of(kind, member, key, start, stop)
-        return SavedChunk(*state, self.rank, part=part)
+        _, name, _, low, high, part = self.piece.range_of(kind, member, key, start, stop)
+        return SavedChunk(kind, name, key, low, high, self.rank, part=part)
 
     def are_written(self, group: ParamGroup, member: ParamInfo) -> bool:
         """Return whether a parameter's states are this piece's to write: other ranks along "tp" may hold the same, and

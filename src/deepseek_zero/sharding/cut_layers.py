@@ -1,8 +1,10 @@
 """Layers above a limit become tiles of rows, each a unit of its own (`zero_optimization.tile_above`).
 
 A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.  So a tile computes
-elements of the output alone, and no sum is cut in two but one: the gradient of a linear layer's input is added up over
-tiles, in their order.  Layers that share a weight share its tiles.
+elements of the output alone, and no sum is cut but that of the gradient of a linear layer's input: it is added up over
+tiles, in their order.  (A library that multiplies matrices may add each sum up in an order that depends on the shape, so
+that a linear layer equals the whole one to rounding; an embedding has its bits.)  Layers that share a weight share its
+tiles.
 
 A layer stays the object that it is, with the same hooks and the same place in the model; its class changes.  Its state
 dict has the names and shapes of the whole layer, and so have files (`planner/rows.py`).
@@ -252,8 +254,8 @@ def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...])
     assert isinstance(layer, CutLayer)
     layer._parameters.pop("weight")
     layer.tiles, layer.places = nn.ModuleList(tiles), places
-    layer.register_state_dict_post_hook(_join_state)
-    layer.register_load_state_dict_pre_hook(_cut_state)
+    layer.register_state_dict_post_hook(_join_state)  # type: ignore[no-untyped-call]
+    layer.register_load_state_dict_pre_hook(_cut_state)  # type: ignore[no-untyped-call]
 
 
 def _join_state(layer: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
