@@ -105,7 +105,7 @@ def test_one_tile_is_gathered_at_a_time(build: type[Gpt]) -> None:
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("build", [Gpt, Tied])
 def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: type[Gpt], tmp_path: Path) -> None:
-    run = Run(3, optimizer="adamw", transport="gloo")
+    run = Run(3, transport="gloo")  # SGD with momentum: Adam makes whole steps of gradients that are rounding alone
     engine = start(run, seeded(build))
     for step in range(2):
         train_step(engine, run, step)
@@ -114,7 +114,7 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: typ
     values = engine.module.state_dict()
     engine.destroy()
     found: dict[int | None, Any] = {}
-    for limit in (None, 400):
+    for limit in (None, 500):
         other = start(run, seeded(build, seed=8), limit)
         other.load_checkpoint(tmp_path / "saved", tag="two")
         assert_same(other.module.state_dict(), values)
@@ -128,7 +128,7 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: typ
         after = train_step(other, run, 3)
         found[limit] = before, after, other.module.state_dict()  # a wrong moment would move weights by 1e-3
         other.destroy()
-    torch.testing.assert_close(found[400], found[None], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found[500], found[None], rtol=1e-5, atol=1e-5)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -1,9 +1,9 @@
 """Layers above a limit become tiles of rows, each a unit of its own (`zero_optimization.tile_above`).
 
 A row of an nn.Linear's weight makes one output feature, a row of an nn.Embedding's is one entry.  So a tile computes
-elements of the output alone, and no sum is cut but that of the gradient of a linear layer's input: it is added up over
-tiles, in their order.  (A library that multiplies matrices may add each sum up in an order that depends on the shape, so
-that a linear layer equals the whole one to rounding; an embedding has its bits.)  Layers that share a weight share its
+elements of the output alone, and no sum is cut but one: the gradient of a linear layer's input is added up over tiles,
+in their order.  (A library that multiplies matrices may add each sum up in an order that depends on the shape, so that
+a linear layer equals the whole one to rounding; an embedding has its bits.)  Layers that share a weight share its
 tiles.
 
 A layer stays the object that it is, with the same hooks and the same place in the model; its class changes.  Its state
