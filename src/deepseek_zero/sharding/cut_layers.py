@@ -250,9 +250,9 @@ def _tiles_of(cut: LayerCut) -> list[nn.Parameter]:
 
 def _become(layer: nn.Module, tiles: Sequence[RowTile], places: tuple[int, ...]) -> None:
     """Let a layer be made of tiles, in place."""
+    del layer.weight
     layer.__class__ = KINDS[type(layer)]
     assert isinstance(layer, CutLayer)
-    layer._parameters.pop("weight")
     layer.tiles, layer.places = nn.ModuleList(tiles), places
     layer.register_state_dict_post_hook(_join_state)  # type: ignore[no-untyped-call]
     layer.register_load_state_dict_pre_hook(_cut_state)  # type: ignore[no-untyped-call]
