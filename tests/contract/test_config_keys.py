@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import deepseek_zero as dz
+from deepseek_zero.base import launch
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.comm.collectives import Comm
@@ -281,6 +282,22 @@ def names_the_transport() -> None:
     assert seen == ["gloo"]
 
 
+def tells_where_to_listen() -> None:
+    """tests/ranks/test_hosts.py sees ports and addresses; here: what ranks that meet later are told."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (launch.INTERFACE, launch.PORTS, launch.GLOO_INTERFACE):
+            patch.setenv(name, "")
+            patch.delenv(name)
+        engine_with(network={"interface": "lo", "ports": "29600-29700"}).destroy()
+        assert os.environ[launch.INTERFACE] == "127.0.0.1" and os.environ[launch.GLOO_INTERFACE] == "lo"
+        assert os.environ[launch.PORTS] == "29600-29700"
+        engine_with(network={"ports": "4-5"}).destroy()
+        assert os.environ[launch.PORTS] == "29600-29700", "what was said first stands"
+    for wrong in ({"interface": "far0"}, {"ports": "far"}):
+        with pytest.raises(UsageError, match=r"cannot listen at the interface 'far0'|'far' names no ports"):
+            engine_with(network=wrong)
+
+
 STATE_AN_AXIS = (*AXIS_KEYS, "mesh.pp", "mesh.sp", "mesh.tp")
 BEHAVIOURS: dict[str, Callable[[], None]] = {
     **dict.fromkeys(STATE_AN_AXIS, states_an_axis),
@@ -314,6 +331,7 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
         for name in (
             "zero_quantized_weights",
             "zero_quantized_gradients",
+            "zero_quantized_nontrainable_weights",
             "compression.weights.bits",
             "compression.weights.block",
             "compression.gradients.bits",
@@ -322,6 +340,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
             "zeropp_loco_param",
             "zeropp_loco_param.err_beta",
             "zeropp_loco_param.reset_T",
+            "compression.gradients.inside_bits",
+            "compression.auto",
             "compression.min_numel",
         )
     },
@@ -340,6 +360,8 @@ BEHAVIOURS: dict[str, Callable[[], None]] = {
     "zero_optimization.offload_optimizer.pin_memory": locks_pages_beside_a_gpu,
     "zero_optimization.offload_param.pin_memory": locks_pages_beside_a_gpu,
     "transport": names_the_transport,
+    "network.interface": tells_where_to_listen,
+    "network.ports": tells_where_to_listen,
 }
 
 

@@ -12,11 +12,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.config import Facts, resolve
+from deepseek_zero.config.load import load
 from deepseek_zero.engine.memory import predicted_volume
+from deepseek_zero.engine.settings import compression_of
 from deepseek_zero.precision.codecs import Blocks
 from tests.models import Batch, Gpt, batch_of, seeded
 from tests.pairwise import cases
@@ -35,7 +39,9 @@ CODES: dict[str, tuple[Blocks | None, Blocks | None]] = {
 }
 
 
-def start(run: Run, codes: str, model: nn.Module | None = None, hpz: int = 1, **keys: Any) -> Any:
+def start(
+    run: Run, codes: str, model: nn.Module | None = None, hpz: int = 1, inside_bits: int = 16, **keys: Any
+) -> Any:
     """The engine of a run whose weights and gradients are coded.  keys: of the configuration."""
     weights, gradients = CODES[codes]
     model = seeded() if model is None else model
@@ -43,7 +49,9 @@ def start(run: Run, codes: str, model: nn.Module | None = None, hpz: int = 1, **
     config["zero_optimization"]["zero_hpz_partition_size"] = hpz
     config["zero_optimization"]["compression"] = {
         "weights": {"bits": weights.bits, "block": weights.block} if weights is not None else {},
-        "gradients": {"bits": gradients.bits, "block": gradients.block} if gradients is not None else {},
+        "gradients": {"bits": gradients.bits, "block": gradients.block, "inside_bits": inside_bits}
+        if gradients is not None
+        else {},
         "min_numel": 0,
     }
     optimizer = OPTIMIZERS[run.optimizer]([each for each in model.parameters() if each.requires_grad])
@@ -133,10 +141,13 @@ class Rounding(Reference):
         return loss, grads if self.adds_first else self.sent(grads)
 
     def sent(self, grads: list[Tensor]) -> list[Tensor]:
+        return grads if self.codes[1] is None else self.rounded(self.codes[1], grads)
+
+    def rounded(self, codec: Blocks, grads: list[Tensor]) -> list[Tensor]:
+        """Return these gradients, the matrices among them through a codec."""
         held = dict(zip(self.names, grads, strict=True))
-        if self.codes[1] is not None:
-            for flat in self.flats:
-                flat.through(self.codes[1], held)
+        for flat in self.flats:
+            flat.through(codec, held)
         return [held[name] for name in self.names]
 
     def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
@@ -384,23 +395,33 @@ def test_what_a_program_writes_into_weights_that_follow_by_differences_is_there_
 def test_what_codes_cannot_keep_is_refused() -> None:
     with pytest.raises(UsageError, match=r"bits is 4 at stage 3"):
         start(Run(3), "int4 both")
+    with pytest.raises(UsageError, match=r"inside_bits is 8, and gradients travel as they are"):
+        compression_of(
+            resolve(load({"zero_optimization": {"compression": {"gradients": {"inside_bits": 8}}}}), Facts())
+        )
+    open_bits = {"auto": True, "gradients": {"error_feedback": "bf16"}}
+    with pytest.raises(UsageError, match=r"leaves the bits of gradients open beside error feedback"):
+        compression_of(resolve(load({"zero_optimization": {"compression": open_bits}}), Facts()))
     with pytest.raises(UsageError, match=r"bf16 has no master"):
         start(Run(1, "bf16", master="none"), "int8 weights")
 
 
 @dataclass
 class RoundingHosts(Rounding):
-    """The reference whose hosts add up exact summands, and send each other their sums as codes."""
+    """The reference whose hosts add up summands, exact or through `inside`, and send each other their sums as codes."""
+
+    inside: Blocks | None = None
 
     def sent(self, grads: list[Tensor]) -> list[Tensor]:
-        return grads
+        return grads if self.inside is None else self.rounded(self.inside, grads)
 
     def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
         runs = [self.micro_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
-        hosts = [runs[start : start + self.ranks_per_host] for start in range(0, self.ranks, self.ranks_per_host)]
+        summands = [self.sent(grads) if self.adds_first else grads for _, grads in runs]
+        hosts = [summands[start : start + self.ranks_per_host] for start in range(0, self.ranks, self.ranks_per_host)]
         sums = []
         for host in hosts:
-            summed = [self._sum(list(grads)) for grads in zip(*(grads for _, grads in host), strict=True)]
+            summed = [self._sum(list(grads)) for grads in zip(*host, strict=True)]
             sums.append(Rounding.sent(self, summed))
         totals = [self._sum(list(grads)).div_(float(self.ranks)) for grads in zip(*sums, strict=True)]
         return [[loss] for loss, _ in runs], [total.to(self.grad_dtype) for total in totals]
@@ -408,14 +429,20 @@ class RoundingHosts(Rounding):
 
 @pytest.mark.ranks(4, timeout=25)
 @pytest.mark.parametrize(
-    ("stage", "dtype", "transport", "bucket"),
-    [(0, "bf16", "gloo", ALL), (1, "fp32", "fastest", 4096), (2, "bf16", "gloo", 4096), (3, "bf16", "fastest", ALL)],
+    ("stage", "dtype", "transport", "bucket", "inside"),
+    [
+        (0, "bf16", "gloo", ALL, None),
+        (1, "fp32", "fastest", 4096, None),
+        (2, "bf16", "gloo", 4096, Blocks(8, 256)),
+        (3, "bf16", "fastest", ALL, None),
+        (1, "bf16", "fastest", 4096, Blocks(8, 256)),
+    ],
 )
-def test_sums_by_host_are_exact_inside_a_host_and_codes_between_hosts(
-    stage: int, dtype: str, transport: str, bucket: int
+def test_sums_by_host_are_codes_between_hosts_and_inside_a_host_exact_unless_codes_are_asked_for(
+    stage: int, dtype: str, transport: str, bucket: int, inside: Blocks | None
 ) -> None:
     run = Run(stage, dtype, 1, 0, 0.3, "adamw", transport=transport, bucket=bucket, ranks_per_host=2)
-    engine = start(run, "int4 gradients")
+    engine = start(run, "int4 gradients", inside_bits=16 if inside is None else inside.bits)
     reference = RoundingHosts(
         seeded(),
         4,
@@ -427,6 +454,7 @@ def test_sums_by_host_are_exact_inside_a_host_and_codes_between_hosts(
         ranks_per_host=2,
         flats=flats_of(engine),
         codes=(None, Blocks(4, 128)),
+        inside=inside,
     )
     for step in range(STEPS):
         engine.runtime.comm.meter.reset()
@@ -438,5 +466,52 @@ def test_sums_by_host_are_exact_inside_a_host_and_codes_between_hosts(
     train_step(engine, run, STEPS)
     volume, meter = predicted_volume(engine.runtime), engine.runtime.comm.meter
     assert meter.total_bytes() == volume.state_bytes + volume.rows
+    near = 0.0
+    for group in engine.runtime.groups:
+        own = (group.plan.grad if stage < 2 else group.plan.weight).dtype.itemsize
+        is_coded = inside is not None and group.planned.key.is_coded
+        near += group.layout.padded_numel * (1 + 4 / 256 if is_coded else own)
+    assert meter.sent_bytes["near_reduce_scatter"] == near / 2, "of two ranks each sends half of all"
     report = engine.memory_report()
     assert report.measured_total <= report.predicted_total
+
+
+@pytest.mark.ranks(2, timeout=25)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_frozen_weights_at_rest_as_codes_are_saved_decoded_and_load_to_the_same_codes(
+    dtype: str, tmp_path: Path
+) -> None:
+    def start_frozen(seed: int, *, codes: bool) -> Any:
+        model, config = seeded(seed=seed), Run(3, dtype).config()
+        model.blocks[1].requires_grad_(False)
+        config["zero_optimization"]["zero_quantized_nontrainable_weights"] = codes
+        config["zero_optimization"]["compression"] = {"min_numel": 0}
+        optimizer = OPTIMIZERS["sgd"]([each for each in model.parameters() if each.requires_grad])
+        return deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+
+    def codes_of(engine: Any) -> list[Tensor]:
+        groups = [group for group in engine.runtime.groups if group.plan.weight.rests_as is not None]
+        return [group.weight.memory.clone() for group in groups]
+
+    run, one = Run(3, dtype), start_frozen(7, codes=True)
+    train_step(one, run, 0)
+    one.save_checkpoint(tmp_path, tag="one")
+    expected = train_step(one, run, 1)
+    report = one.memory_report()
+    assert report.measured_total <= report.predicted_total
+
+    other = start_frozen(8, codes=True)
+    assert not any(map(torch.equal, codes_of(one), codes_of(other)))
+    other.load_checkpoint(tmp_path, tag="one")
+    assert codes_of(other) and all(map(torch.equal, codes_of(one), codes_of(other)))
+    assert all(map(torch.equal, train_step(other, run, 1), expected))
+    plain = start_frozen(9, codes=False)  # what was decoded, as numbers
+    plain.load_checkpoint(tmp_path, tag="one")
+    assert all(map(torch.equal, train_step(plain, run, 1), expected))
+    other.export(tmp_path / "whole.safetensors")
+    exported = load_file(tmp_path / "whole.safetensors")
+    held = plain.module.state_dict()
+    assert torch.equal(exported["blocks.1.up.weight"], held["blocks.1.up.weight"])
+    exact = seeded(seed=7).blocks[1].up.weight
+    difference = exported["blocks.1.up.weight"].float() - exact
+    assert 0 < difference.abs().max() <= exact.abs().max() / 127

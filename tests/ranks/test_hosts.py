@@ -17,7 +17,9 @@ import deepseek_zero
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.checkpoint.format import Manifest
-from deepseek_zero.comm import context
+from deepseek_zero.comm import context, measure
+from deepseek_zero.comm.measure import far_rate
+from deepseek_zero.engine import planning
 from deepseek_zero.engine.memory import predicted_volume
 from tests.hosts import sent_from_here
 from tests.models import Gpt, batch_of, seeded
@@ -128,3 +130,81 @@ def test_orders_that_cannot_be_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match=r"ranks_per_host=3: .*hosts have 1 or 3"):
         start(Run(2, ranks_per_host=3))
     dist.barrier()
+
+
+@pytest.mark.ranks(RANKS, hosts=2)
+def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_path: Path) -> None:
+    run = Run(3, "bf16", optimizer="adamw")
+
+    def start_choosing(seed: int, link: float) -> Any:
+        """An engine that takes its link for one of so many bytes a second, after it has measured it."""
+        measured = list[float]()
+
+        def pinned(comm: Any, what: str) -> float:
+            measured.append(far_rate(comm, what))
+            return link
+
+        config = run.config()
+        config["zero_optimization"]["compression"] = {"auto": True, "min_numel": 0, "gradients": {"inside_bits": 8}}
+        model = seeded(Gpt, seed=seed)
+        optimizer = OPTIMIZERS[run.optimizer](list(model.parameters()))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(planning, "far_rate", pinned)
+            engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
+        assert 1e6 < measured[0] < 1e11
+        return engine
+
+    one = start_choosing(7, 100e6 / 8)
+    said = one.runtime.settings.compression
+    assert (str(said.weights), str(said.gradients)) == ("int8/256", "int4/128"), said.why
+    assert said.why in one.explain() and "sent as int4/128, inside a host as int8/256" in one.explain()
+    train_step(one, run, 0)
+    one.save_checkpoint(tmp_path, "one")
+    expected = train_step(one, run, 1)
+    assert Manifest.read(tmp_path / "one" / "manifest.json").codes == {"weights": (8, 256), "gradients": (4, 128)}
+
+    other = start_choosing(8, 1e12)
+    assert other.runtime.settings.compression.gradients is None, "this link was fast"
+    train_step(other, run, 0)
+    other.load_checkpoint(tmp_path)
+    assert all(map(torch.equal, train_step(other, run, 1), expected))
+    again = other.runtime.settings.compression
+    assert (again.weights, again.gradients) == (said.weights, said.gradients)
+    assert "as the run that was gone on with had chosen" in other.explain()
+    meter = other.runtime.comm.meter
+    meter.reset()
+    train_step(other, run, 2)
+    volume = predicted_volume(other.runtime)
+    assert meter.total_bytes() == volume.state_bytes + volume.rows
+    report = other.memory_report()
+    assert report.measured_total <= report.predicted_total
+
+
+@pytest.mark.ranks(RANKS, hosts=2)
+def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
+    run = Run(3, transport="auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "WORTH_TRYING_NUMEL", 1)
+        engine = start(run)
+        told = [line for line in engine.explain().splitlines() if "tried between hosts" in line]
+        assert len(told) == 1 and "gloo carries" in told[0] and "our own sockets carries" in told[0]
+        rates = iter([1e8, 1.2e8])
+        patch.setattr(measure, "far_rate", lambda *arguments: next(rates))
+        engine = start(run)
+        assert "our own sockets between hosts" in str(engine.runtime.comm.capabilities())
+        assert_trains_as_one_process(engine, run, 2)
+        lines = engine.explain().splitlines()
+        (between,) = [line for line in lines if line.startswith("between hosts: this rank sends")]
+        assert "% of the 114 MiB/s that it carried at the start" in between
+    assert "tried" not in start(run).explain(), "the model is too small to be worth it"
+    assert "gloo between hosts" in str(start(run).runtime.comm.capabilities())
+
+
+@pytest.mark.ranks(2, hosts=2, fresh=True)
+def test_the_configuration_says_where_ranks_listen() -> None:
+    engine = start(Run(3, transport="tcp"), network={"interface": "v0", "ports": "29710-29713"})
+    world = context.WorldContext.of_this_world()
+    assert world._door is not None
+    host, port = world._door.address
+    assert host.startswith("10.77.0.") and 29710 <= port <= 29713
+    engine.backward(engine(batch_of(0, 0, 0).tokens, batch_of(0, 0, 0).targets))

@@ -5,8 +5,8 @@
     $DEEPSEEK_ZERO_ATTEMPT.ending          the launcher: what I send now is the end, not a request
     $DEEPSEEK_ZERO_MESH                    the launcher: the axes my command line named, as pp=2,tp=2
     $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of this job alone know
-    $DEEPSEEK_ZERO_INTERFACE               the launcher: the interface or address at which ranks listen
-    $DEEPSEEK_ZERO_PORTS                   the launcher: the ports they choose from, as 29600-29700
+    $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at which ranks listen
+    $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from, as 29600-29700
     $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, as 10.0.0.1:29500
     $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
 
@@ -31,6 +31,7 @@ SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
 INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
 STORE = "DEEPSEEK_ZERO_STORE"
 DEAD_AFTER, DEFAULT_DEAD_AFTER, LEAST_DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER", 10.0, 2.0
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's own
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
 
 

@@ -79,6 +79,7 @@ class Meter:
     sum_seconds: float = 0.0
     clock: PhaseClock = field(default_factory=PhaseClock)
     events: list[Event] | None = None
+    _uncounted: tuple[int, int, int] = (0, 0, 0)  # bytes sent, bytes sent far and steps before `counted_bytes` begin
 
     def count(self, kind: str, sent_bytes: int, far_bytes: int = 0) -> None:
         self.sent_bytes[kind] += sent_bytes
@@ -92,7 +93,21 @@ class Meter:
         """Return the bytes this rank sent, of all kinds."""
         return sum(self.sent_bytes.values())
 
+    @property
+    def counted_steps(self) -> int:
+        """Return the steps in which `counted_bytes` were sent."""
+        return self.clock.steps - self._uncounted[2]
+
+    @property
+    def counted_bytes(self) -> tuple[int, int]:
+        """Return the bytes this rank sent, of all kinds, and those of them to other hosts: since the first step ended,
+        or the last reset.
+        """
+        sent, far, _ = self._uncounted
+        return self.total_bytes() - sent, sum(self.far_bytes.values()) - far
+
     def reset(self) -> None:
+        self._uncounted = (0, 0, max(0, self.clock.steps))
         self.sent_bytes.clear()
         self.far_bytes.clear()
         self.calls.clear()
@@ -102,6 +117,7 @@ class Meter:
         """End an optimizer step; return whether seconds count from here on."""
         begins = self.clock.end_step()
         if begins:
+            self._uncounted = (self.total_bytes(), sum(self.far_bytes.values()), self.clock.steps)
             self.reset_seconds()
         return begins
 

@@ -104,7 +104,8 @@ class Manifest:
 
     parameters, buffers: name -> shape and dtype.  scalars: name -> the optimizer's numbers.  extra: what version 2 did
     not have from the start, by name, so that older releases of the library still read the file: "names" of the state
-    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh", "ranks_per_host" (of sums by host).
+    dict, "groups" of parameters, "heads" (checksums of the files' headers), "mesh", "ranks_per_host" (of sums by host),
+    "codes" (that measurement chose: bits and block by state, null for none).
     """
 
     world_size: int
@@ -135,6 +136,11 @@ class Manifest:
     def ranks_per_host(self) -> int:
         """Return how many ranks its sums were formed over first; 1: in the order of ranks."""
         return self.extra.get("ranks_per_host") or 1
+
+    @property
+    def codes(self) -> dict[str, tuple[int, int] | None]:
+        """Return the codes that the run had chosen by measurement, by state: bits and block, None: as it is."""
+        return {state: (codec[0], codec[1]) if codec else None for state, codec in self.extra.get("codes", {}).items()}
 
     def text(self) -> str:
         """Return the manifest as JSON, with its own checksum."""

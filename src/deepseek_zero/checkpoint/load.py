@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..base.memory import trim_heap
 from ..base.mesh import AXES
 from ..optim.sharded import ShardedOptimizer, discard_deferred, reset_states
 from ..optim.updater import MasterShard, ParamOverlap
+from ..precision.codecs import Blocks
 from ..precision.policy import cast_master
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
@@ -91,7 +93,24 @@ def load(directory: Path, tag: str, contents: Contents, settings: LoadSettings) 
             f"{tag} was trained with sums over {manifest.ranks_per_host} neighbours first, this run has {here}: its "
             f"bits are another run's; ranks_per_host = {manifest.ranks_per_host} would go on with the same"
         )
+    if manifest.world_size == comm.size:
+        repeat_codes(manifest, contents.runtime)
     return Loaded(folder, plain["trainer"], plain["client"])
+
+
+def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
+    """Let matrices be sent as the run that saved had chosen, where this one has chosen by measurement too.  Local, and
+    alike on every rank.
+    """
+    here = runtime.settings.compression
+    saved = {state: codec for state, codec in manifest.codes.items() if state in here.left_open}
+    chosen = {state: Blocks(*codec) if codec is not None else None for state, codec in saved.items()}
+    weights, gradients = chosen.get("weights", here.weights), chosen.get("gradients", here.gradients)
+    found = replace(here, weights=weights, gradients=gradients)
+    if found != here:
+        said = ", ".join(f"{state} {codec or 'as they are'}" for state, codec in chosen.items())
+        log_first(f"the run that is gone on with had chosen {said}: so does this one, whatever it measured")
+        runtime.send_as(replace(found, why=f"{said}, as the run that was gone on with had chosen"))
 
 
 def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
@@ -287,7 +306,7 @@ def weight_ranges(reader: StateReader, contents: Contents) -> Iterator[StateRang
                 if group.master is not None:
                     start, stop, _ = group.master.local_range(member.slot)
                 else:
-                    start, stop, _ = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
+                    start, stop, _ = group.weight.local_range(member.slot, group.comm_ctx.comm.rank)
                 yield piece.range_of(WEIGHT, member, "", start, stop)
 
 
@@ -365,9 +384,10 @@ def write_weight(
             at = place + low - start
             master.write(at, at + part.numel(), part.to(device))
         return
-    start, stop, view = group.weight.local_part(member.slot, group.comm_ctx.comm.rank)
-    for low, part in read(start, stop):
-        cast_master(part.to(device), view[low - start : low - start + part.numel()])
+    start, stop, place = group.weight.local_range(member.slot, group.comm_ctx.comm.rank)
+    with group.weight.writing(place, place + stop - start) as view:
+        for low, part in read(start, stop):
+            cast_master(part.to(device), view[low - start : low - start + part.numel()])
 
 
 def store_weights(group: ParamGroup) -> None:

@@ -22,6 +22,7 @@ from ..base.errors import CheckpointError
 from ..base.log import log_first, log_once
 from ..base.memory import no_collection
 from ..base.mesh import AXES
+from ..planner.spec import Compression
 from . import files
 from .background_write import BackgroundWrite
 from .catalogue import remove_replaced, replaced_path
@@ -310,8 +311,16 @@ def _manifest(contents: Contents, settings: SaveSettings, run: str) -> Manifest:
             "groups": [list(dict.fromkeys(piece.names.get(name, name) for name in names)) for names in names_by_group],
             "mesh": dict(zip(AXES, runtime.plan.mesh.sizes, strict=True)),
             "ranks_per_host": runtime.settings.ranks_per_host,
+            **_chosen_codes(runtime.settings.compression),
         },
     )
+
+
+def _chosen_codes(compression: Compression) -> dict[str, Any]:
+    """Return the entry of the manifest that says which codes measurement chose; none where they are stated."""
+    chosen = {"weights": compression.weights, "gradients": compression.gradients}
+    codes = {state: [codec.bits, codec.block] if codec is not None else None for state, codec in chosen.items()}
+    return {"codes": {state: codes[state] for state in compression.left_open}} if compression.left_open else {}
 
 
 def _facts_of(manifest: Manifest) -> dict[str, Any]:

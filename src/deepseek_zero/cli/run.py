@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, INTERFACE, MESH, PORTS, checked_dead_after
+from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.world import Nodes, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
@@ -56,9 +56,6 @@ Started over ssh, --end-with-input ends everything here when that connection doe
 WHERE, WHAT = "Where ranks run", "What they run"
 AXES = ("pp", "tp", "sp")
 """Options that name axes of the mesh; the ranks read them from the environment, as one more place that states one."""
-
-
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's variable
 
 
 def _option(*names: str, text: str, panel: str) -> Any:
@@ -203,13 +200,7 @@ def run(options: RunOptions) -> int:
 def _listening_environment(options: RunOptions) -> dict[str, str]:
     """Return what tells ranks where to listen; raise a `UsageError` for what this host has not."""
     channel = importlib.import_module("deepseek_zero.comm.channel")  # late: its package imports torch
-    found = {}
-    if options.interface is not None:
-        found[INTERFACE] = address = channel.address_of(options.interface)
-        found[GLOO_INTERFACE] = channel.interface_of(address)  # gloo carries the start, whatever the transport
-    if options.ports is not None:
-        channel.parse_ports(options.ports)
-        found[PORTS] = options.ports
+    found: dict[str, str] = channel.listening_variables(options.interface, options.ports)
     return found
 
 

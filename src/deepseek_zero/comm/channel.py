@@ -33,7 +33,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..base.errors import UsageError
-from ..base.launch import SECRET_BYTES, SECRET_FILE
+from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE
 from ..base.log import logger
 
 HANDSHAKE_SECONDS = 5.0
@@ -261,6 +261,22 @@ def address_of(interface: str) -> str:
         reason,
         f"name an interface ({names}) or an address of this host.",
     )
+
+
+def listening_variables(interface: str | None, ports: str | None) -> dict[str, str]:
+    """Return the variables that tell ranks of this host where to listen, gloo, which carries the start, included.
+
+    interface: as `address_of` takes it; ports: as `parse_ports` does; None: nothing is said.  Local.  Raises
+    `UsageError` for what this host has not.
+    """
+    found = {}
+    if interface is not None:
+        found[INTERFACE] = address = address_of(interface)
+        found[GLOO_INTERFACE] = interface_of(address)
+    if ports is not None:
+        parse_ports(ports)
+        found[PORTS] = ports
+    return found
 
 
 def parse_ports(text: str) -> range:

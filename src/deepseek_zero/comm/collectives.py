@@ -29,6 +29,7 @@ from ..base.capabilities import Capability
 from ..base.errors import ModelMismatchError, PeerError
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
+from .bootstrap import Hosts
 from .context import Lane, Partition, WorldContext
 from .flight_recorder import KILLED_FIX, KILLED_WHY, LOST, Position, raised_in
 from .ids import WORLD_LANE, CollectiveId, lane_number
@@ -210,7 +211,7 @@ class Hops(Protocol):
 @dataclass
 class _Engine:
     """State that all communicators of one engine share. name: the topic of its errors. gave_up: a wait ended in an
-    error of other ranks' making. has_raised: an error of this rank's own was posted.
+    error of other ranks' making. has_raised: an error of this rank's own was posted. far_rate: as `Comm.far_rate`.
     """
 
     trains: bool
@@ -219,6 +220,7 @@ class _Engine:
     name: str = "engine"
     gave_up: bool = False
     has_raised: bool = False
+    far_rate: float | None = None
     hops: weakref.WeakSet[Hops] = field(default_factory=weakref.WeakSet)
 
     def patience(self) -> float:
@@ -295,6 +297,28 @@ class Comm:
     def host_names(self) -> list[str]:
         """Return the names of the world's hosts, in the order of their ranks. Local."""
         return list(dict.fromkeys(self._world.hosts.names)) if self._world is not None else []
+
+    @property
+    def far_size(self) -> int:
+        """Return how many members of this group are on other hosts than this rank. Local."""
+        return len(self._far) if self.size > 1 else 0
+
+    @property
+    def far_rate(self) -> float | None:
+        """Return the bytes a second that a rank sent to other hosts while all did, if that was measured
+        (measure.py). Local.
+        """
+        return self._engine.far_rate
+
+    @far_rate.setter
+    def far_rate(self, rate: float | None) -> None:
+        self._engine.far_rate = rate
+
+    @property
+    def hosts(self) -> Hosts | None:
+        """Return which ranks of the world share a host; None in a world of one. Local."""
+        world = self.whole._world
+        return None if world is None else world.hosts
 
     @property
     def owners(self) -> Partition:

@@ -191,7 +191,9 @@ class GradientCodesKeywords(TypedDict, total=False):
     block: Literal[32, 64, 128, 256, 512] | Auto | None
     """Gradients that share a scale; 256 for 8 bits, 128 for 4 where nothing is said."""
     inside_bits: Literal[16, 8] | Auto | None
-    """Bits of sums that stay inside a host."""
+    """Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a host too; 16 as they are
+    collected.
+    """
     error_feedback: Literal["off", "bf16", "int8"] | Auto | None
     """Keep what a rank's codes leave out, in this format, and add it to its next gradients."""
 
@@ -206,7 +208,9 @@ class CompressionKeywords(TypedDict, total=False):
     min_numel: float | Auto | None
     """A unit whose matrices have fewer elements together travels as it is."""
     auto: bool | Auto | None
-    """Choose codes by what link and codecs are measured to take."""
+    """On several hosts choose the bits that nobody stated by what the link between them and the codecs are measured to
+    take: of gradients, and at stage 3 of weights; checkpoints have the choice, and a resume repeats it.
+    """
 
 
 class LocoParamKeywords(TypedDict, total=False):
@@ -318,7 +322,7 @@ class ZeroOptimizationKeywords(TypedDict, total=False):
     `compression.weights` says more.
     """
     zero_quantized_nontrainable_weights: bool | Auto | None
-    """Keep frozen weights as int8 blocks."""
+    """Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for each use."""
     zero_quantized_gradients: bool | Auto | None
     """Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more."""
     compression: CompressionKeywords | Auto | None
@@ -388,6 +392,17 @@ class MemoryBudgetKeywords(TypedDict, total=False):
     """Of host memory, with device "auto"; null: none on a CPU, where the device is the host."""
     disk: float | Auto | None
     """Of the disk under nvme_path, with device "auto"; null: what is free."""
+
+
+class NetworkKeywords(TypedDict, total=False):
+    """Keys of `network`."""
+
+    interface: str | Auto | None
+    """Ours. Where ranks listen: a network interface, or an address of the host, as the launcher's --interface; a
+    variable that says it stands.
+    """
+    ports: str | Auto | None
+    """Ours. The ports that ranks listen at, as the launcher's --ports; a variable that says it stands."""
 
 
 class MeshSizesKeywords(TypedDict, total=False):
@@ -1087,10 +1102,13 @@ class _Keys(TypedDict, total=False):
     """Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an
     operation that has none raises.
     """
-    transport: Literal["fastest", "gloo", "tcp"] | Auto | None
-    """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared
-    memory on one host and our own sockets between hosts.
+    transport: Literal["fastest", "gloo", "tcp", "auto"] | Auto | None
+    """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared memory
+    on one host and our own sockets between hosts; or as the first or the third, whichever carries more between hosts
+    when it is tried at the start. The same bits.
     """
+    network: NetworkKeywords | Auto | None
+    """Ours. Where the ranks of a host listen."""
     ranks_per_host: float | Auto | None
     """Ours. Gradients are added up within runs of so many ranks first, then over the runs: other bits, and between
     hosts each byte crosses once instead of once per rank. 1: in the order of ranks; null: as many as each of several

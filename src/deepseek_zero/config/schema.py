@@ -20,7 +20,6 @@ from .raw_config import AutoDecision
 
 Device = Literal["none", "cpu", "nvme", "auto"]
 
-_EXACT_WEIGHTS = "weights travel exactly"
 _STAGE_3 = {"zero_optimization.stage": 3}
 _STAGE_2 = {"zero_optimization.stage": 2}
 _CODED_WEIGHTS = {"zero_optimization.stage": 3, "zero_optimization.zero_quantized_weights": True}
@@ -203,8 +202,13 @@ class GradientCodes(Section):
         example=64,
         needs=_CODED_GRADS,
     )
-    inside_bits: Literal[16, 8] = later(
-        16, "Bits of sums that stay inside a host.", Milestone.SPEED, unit="bits", example=8
+    inside_bits: Literal[16, 8] = effective(
+        16,
+        "Where sums are formed by host: 8 sends the gradients of matrices as int8 blocks inside a host too; 16 as they "
+        "are collected.",
+        unit="bits",
+        example=8,
+        needs=_CODED_GRADS,
     )
     error_feedback: Literal["off", "bf16", "int8"] = effective(
         "off",
@@ -225,8 +229,12 @@ class Compression(Section):
         needs=_CODED_GRADS,
         ge=0,
     )
-    auto: bool = later(
-        False, "Choose codes by what link and codecs are measured to take.", Milestone.SPEED, example=True
+    auto: bool = effective(
+        False,
+        "On several hosts choose the bits that nobody stated by what the link between them and the codecs are measured "
+        "to take: of gradients, and at stage 3 of weights; checkpoints have the choice, and a resume repeats it.",
+        example=True,
+        needs=_STAGE_3,
     )
 
 
@@ -405,8 +413,11 @@ class ZeroOptimization(Section):
         example=True,
         needs=_STAGE_3,
     )
-    zero_quantized_nontrainable_weights: bool = later(
-        False, "Keep frozen weights as int8 blocks.", Milestone.SPEED, example=True, instead=_EXACT_WEIGHTS
+    zero_quantized_nontrainable_weights: bool = effective(
+        False,
+        "Keep sharded frozen matrices as int8 blocks, and gather them so; they are decoded for each use.",
+        example=True,
+        needs=_STAGE_3,
     )
     zero_quantized_gradients: bool = effective(
         False, "Reduce gradients of matrices as int4 blocks (qgZ); `compression.gradients` says more.", example=True
@@ -591,6 +602,20 @@ class MemoryBudget(Section):
         needs={**_PLACED, "zero_optimization.offload_optimizer.nvme_path": "states"},
         inf=None,
         ge=0,
+    )
+
+
+class Network(Section):
+    interface: str | None = effective(
+        None,
+        "Ours. Where ranks listen: a network interface, or an address of the host, as the launcher's --interface; a "
+        "variable that says it stands.",
+        example="lo",
+    )
+    ports: str | None = effective(
+        None,
+        "Ours. The ports that ranks listen at, as the launcher's --ports; a variable that says it stands.",
+        example="29600-29700",
     )
 
 
@@ -1402,12 +1427,15 @@ class Config(Section):
         "operation that has none raises.",
         example=True,
     )
-    transport: Literal["fastest", "gloo", "tcp"] = effective(
+    transport: Literal["fastest", "gloo", "tcp", "auto"] = effective(
         "fastest",
-        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; or shared "
-        "memory on one host and our own sockets between hosts.",
+        "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared "
+        "memory on one host and our own sockets between hosts; or as the first or the third, whichever carries more "
+        "between hosts when it is tried at the start. The same bits.",
         example="gloo",
+        auto_is_value=True,
     )
+    network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(
         None,
         "Ours. Gradients are added up within runs of so many ranks first, then over the runs: other bits, and between "

@@ -22,6 +22,7 @@ from ..base.mesh import Mesh
 from ..checkpoint.piece import tiles_of
 from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Comm
+from ..comm.measure import TriedTransport, try_transports
 from ..optim.sharded import ShardedOptimizer
 from ..planner.auto_wrap_policy import ModelShape, read_model
 from ..planner.plan import Plan
@@ -73,7 +74,11 @@ def assemble(
     example: returns a micro-batch, by whose shapes a pipeline finds the model's blocks.  sequence: what is said of
     ranks along "sp".
     """
-    world = Comm(mesh.device, transport=config.transport)
+    way = TriedTransport(config.transport)
+    if config.transport == "auto":
+        way = try_transports(mesh.device, sum(param.numel() for param in model.parameters()))
+    world = Comm(mesh.device, transport=way.name)
+    world.far_rate = way.rate
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     with AllRanks(world, "looking at the model's parameters"):
         refuse_tiles_on(config, mesh)
@@ -100,7 +105,7 @@ def assemble(
         refuse_whole_states(chosen, tiles_of(model))
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
-    capabilities = comm.capabilities() + number_formats(plan.settings.policy, mesh.device)
+    capabilities = comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
     if mesh.device.type == "cpu":
         capabilities += memory.capabilities(keeps_freed=memory.keep_freed_memory())
     tiers = open_tiers(plan, memory_settings_of(config), comm, step_settings.tile_numel)

@@ -32,6 +32,7 @@ from ..base.mesh import Mesh
 from ..base.quantities import format_bytes, format_count, format_seconds
 from ..base.world import is_rank_zero
 from ..comm.agreement import AllRanks
+from ..comm.measure import line_of
 from ..config import Batch
 from ..optim.sharded import ShardedOptimizer, StepSettings
 from ..planner.plan import Plan
@@ -43,6 +44,7 @@ from ..report.flops import FlopsSettings, ForwardCost, flops_table
 from ..report.links import links_of
 from ..report.memory_trace import MemoryTrace
 from ..report.monitor import MonitorMaster
+from ..report.network import network_links
 from ..report.picture import draw
 from ..report.records import RecordWriter, StepRecord
 from ..report.timers import Timers
@@ -647,7 +649,11 @@ class Engine(StandsForModule):
             draw(self.current_plan(), picture)
         parked = self.parts.recompute.explain() if self.parts.recompute is not None else []
         capabilities = ["capabilities:", *(f"  {line}" for line in self.parts.capabilities.explain())]
-        return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *parked])
+        return "\n".join([self.plan(), *capabilities, *self._where_steps_went(), *self._network_lines(), *parked])
+
+    def _network_lines(self) -> list[str]:
+        comm = self.runtime.comm
+        return [link.explain() for link in network_links(self.current_plan(), comm.meter, line_of(comm))]
 
     def _where_steps_went(self) -> list[str]:
         settings, executor, comm = self.runtime.settings, self.runtime.executor, self.runtime.comm

@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
-from ..base.device import free_device_bytes
+from ..base.device import PerDevice, free_device_bytes, synchronize
 from ..base.errors import UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm
 from ..comm.context import ranks_of_this_host
+from ..comm.measure import far_rate
 from ..optim.sharded import update_settings_of, updates_in_backward
 from ..optim.speculative import works_by_shard
 from ..planner.auto_wrap_policy import ModelShape
+from ..planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
 from ..planner.plan import Machine, Plan, plan_shape
 from ..planner.spec import PlanSettings
 from ..planner.unit_tiers import PlacementSettings, TierChoices, describe_tiers
 from ..planner.update import UpdateSettings
+from ..precision.codecs import Blocks, work_room
 from ..tiers.disk import Disk
 from ..tiers.host import free_host_bytes
 from ..tiers.tier import Tier
 from .optimizer import OptimizerParts
-from .settings import placement_settings_of, step_settings_of
+from .settings import choices_of, placement_settings_of, step_settings_of
 
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
+MEASURED_NUMEL, MEASURED_TIMES = PerDevice(cpu=1 << 20, accelerator=1 << 24), 3  # of codecs, where they are chosen
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
 
 
@@ -44,6 +51,7 @@ def plan_run(
         in_place = bool(comm.whole.all_gather_rows(row, "where weights are read").all())
         settings = with_useful_copies(settings, mesh, in_place=in_place)
     settings = with_order_of_sums(settings, mesh, comm.ranks_per_host)
+    settings = with_chosen_codes(config, settings, comm, mesh)
     inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
     machine = Machine(
         comm.shard.reads_in_place,
@@ -60,22 +68,93 @@ def plan_run(
     return say_uncoded(found)
 
 
+def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: Mesh) -> PlanSettings:
+    """Return the settings with the codes that `compression.auto` left open chosen; logs why.  Collective where it did.
+
+    On one host nothing is measured and nothing coded: there codes only cost time.
+    """
+    asked, shard = settings.compression, comm.shard
+    if not asked.left_open:
+        return settings
+    table = comm.whole.all_gather_rows(torch.tensor([shard.far_size]), "who has ranks on other hosts")
+    if not int(table.min()):
+        log_once("compression.auto: the ranks that share slices are on one host, so nothing is coded by choice.")
+        return replace(settings, compression=replace(asked, left_open=()))
+    link = far_rate(shard, "the rate of the link")
+    choices = {state: choices_of(config)[state] for state in asked.left_open}
+    codecs = list(dict.fromkeys(codec for among in choices.values() for codec in among))
+    mine = [rate for codec in codecs for rate in measured_rates(codec, mesh.device)]
+    least = comm.whole.all_gather_rows(torch.tensor(mine, dtype=torch.float64), "rates of codecs").amin(dim=0)
+    rates = {codec: CodecRate(codec, float(least[2 * at]), float(least[2 * at + 1])) for at, codec in enumerate(codecs)}
+    here, near = mesh.shard_size - int(table.max()), mesh.near_size(settings.ranks_per_host or 1)
+    itemsize = settings.policy.weight_dtype(torch.float32).itemsize
+    traffic = {"weights": gather_traffic, "gradients": reduce_traffic}
+    states = {
+        state: Open(traffic[state](mesh.shard_size, here, near, itemsize), tuple(rates[codec] for codec in among))
+        for state, among in choices.items()
+    }
+    chosen = choose_codes(asked, link, **states)
+    log_once(f"compression.auto: {chosen.why}")
+    return replace(settings, compression=chosen)
+
+
+def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
+    """Return how many elements a second this rank encodes and decodes.  Local; some milliseconds."""
+    numel = MEASURED_NUMEL.on(device)
+    values, room = torch.randn(numel, device=device), work_room(codec, numel, device)
+    message = torch.empty(codec.length(numel), dtype=codec.dtype, device=device)
+
+    def seconds(work: Callable[[], None]) -> float:
+        found = []
+        for _ in range(MEASURED_TIMES + 1):  # once to have the pages
+            began = time.perf_counter()
+            work()
+            synchronize(device)
+            found.append(time.perf_counter() - began)
+        return median(found[1:])
+
+    encode = seconds(lambda: codec.encode(values, message, room))
+    return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))
+
+
 def say_uncoded(plan: Plan) -> Plan:
     """Return the plan; logs why weights or gradients are not coded on their way where the settings ask for it."""
     asked, groups = plan.settings.compression, [group.plan for unit in plan.units for group in unit.groups]
-    wanted = {"weights": asked.weights, "gradients": asked.gradients}
+    wanted = {
+        "weights": asked.weights,
+        "gradients": asked.gradients,
+        "gradients inside a host": asked.inside,
+        "frozen weights": asked.frozen,
+    }
     found = {
+        "frozen weights": any(row.weight.rests_as is not None for row in groups),
+        "gradients inside a host": any(row.grad is not None and row.grad.wire_inside is not None for row in groups),
         "weights": any(row.weight.wire is not None for row in groups),
         "gradients": any(row.grad is not None and row.grad.wire == asked.gradients for row in groups),
     }
     for state in (state for state, codec in wanted.items() if codec is not None and not found[state]):
         why = f"no unit has matrices of {asked.min_numel:,} elements that travel (compression.min_numel)"
-        if plan.mesh.shard_size == 1:
+        if state == "frozen weights":
+            why = "at stage 3 alone weights are sharded" if plan.settings.stage < 3 else _nothing_frozen(plan)
+        elif plan.mesh.shard_size == 1:
             why = "no other rank shares slices with this one"
         elif state == "weights" and plan.settings.stage == 0:
             why = "stage 0 updates whole weights on every rank"
-        log_once(f"{state} are sent as they are, though {wanted[state]} is asked for: {why}.")
+        elif found["gradients"] and state != "weights":
+            why = "sums are not formed by host (ranks_per_host)"
+        done = "kept" if state == "frozen weights" else "sent"
+        log_once(f"{state} are {done} as they are, though {wanted[state]} is asked for: {why}.")
     return plan
+
+
+def _nothing_frozen(plan: Plan) -> str:
+    """Return why no frozen weight rests as codes at stage 3."""
+    if all(group.plan.grad is not None for unit in plan.units for group in unit.groups):
+        return "every parameter is trained"
+    return (
+        f"no unit has sharded matrices of {plan.settings.compression.min_numel:,} elements that are frozen "
+        "(compression.min_numel, stage3_param_persistence_threshold)"
+    )
 
 
 def with_useful_copies(settings: PlanSettings, mesh: Mesh, *, in_place: bool) -> PlanSettings:

@@ -25,7 +25,7 @@ from ..optim.sharded import TILE_ALIGNMENT, TILE_NUMEL, StepSettings
 from ..optim.updater import PrefetchSettings
 from ..planner.spec import Compression, PlanSettings
 from ..planner.unit_tiers import PlacementSettings
-from ..precision.codecs import Blocks, Cast
+from ..precision.codecs import EXACT_SCALE_BITS, Blocks, Cast
 from ..precision.feedback import Feedback
 from ..precision.loss_scale import LossScaler, LossScaleSettings
 from ..precision.policy import Policy
@@ -127,6 +127,7 @@ def policy_of(config: Config) -> Policy:
 WEIGHT_BITS, GRADIENT_BITS = 8, 4  # of zero_quantized_weights and zero_quantized_gradients
 GRADIENT_BLOCK = {8: 256, 4: 128}
 KEPT_ERRORS: dict[str, Cast | Blocks] = {"bf16": Cast(torch.bfloat16), "int8": Blocks(8, 256)}
+EXACT_INSIDE = 16  # inside_bits that ask for no codes, whatever dtype gradients are collected in
 
 
 def compression_of(config: Config) -> Compression:
@@ -148,11 +149,22 @@ def compression_of(config: Config) -> Compression:
             "take another master, or leave weights as they are.",
         )
     grad_bits = gradients.bits or (GRADIENT_BITS if zero.zero_quantized_gradients else None)
+    codes_inside = gradients.inside_bits != EXACT_INSIDE
+    if codes_inside and not grad_bits and not zero.compression.auto:
+        raise UsageError(
+            f"zero_optimization.compression.gradients.inside_bits is {gradients.inside_bits}, and gradients travel as "
+            "they are.",
+            "What is sent in few bits inside a host is sent so between hosts too, where the link is slower.",
+            "state gradients.bits, zero_quantized_gradients or compression.auto as well.",
+        )
     return Compression(
         weights=Blocks(weight_bits, weights.block) if weight_bits else None,
         gradients=Blocks(grad_bits, gradients.block or GRADIENT_BLOCK[grad_bits]) if grad_bits else None,
+        frozen=_frozen_codec(config),
+        inside=Blocks(gradients.inside_bits, GRADIENT_BLOCK[gradients.inside_bits]) if codes_inside else None,
         min_numel=zero.compression.min_numel,
         feedback=feedback_of(config) if grad_bits else None,
+        left_open=_left_open(config, weight_bits, grad_bits),
     )
 
 
@@ -163,6 +175,46 @@ def feedback_of(config: Config) -> Feedback | None:
         return None if asked.error_feedback == "off" else Feedback(KEPT_ERRORS[asked.error_feedback])
     codec = KEPT_ERRORS["bf16" if asked.error_feedback == "off" else asked.error_feedback]
     return Feedback(codec, loco.err_beta, loco.reset_T)
+
+
+def _left_open(config: Config, weight_bits: int | None, grad_bits: int | None) -> tuple[str, ...]:
+    """Return which states' bits `compression.auto` is to choose: weights at stage 3, where no state hangs on them."""
+    zero = config.zero_optimization
+    if not zero.compression.auto:
+        return ()
+    found = ("weights",) if zero.stage == 3 and not weight_bits else ()
+    if grad_bits:
+        return found
+    if feedback_of(config) is not None:
+        raise UsageError(
+            "compression.auto leaves the bits of gradients open beside error feedback (error_feedback, "
+            "zeropp_loco_param).",
+            "What codes leave out is a state of its own, in checkpoints too, and hangs on the codes.",
+            "state compression.gradients.bits, or leave error feedback out.",
+        )
+    return (*found, "gradients")
+
+
+def choices_of(config: Config) -> dict[str, tuple[Blocks, ...]]:
+    """Return the codecs that `compression.auto` chooses among, by state, in blocks of the sizes that are stated."""
+    codes = config.zero_optimization.compression
+    gradients = tuple(Blocks(bits, codes.gradients.block or block) for bits, block in GRADIENT_BLOCK.items())
+    return {"weights": (Blocks(WEIGHT_BITS, codes.weights.block),), "gradients": gradients}
+
+
+def _frozen_codec(config: Config) -> Blocks | None:
+    """As what frozen matrices rest (zero_quantized_nontrainable_weights), None: as they are."""
+    zero = config.zero_optimization
+    if not zero.zero_quantized_nontrainable_weights:
+        return None
+    if zero.offload_param.device != "none":
+        raise UsageError(
+            f"zero_quantized_nontrainable_weights beside offload_param.device {zero.offload_param.device!r} is not "
+            "built.",
+            "Codes rest on the training device; in another memory frozen weights rest as they are.",
+            "leave one of the two out: codes take a quarter of fp32 or half of bf16, another memory takes all.",
+        )
+    return Blocks(WEIGHT_BITS, zero.compression.weights.block, EXACT_SCALE_BITS)
 
 
 def is_open(config: Config, key: str) -> bool:

@@ -23,6 +23,7 @@ from ..base.errors import UsageError, shown
 from ..base.given import refuse, whole_number
 from ..base.log import log_once
 from ..base.mesh import Mesh, current_mesh
+from ..comm.channel import listening_variables
 from ..comm.store import launchers_store
 from ..config import Facts, RawConfig, choose_source, resolve
 from ..config.load import load
@@ -137,6 +138,18 @@ def parameters_of(call: str, name: str, given: Any) -> list[Any]:
                 raise refuse(call, name, given, f"{wanted}, and {shown(member)} is no parameter", "pass parameters.")
         found.append(entry)
     return found
+
+
+def listen_as_stated(raw: RawConfig) -> None:
+    """Let this process listen where the section `network` says, unless its launcher or its user said it already.
+
+    Local; to be called before the ranks meet, who hear of it then.  UsageError for what this host has not.
+    """
+    section: Mapping[str, Any] = raw.get("network", {})
+    stated = listening_variables(section.get("interface"), section.get("ports"))
+    for name, value in stated.items():
+        if (said := os.environ.setdefault(name, value)) != value:
+            log_once(f"{name}={said} stands; the configuration's section `network` would have {value}")
 
 
 def start(raw: RawConfig, request: Request, engine_class: type[Engine] = Engine) -> Engine:

@@ -125,8 +125,9 @@ def set_full_master(param: nn.Parameter, value: Tensor) -> None:
     flat = _flat(value, slot).to(owner.comm_ctx.pool.device)
     owner.weights_changed()
     with torch.no_grad():
-        start, stop, view = owner.weight.local_part(slot, rank)
-        cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
+        start, stop, place = owner.weight.local_range(slot, rank)
+        with owner.weight.writing(place, place + stop - start) as view:
+            cast_master(flat[start:stop].to(owner.master.dtype if owner.master is not None else view.dtype), view)
         if owner.master is not None:
             start, stop, place = owner.master.local_range(slot)
             owner.master.write(place, place + stop - start, flat[start:stop])

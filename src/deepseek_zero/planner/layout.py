@@ -104,12 +104,17 @@ class FlatLayout:
         return tuple(found)
 
 
-def even_layout(names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK) -> FlatLayout:
-    """Granularity "element": parameters end to end, cut into equal slices wherever the cut falls."""
+def even_layout(
+    names: Sequence[str], shapes: Sequence[Shape], ranks: int, block: int = BLOCK, grain: int = 1
+) -> FlatLayout:
+    """Granularity "element": parameters end to end, cut into equal slices wherever the cut falls.
+
+    grain: each parameter begins at a multiple of so many elements; it divides `block`.
+    """
     slots, offset = [], 0
     for name, shape in zip(names, shapes, strict=True):
         slots.append(Slot(name, tuple(shape), offset))
-        offset += prod(shape)
+        offset += -(-prod(shape) // grain) * grain
     per_rank = -(-offset // ranks)
     return FlatLayout(tuple(slots), -(-per_rank // block) * block, ranks)
 
@@ -155,14 +160,15 @@ def messages_of(slice_numel: int, ranks: int, bucket_numel: int, most: int = 1 <
 
 
 @cache
-def hop_wires(wire: Codec, summand: torch.dtype, near: int) -> tuple[Codec, Codec]:
+def hop_wires(wire: Codec, summand: torch.dtype, near: int, inside: Codec | None) -> tuple[Codec, Codec]:
     """Return how gradients are sent among the ranks of a host, and how the hosts' sums are; of one hop the first holds.
 
-    Codes are for links between hosts: inside one, summands travel as they are collected.  near: as `GroupPlan` has it.
+    Codes are for links between hosts: inside one, summands travel as they are collected, unless `inside` says how.
+    near: as `GroupPlan` has it.
     """
     if near == 1:
         return wire, wire
-    return (Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
+    return (inside or Cast(summand), wire) if isinstance(wire, Blocks) else (wire, Cast(torch.float32))
 
 
 @cache

@@ -1,6 +1,6 @@
 """What a group's states and an optimizer's moments take, in bytes; report/measure.py finds what is held.
 
-    bytes = sum over groups and states of numel(placement) x itemsize
+    bytes = sum over groups and states of numel(placement) x itemsize, or the length of the codes that they rest as
 
 A whole plan's bytes, with what the pool lends and a step works in, are `Plan.bytes_by_state` (plan.py).
 """
@@ -28,7 +28,7 @@ COUNTER_BYTES = 4  # torch keeps steps in fp32 scalars
 
 def spec_bytes(spec: Spec | None, padded_numel: int, ranks: int) -> int:
     """Bytes one rank holds of one state."""
-    return 0 if spec is None else spec.numel(padded_numel, ranks) * spec.dtype.itemsize
+    return 0 if spec is None else spec.resting.nbytes(spec.numel(padded_numel, ranks))
 
 
 def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str] = STATES) -> dict[str, int]:

@@ -24,7 +24,7 @@ from .pool_estimate import Size, buffer_bytes, pool_buffers
 from .schedule import Schedule, schedule_units
 from .spec import PlanSettings
 from .unit_tiers import PlacementSettings, TierChoices, assign_tiers, split_by_ratio
-from .units import UnitPlan, plan_units
+from .units import GroupPlan, UnitPlan, plan_units
 from .update import ParamGroupPlan, UpdatePlan, UpdateSettings, plan_update
 from .volume import StepVolume, step_volume
 
@@ -157,12 +157,29 @@ class Plan:
     def _coded_line(self) -> list[str]:
         """Return the bytes of a step with and without codes, if some matrices are coded on their way."""
         groups = [group for unit in self.units for group in unit.groups if group.is_coded]
+        resting = self._resting_line([group for group in groups if group.plan.weight.rests_as is not None])
+        if why := self.settings.compression.why:
+            resting.append(f"codes by measurement: {why}")
+        sent, exact = self.volume().state_bytes, self.uncoded().volume().state_bytes
+        if not groups or not sent:
+            return resting
+        return [
+            *resting,
+            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in {len(groups)} groups; a "
+            f"step sends {format_bytes(sent)} of states instead of {format_bytes(exact)} ({exact / sent:.2f} x less)",
+        ]
+
+    def _resting_line(self, groups: list[GroupPlan]) -> list[str]:
+        """Return what groups that rest as codes take of this rank, and would take as numbers, if there are some."""
         if not groups:
             return []
-        sent, exact = self.volume().state_bytes, self.uncoded().volume().state_bytes
+        kept, exact = (
+            sum(group_bytes(each, 0, ("weight",))["weight"] for each in every)
+            for every in (groups, [group.uncoded() for group in groups])
+        )
         return [
-            f"codes on the wire: {sum(group.layout.numel for group in groups):,} elements in {len(groups)} groups; a "
-            f"step sends {format_bytes(sent)} of states instead of {format_bytes(exact)} ({exact / sent:.2f} x less)"
+            f"codes at rest: {sum(group.layout.numel for group in groups):,} frozen elements take {format_bytes(kept)} "
+            f"of this rank instead of {format_bytes(exact)}"
         ]
 
     def _secondary_line(self) -> list[str]:

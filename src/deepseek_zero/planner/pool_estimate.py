@@ -132,11 +132,12 @@ class _StepReplay:
         return [gathered_size(group) for group in unit.sharded if not (self.in_place and _is_seen(group))]
 
     def _send_weights(self, number: int) -> None:
-        """Weights that are coded travel in a buffer of their own."""
-        wires = [(group.weight_wire, group.padded_numel) for group in self.units[number].sharded if _is_coded(group)]
-        if sizes := [(wire.dtype, wire.length(numel)) for wire, numel in wires]:
-            self.coded[number] = sizes
-            self.ledger.take([*sizes, self.scratch])
+        """Weights that are coded travel in a buffer of their own; one rank decodes them where they rest."""
+        coded = [group for group in self.units[number].sharded if _is_coded(group)]
+        if coded:
+            travelling = [(group.weight_wire, group.padded_numel) for group in coded if group.ranks > 1]
+            self.coded[number] = [(wire.dtype, wire.length(numel)) for wire, numel in travelling]
+            self.ledger.take([*self.coded[number], self.scratch])
             self.ledger.give([self.scratch])
 
     def _use(self, number: int) -> None:
@@ -251,11 +252,14 @@ def pool_buffers(
     agreed: the schedule in force, None where nothing has been recorded yet.  in_place: all ranks are on one host and
     read each other's memory.  replicas_in_place: as `in_place`, of the ranks that hold the same slices.  near_in_place,
     far_in_place: of those of a host, and those with one place on their hosts.
-    In a world of one nothing is lent but for states that rest in other memories.
+    In a world of one nothing is lent but for states that rest in other memories, or as codes.
     """
     groups = [group for unit in units for group in unit.groups]
     if all(group.ranks == 1 for group in groups):
-        if not any(group.replicas > 1 for group in groups) and not any(group.plan.is_offloaded for group in groups):
+        rows = [group.plan for group in groups]
+        if not any(row.is_offloaded or row.weight.rests_as is not None for row in rows) and all(
+            group.replicas == 1 for group in groups
+        ):
             return Counter()
         in_place = True
     declared = schedule_units(units, settings)

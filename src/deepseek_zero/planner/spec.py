@@ -73,6 +73,9 @@ class Spec:
     """How one state of one group of parameters is kept.
 
     wire: how it is written for its way between ranks, None: as it is.  axes: over whose ranks it is cut, where it is.
+    wire_inside: of summands, how they are written for their way inside a host, where sums are formed by host; None: as
+    they are collected.  rests_as: codes that a rank keeps in place of a slice's elements, which are decoded for every
+    use; the dtype is then that of the decoded.
     """
 
     placement: Placement
@@ -80,14 +83,27 @@ class Spec:
     tier: Tier = Tier.DEVICE
     wire: Codec | None = None
     axes: tuple[str, ...] = SHARD_AXES
+    wire_inside: Codec | None = None
+    rests_as: Blocks | None = None
 
     def numel(self, padded_numel: int, ranks: int) -> int:
         """Elements of a flat buffer of `padded_numel` that one rank holds.  ranks: along the axes."""
         return padded_numel // ranks if self.placement is S else padded_numel
 
+    def gathered(self) -> Spec:
+        """Return the spec of all elements on every rank: themselves, whatever they rest as where they are cut."""
+        return replace(self, placement=R, rests_as=None)
+
+    @property
+    def resting(self) -> Codec:
+        """As what the elements rest: codes, or numbers of the dtype."""
+        return self.rests_as or Cast(self.dtype)
+
     def __str__(self) -> str:
         among = "" if self.axes == SHARD_AXES else f" {'+'.join(self.axes)}"
-        coded = f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
+        coded = f" kept as {self.rests_as}" if self.rests_as is not None else ""
+        coded += f" sent as {self.wire}" if isinstance(self.wire, Blocks) else ""
+        coded += f", inside a host as {self.wire_inside}" if self.wire_inside is not None else ""
         return f"{self.placement.value} {str(self.dtype).removeprefix('torch.')} {self.tier.value}{among}{coded}"
 
 
@@ -201,14 +217,31 @@ class UnitTiers:
 class Compression:
     """How matrices are coded between ranks.
 
-    weights, gradients: None: as they are.  min_numel: a unit whose matrices have fewer elements is not coded.
-    feedback: how ranks keep what codes leave out of gradients; None: they do not.
+    weights, gradients: None: as they are.  frozen: as what sharded weights that nothing trains rest and are sent; None:
+    as others.  inside: of coded gradients, the summands inside a host; None: as they are collected.  min_numel: a unit
+    whose matrices have fewer elements is not coded.  feedback: how ranks keep what codes leave out of gradients; None:
+    they do not.  left_open: which of "weights" and "gradients" nobody stated, so that they were chosen by measurement;
+    why: the numbers that decided.
     """
 
     weights: Blocks | None = None
     gradients: Blocks | None = None
+    inside: Blocks | None = None
+    frozen: Blocks | None = None
     min_numel: int = 0
     feedback: Feedback | None = None
+    left_open: tuple[str, ...] = ()
+    why: str = ""
+
+    @property
+    def codes_weights(self) -> bool:
+        """Return whether matrices are laid out to be coded as weights, if only after a load."""
+        return self.weights is not None or "weights" in self.left_open
+
+    @property
+    def codes_gradients(self) -> bool:
+        """Return whether matrices are laid out to be coded as gradients, if only after a load."""
+        return self.gradients is not None or "gradients" in self.left_open
 
 
 @dataclass(frozen=True)
@@ -286,6 +319,17 @@ def predivide_of(settings: PlanSettings, ranks: int) -> float:
     return float(ranks) if settings.prescale else settings.predivide
 
 
+def gradient_wires(settings: PlanSettings, *, is_coded: bool, near: int) -> tuple[Codec | None, Codec | None]:
+    """Return how gradients are sent, and how inside a host where sums are formed by host; None: as they are collected.
+
+    is_coded, near: as `plan_for` takes them.
+    """
+    compression = settings.compression if is_coded else Compression()
+    reduced = Cast(settings.policy.reduce) if settings.policy.reduce is not None else None
+    inside = compression.inside if near > 1 and compression.gradients is not None else None
+    return compression.gradients or reduced, inside
+
+
 def plan_for(
     settings: PlanSettings,
     dtype: torch.dtype,
@@ -294,9 +338,10 @@ def plan_for(
     persistent: bool,
     ranks: int,
     is_coded: bool = False,
+    near: int = 1,
 ) -> ShardPlan:
     """Return the specs of parameters of one dtype.  dtype: what they were built with.  ranks: that share slices.
-    is_coded: the compression of the settings is for them.
+    is_coded: the compression of the settings is for them.  near: as `GroupPlan` has it.
 
     On one rank a gradient shard is the whole gradient, so it is accumulated where it lies (P) at every stage, unless it
     lies in another memory.  A master that is the weight itself lies where the weight does.  Weights that rest in
@@ -308,9 +353,12 @@ def plan_for(
     sends_differences = trainable and weight_place is R and state_place is S and compression.weights is not None
     coded_as = compression.weights if weight_place is S or sends_differences else None
     weight = Spec(weight_place, settings.policy.weight_dtype(dtype), weight_tier, coded_as)
+    if weight_place is S and not trainable and compression.frozen is not None:
+        weight = replace(weight, wire=compression.frozen, rests_as=compression.frozen)
     secondary = None
     if weight_place is S and weight_tier is Tier.DEVICE and 1 < settings.secondary_ranks < ranks:
-        secondary = replace(weight, axes=INNER_AXES, wire=None)  # it is what was decoded, and stays among neighbours
+        # It is what was decoded, and stays among neighbours.
+        secondary = replace(weight, axes=INNER_AXES, wire=None, rests_as=None)
     if not trainable:
         return ShardPlan(weight, secondary=secondary)
     policy = settings.policy
@@ -322,8 +370,9 @@ def plan_for(
         master = replace(master, tier=weight.tier)
     in_place = grad_place is P or settings.reduces_once or (ranks == 1 and tier is Tier.DEVICE)
     grad_dtype = policy.grad_dtype(weight.dtype, settings.accumulation * settings.row_parts)
-    wire = compression.gradients or (Cast(policy.reduce) if policy.reduce is not None else None)
-    grad = Spec(P, grad_dtype, wire=wire) if in_place else Spec(S, grad_dtype, tier, wire)
+    wire, inside = gradient_wires(settings, is_coded=is_coded, near=near)
+    place, rests_on = (P, Tier.DEVICE) if in_place else (S, tier)
+    grad = Spec(place, grad_dtype, rests_on, wire, wire_inside=inside)
     kept = policy.moments if moments.dtype == torch.float32 else "fp32"
     return ShardPlan(
         weight, grad, master, moments, is_weight, kept, settings.delayed_update, secondary, compression.feedback

@@ -16,8 +16,8 @@ from ..base.errors import NotBuiltError, UsageError
 from ..base.mesh import Mesh
 from ..precision.codecs import CODED, Blocks, Cast, Codec
 from .auto_wrap_policy import ModelShape, UnitShape
-from .layout import LAYOUTS, FlatLayout, Shape, hop_wires
-from .spec import PlanSettings, R, S, ShardPlan, plan_for, predivide_of
+from .layout import LAYOUTS, FlatLayout, Shape, even_layout, hop_wires
+from .spec import PlanSettings, R, S, ShardPlan, gradient_wires, plan_for, predivide_of
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class GroupPlan:
     @property
     def hop_wires(self) -> tuple[Codec, Codec]:
         """How gradients of this group are sent inside a host, and between hosts; of one hop the first holds."""
-        return hop_wires(self.grad_wire, self.summand_dtype, self.near)
+        assert self.plan.grad is not None
+        return hop_wires(self.grad_wire, self.summand_dtype, self.near, self.plan.grad.wire_inside)
 
     @property
     def weight_wire(self) -> Codec:
@@ -126,9 +127,19 @@ class GroupPlan:
 
     def uncoded(self) -> GroupPlan:
         """Return the same group with everything sent as it is kept."""
-        grad = replace(self.plan.grad, wire=None) if self.plan.grad is not None else None
-        plan = replace(self.plan, weight=replace(self.plan.weight, wire=None), grad=grad, feedback=None)
-        return replace(self, plan=plan)
+        grad = replace(self.plan.grad, wire=None, wire_inside=None) if self.plan.grad is not None else None
+        weight = replace(self.plan.weight, wire=None, rests_as=None)
+        return replace(self, plan=replace(self.plan, weight=weight, grad=grad, feedback=None))
+
+    def sent_as(self, settings: PlanSettings) -> GroupPlan:
+        """Return the same group with sharded weights, and gradients, sent as other settings have it."""
+        weight, grad, is_coded = self.plan.weight, self.plan.grad, self.key is not None and self.key.is_coded
+        if weight.placement is S and weight.rests_as is None:
+            weight = replace(weight, wire=settings.compression.weights if is_coded else None)
+        if grad is not None:
+            wire, inside = gradient_wires(settings, is_coded=is_coded, near=self.near)
+            grad = replace(grad, wire=wire, wire_inside=inside)
+        return replace(self, plan=replace(self.plan, weight=weight, grad=grad))
 
     def relayout(self, granularity: str) -> GroupPlan:
         """Return the same group, laid out at another granularity ("element", "tensor")."""
@@ -189,21 +200,26 @@ class UnitPlan:
 def coded_names(unit: UnitShape, persistent: frozenset[str], settings: PlanSettings, ranks: int) -> frozenset[str]:
     """Return the names of those parameters of a unit that are compressed on their way between so many ranks.
 
-    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.
+    Matrices alone: one norm's weight of 1 in a block would leave the weights beside it, near 0.02, three codes.  On one
+    rank nothing travels, and frozen ones rest as codes all the same.
     """
     compression = settings.compression
     found = {
-        name: param.numel
+        name: param
         for name, param in unit.params.items()
         if len(param.shape) >= 2
         and name not in persistent
         and (
-            (compression.weights is not None and (settings.stage == 3 or (settings.stage > 0 and param.trainable)))
-            or (compression.gradients is not None and param.trainable)
+            (compression.codes_weights and (settings.stage == 3 or (settings.stage > 0 and param.trainable)))
+            or (compression.codes_gradients and param.trainable)
+            or (compression.frozen is not None and settings.stage == 3 and not param.trainable)
         )
         and settings.policy.weight_dtype(param.dtype) in CODED
     }
-    return frozenset(found) if ranks > 1 and sum(found.values()) >= compression.min_numel else frozenset()
+    if sum(param.numel for param in found.values()) < compression.min_numel:
+        return frozenset()
+    rests = {name for name, param in found.items() if compression.frozen is not None and not param.trainable}
+    return frozenset(found) if ranks > 1 else frozenset(rests)
 
 
 def group_params(
@@ -258,6 +274,7 @@ def plan_group(
     uncut: names of parameters whose optimizer needs whole tensors.
     """
     settings = settings.for_unit(unit, full_precision=key.full_precision)
+    near = mesh.near_size(settings.ranks_per_host or 1)
     plan = plan_for(
         settings,
         key.dtype,
@@ -265,11 +282,12 @@ def plan_group(
         persistent=key.persistent,
         ranks=mesh.shard_size,
         is_coded=key.is_coded,
+        near=near,
     )
-    layout = LAYOUTS["element"](names, shapes, mesh.shard_size)
+    grain = plan.weight.rests_as.granule if plan.weight.rests_as is not None else 1  # no block has two parameters'
+    layout = even_layout(names, shapes, mesh.shard_size, grain=grain)
     replicas = mesh.dp_replicate * max(1, len(key.sharers))
     secondary_ranks = settings.secondary_ranks if plan.secondary is not None else 1
-    near = mesh.near_size(settings.ranks_per_host or 1)
     group = GroupPlan(plan, layout, key, predivide_of(settings, mesh.reduce_size), replicas, secondary_ranks, near)
     return group.relayout("tensor") if group.may_be_cut and any(name in uncut for name in names) else group
 

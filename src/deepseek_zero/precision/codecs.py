@@ -9,6 +9,9 @@ A scale below 2^-126 is zero, and so are its codes.  A block that holds a NaN or
 of it comes back as NaN, which whoever looks for an overflow finds.  Codes are symmetric, so a zero stays a zero, and
 use their full range, so nothing is clipped.
 
+Scales of 17 bits (`EXACT_SCALE_BITS`) are for values that rest as codes: a code's 7 bits times such a scale fit in
+fp32, so that what is decoded, in any dtype of `CODED`, encodes to the same codes and scales again.
+
 A message is all codes, then all scales, in one flat tensor.  Every operation is elementwise IEEE fp32, a product is
 rounded before it is added to anything, and tiles are whole blocks: devices, tiles and transports change no bit.
 """
@@ -28,6 +31,7 @@ CODED = (torch.float32, torch.bfloat16, torch.float16)  # dtypes whose every num
 LARGEST = {8: 127, 4: 7}
 SMALLEST_SCALE = 2.0**-126
 DECODED_AT_ONCE = PerDevice(cpu=1 << 16, accelerator=1 << 24)  # values, in two passes, where no scratch says how many
+FP32_BITS, EXACT_SCALE_BITS = 24, 17  # of a scale's significand
 LEAST_SCRATCH = 3  # granules that every codec can work in
 
 
@@ -64,10 +68,13 @@ class Cast:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The codec of blocks.  bits: of a code, 8 or 4.  block: values that share a scale, a power of two."""
+    """The codec of blocks.  bits: of a code, 8 or 4.  block: values that share a scale, a power of two.  scale_bits: to
+    which the significand of a scale is rounded.
+    """
 
     bits: int
     block: int
+    scale_bits: int = FP32_BITS
 
     dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
     message_numel: ClassVar[int] = 1 << 20  # most values of one, so that others are coded and added up while it travels
@@ -122,6 +129,10 @@ class Blocks:
         if not asks or not isfinite(float(scale.sum())):
             scale.add_(torch.sub(scale, scale, out=low))  # an infinity becomes a NaN; finite numbers stay
             is_lost = scale.isnan()
+        if dropped := FP32_BITS - self.scale_bits:  # to nearest, upwards from the middle
+            scale.view(torch.int32).add_(1 << (dropped - 1)).bitwise_and_(-1 << dropped)
+            if is_lost is not None:
+                scale.masked_fill_(is_lost, float("nan"))  # the bits of a NaN may be all ones, which were added to
         torch.reciprocal(scale, out=inverse)
         if not asks or not float(scale.amin()) >= SMALLEST_SCALE:
             is_zero = scale < SMALLEST_SCALE
@@ -198,6 +209,12 @@ class Blocks:
 
     def __str__(self) -> str:
         return f"int{self.bits}/{self.block}"
+
+
+def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:
+    """Return scratch in which a codec works on so many values at once, or on tiles of them."""
+    tile = min(numel, 4 * DECODED_AT_ONCE.on(device))
+    return torch.empty(max(tile, LEAST_SCRATCH * codec.granule), dtype=torch.float32, device=device)
 
 
 Codec = Cast | Blocks

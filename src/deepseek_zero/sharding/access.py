@@ -47,7 +47,7 @@ def gather_full(buffer: FlatBuffer, group: ParamGroup, what: str) -> Tensor:
     """A copy of a state's elements, all of them, flat.  Collective where the state is sharded."""
     full = FlatBuffer(
         group.layout,
-        replace(buffer.spec, placement=R),
+        buffer.spec.gathered(),
         torch.empty(group.layout.padded_numel, dtype=buffer.spec.dtype, device=group.comm_ctx.pool.device),
     )
     if buffer.spec.placement is S:
@@ -112,7 +112,7 @@ class GatheredParameters:
                 group.is_pinned = True
                 copy = gather_full(group.weight, group, group.members[0].name)
                 self._copies.append(copy)
-                buffer = FlatBuffer(group.layout, replace(group.plan.weight, placement=R), copy)
+                buffer = FlatBuffer(group.layout, group.plan.weight.gathered(), copy)
                 for member in group.members:
                     member.unshard(buffer.view(member.slot))
         if self.modifier_rank is None:

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +23,7 @@ from ..comm.collectives import DONE, Comm, OrderedIssueQueue, Pending, ordered_s
 from ..comm.transports.base import SymmetricMemory, Use
 from ..planner.layout import BLOCK, SUM_TILE_NUMEL, FlatLayout, Slot, hop_wires, message_rooms, messages_of
 from ..planner.spec import TRANSITIONS, Movement, P, R, S, Spec
-from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.codecs import Blocks, Cast, Codec, work_room
 from ..precision.feedback import Errors
 from ..tiers.budget import DeviceBudget
 from ..tiers.tier import COMPLETED, CopyEngine, CopyEvent, Extent, Tier, Tiers, copy_engine_for, read_now
@@ -125,9 +126,11 @@ class FlatBuffer:
     """One state of one group of parameters on this rank: the whole buffer if replicated or partial, a slice if sharded.
 
     memory: its elements, flat, in the spec's dtype; with an `extent` they may be offloaded, and `load` and
-    `elements` fetch them. symmetric: of a sharded weight, the memory through which this rank sees the other slices too.
-    coded_as: of the target of a gather, what slices travel there as; None: exactly, whatever the spec of a state says.
-    errors: of summands that travel as codes, what those before have left out; None: nothing is kept of it.
+    `elements` fetch them.  Where the spec says that they rest as codes it is one message of these, and elements are
+    copies: to be read, or written by `writing`, which codes them again. symmetric: of a sharded weight, the memory
+    through which this rank sees the other slices too. coded_as: of the target of a gather, what slices travel there as;
+    None: exactly, whatever the spec of a state says. errors: of summands that travel as codes, what those before have
+    left out; None: nothing is kept of it.
     """
 
     layout: FlatLayout
@@ -144,13 +147,32 @@ class FlatBuffer:
 
         Offloaded ones are fetched as by `elements`; whoever knows that they are not offloaded takes `memory`.
         """
-        return self.memory if self.extent is None else self.elements(0, self.memory.numel())
+        return self.memory if self._is_plain else self.elements(0, self.numel)
+
+    @property
+    def numel(self) -> int:
+        """Return how many elements this rank holds."""
+        return self.spec.numel(self.layout.padded_numel, self.layout.ranks)
+
+    @property
+    def _is_plain(self) -> bool:
+        """Return whether `memory` has the elements themselves, always."""
+        return self.extent is None and self.spec.rests_as is None
+
+    def _decoded(self, codec: Blocks, low: int, high: int) -> Tensor:
+        """Return elements [low, high) in new memory, out of the codes that they rest as."""
+        start, stop = low // codec.granule * codec.granule, -(-high // codec.granule) * codec.granule
+        found = torch.empty(stop - start, dtype=self.spec.dtype, device=self.memory.device)
+        codec.decode(self.memory, start, stop, found, work_room(codec, stop - start, found.device))
+        return found[low - start : high - start]
 
     def elements(self, low: int, high: int) -> Tensor:
         """Return a flat view of elements [low, high), fetched if they are offloaded; pending updates run first.
 
         Local. Raises `StorageError` if a disk fails.
         """
+        if self.spec.rests_as is not None:
+            return self._decoded(self.spec.rests_as, low, high)
         if self.extent is None:
             return self.memory[low:high]
         self.guard.before_read()
@@ -158,21 +180,41 @@ class FlatBuffer:
 
     def write(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be written: a save behind the training has copied the old values by
-        then.
+        then.  Of elements that do not rest as codes: these are written by `writing`.
         """
+        assert self.spec.rests_as is None, "what is written to a copy of decoded elements is lost"
         self.guard.before_write()
         return self.elements(low, high)
 
+    @contextmanager
+    def writing(self, low: int, high: int) -> Iterator[Tensor]:
+        """Open a block that writes elements [low, high), flat, in the tensor that it is given.
+
+        Where they rest as codes these are made as the block ends, of whole blocks of elements: a part of one is coded
+        with the rest of it, whose codes it may change.
+        """
+        codec = self.spec.rests_as
+        if codec is None:
+            yield self.write(low, high)
+            return
+        self.guard.before_write()
+        start, stop = low // codec.granule * codec.granule, -(-high // codec.granule) * codec.granule
+        held = self._decoded(codec, start, stop)
+        yield held[low - start : high - start]
+        codec.encode(held, self.memory, work_room(codec, stop - start, held.device), start)
+
     def read(self, low: int, high: int) -> Tensor:
         """Return a view as `elements` does, to be read only: a disk need not store it again."""
-        if self.extent is None:
+        if self._is_plain:
             return self.memory[low:high]
+        if self.extent is None:
+            return self.elements(low, high)
         self.guard.before_read()
         return self.extent.read(low, high)
 
     def read_now(self, low: int, high: int) -> Tensor:
         """Return a view as `read` does, of the values as they are now, whatever update is pending."""
-        return self.memory[low:high] if self.extent is None else read_now(self.extent, low, high)
+        return self.read(low, high) if self.extent is None else read_now(self.extent, low, high)
 
     @property
     def is_offloaded(self) -> bool:
@@ -180,14 +222,15 @@ class FlatBuffer:
 
     @classmethod
     def empty(cls, layout: FlatLayout, spec: Spec, device: torch.device) -> FlatBuffer:
-        numel = spec.numel(layout.padded_numel, layout.ranks)
-        return cls(layout, spec, torch.zeros(numel, dtype=spec.dtype, device=device))
+        resting, numel = spec.resting, spec.numel(layout.padded_numel, layout.ranks)
+        return cls(layout, spec, torch.zeros(resting.length(numel), dtype=resting.dtype, device=device))
 
     @classmethod
     def allocate(cls, layout: FlatLayout, spec: Spec, comm_ctx: CommContext, what: str) -> FlatBuffer:
         """Allocate a state in the memory that its plan names. Local."""
         if spec.tier is Tier.DEVICE:
             return cls.empty(layout, spec, comm_ctx.pool.device).counted(comm_ctx, what)
+        assert spec.rests_as is None, "engine/settings.py refuses codes that rest elsewhere"
         numel = spec.numel(layout.padded_numel, layout.ranks)
         extent = comm_ctx.tiers.reserve(spec.tier, numel, spec.dtype, what)
         return cls(layout, spec, extent.memory, extent=extent)
@@ -248,14 +291,20 @@ class FlatBuffer:
 
     def local_part(self, slot: Slot, rank: int) -> tuple[int, int, Tensor]:
         """Return (start, stop, view): the range of a parameter that this rank's buffer holds, and its elements,
-        flat, to be written.
+        flat, to be written as those of `write`.
         """
-        self.guard.before_write()
+        start, stop, place = self.local_range(slot, rank)
+        return start, stop, self.write(place, place + stop - start)
+
+    def local_range(self, slot: Slot, rank: int) -> tuple[int, int, int]:
+        """Return (start, stop, place): the range of a parameter that this rank's buffer holds, and the place of its
+        first element there.
+        """
         if self.spec.placement is R:
-            return 0, slot.numel, self.elements(slot.start, slot.stop)
-        view = self.owned_view(slot, rank)
+            return 0, slot.numel, slot.start
+        place, end = self.owned_range(slot, rank)
         start = self.layout.owned(slot, rank)[0] - slot.start
-        return start, start + view.numel(), view
+        return start, start + end - place, place
 
     def owned_view(self, slot: Slot, rank: int) -> Tensor:
         """Return a flat view of the part of a parameter that a rank owns."""
@@ -329,6 +378,8 @@ def move(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommContext, what: st
         case Movement.ALL_GATHER:
             if source.symmetric is not None and source.symmetric.whole is target.memory:
                 return comm_ctx.comm.gather_in_place(source.symmetric, what)
+            if source.spec.rests_as is not None:
+                return _gather_codes(source.memory, source.spec.rests_as, target, comm_ctx, what)
             if source.extent is not None:
                 return _gather_offloaded(source, source.extent, target, comm_ctx, what)
             return _all_gather(source.memory, target, comm_ctx, what)
@@ -487,20 +538,37 @@ def _all_gather(own: Tensor, target: FlatBuffer, comm_ctx: CommContext, what: st
     if target.coded_as is not None and comm.size > 1:
         message = Message.of(target, target.coded_as, comm_ctx.pool)
         message.encode(own, comm.rank * slice_numel)
-        pending = all_gather(message.memory, lane, comm_ctx, what)
-
-        def decode() -> None:  # this rank's own slice too: every rank computes with the same bits
-            for rank in range(comm.size):
-                message.decode(rank * slice_numel, target.shard(rank))
-            message.arrived()
-
-        return pending.then(decode)
+        return _gather_message(message, target, comm_ctx, what)
     into = target.shard(comm.rank)
     if into.data_ptr() != own.data_ptr():
         into.copy_(own)
     if comm.size == 1:
         return DONE
     return all_gather(target.load(), lane, comm_ctx, what)
+
+
+def _gather_codes(codes: Tensor, codec: Blocks, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+    """Gather a state that rests as codes: they travel as they are, and the target is decoded."""
+    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+    if comm.size == 1:
+        message = Message(codec, codes, comm_ctx.pool, is_lent=False)
+    else:
+        message = Message.of(target, codec, comm_ctx.pool)
+        message.piece(comm.rank * slice_numel, (comm.rank + 1) * slice_numel).copy_(codes)
+    return _gather_message(message, target, comm_ctx, what)
+
+
+def _gather_message(message: Message, target: FlatBuffer, comm_ctx: CommContext, what: str) -> Pending:
+    """Gather a message of which this rank's piece is written, and decode all of it into the target."""
+    comm, slice_numel = comm_ctx.comm, target.layout.slice_numel
+    pending = DONE if comm.size == 1 else all_gather(message.memory, "gather", comm_ctx, what)
+
+    def decode() -> None:  # this rank's own slice too: every rank computes with the same bits
+        for rank in range(comm.size):
+            message.decode(rank * slice_numel, target.shard(rank))
+        message.arrived()
+
+    return pending.then(decode)
 
 
 def all_gather(full: Tensor, lane: str, comm_ctx: CommContext, what: str) -> Pending:
@@ -521,7 +589,8 @@ def _reduce_scatter(
     if not layout.slice_numel:
         return DONE
     wire = source.spec.wire or Cast(source.spec.dtype)
-    wires = hop_wires(wire, source.spec.dtype, 1 if comm_ctx.hosts is None else comm_ctx.hosts.near.size)
+    near = 1 if comm_ctx.hosts is None else comm_ctx.hosts.near.size
+    wires = hop_wires(wire, source.spec.dtype, near, source.spec.wire_inside)
     message = Message.of(source, wires[0], comm_ctx.pool)
     if comm.size == 1 and own.data_ptr() == message.memory.data_ptr():
         return DONE

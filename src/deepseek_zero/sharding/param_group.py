@@ -23,7 +23,7 @@ from ..base.errors import AtRestError, UsageError
 from ..base.memory import private_pages, return_pages, trim_heap
 from ..comm.collectives import DONE, Comm, Pending, scatter
 from ..planner.layout import FlatLayout, Slot
-from ..planner.spec import P, Placement, R, S, ShardPlan, Spec
+from ..planner.spec import P, Placement, PlanSettings, R, S, ShardPlan, Spec
 from ..planner.units import GroupPlan
 from ..precision.compact import round_to_bf16
 from ..precision.feedback import Errors
@@ -143,13 +143,14 @@ class ParamGroup:
         set_placeholders(self.members, self.placeholder)
         comm = self.comm_ctx.comm
         built = (self.plan.moments or self.plan.weight).dtype
-        full = FlatBuffer(self.layout, replace(self.plan.weight, placement=R, dtype=built), self._packed(built))
+        full = FlatBuffer(self.layout, replace(self.plan.weight.gathered(), dtype=built), self._packed(built))
         broadcast_from_first(full, comm, f"values of {names[0]}" if names else "values", only_own=self.is_sharded)
         self._take_from_first_replica(full)
         self._allocate_weight(names[0])
         self._views = []
         whole = self.plan.weight.placement is R
-        cast_master(full.memory if whole else full.shard(comm.rank), self.weight.load())
+        with self.weight.writing(0, self.weight.numel) as own:
+            cast_master(full.memory if whole else full.shard(comm.rank), own)
         self.master = build_master(self.weight, self.plan, self.comm_ctx)
         if self.master is not None and not self.plan.master_is_weight:
             values = full.memory if self.master.placement is R else full.shard(comm.rank)
@@ -187,7 +188,7 @@ class ParamGroup:
     def relayout(self, granularity: str) -> None:
         """Cut the group anew, keeping the bits of weight and master. Collective; gradients are dropped."""
         source = self.master.values() if self.master is not None else self.weight
-        full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
+        full = FlatBuffer(self.layout, source.spec.gathered(), self._whole(source))
         for member in self.members:
             member.unshard(full.view(member.slot))
         self.planned = self.planned.relayout(granularity)
@@ -199,14 +200,14 @@ class ParamGroup:
         Collective.
         """
         source = self.master.values() if self.master is not None else self.weight
-        full = FlatBuffer(self.layout, replace(source.spec, placement=R), self._whole(source))
+        full = FlatBuffer(self.layout, source.spec.gathered(), self._whole(source))
         for member in self.members:
             member.unshard(full.view(member.slot).clone())
             clear_owner(member.param)
 
     def _whole(self, source: FlatBuffer) -> Tensor:
         storage = torch.empty(self.layout.padded_numel, dtype=source.spec.dtype, device=self.comm_ctx.pool.device)
-        full = FlatBuffer(self.layout, replace(source.spec, placement=R), storage)
+        full = FlatBuffer(self.layout, source.spec.gathered(), storage)
         move(source, full, self.comm_ctx, self.members[0].name).wait()
         return storage
 
@@ -272,6 +273,16 @@ class ParamGroup:
         if dtype != self.plan.grad.dtype:
             self.planned = self.planned.with_grad_dtype(dtype)
             self.gradient.drop_buffers()
+
+    def send_as(self, settings: PlanSettings) -> None:
+        """Send weights and gradients as other settings have it from now on, between two steps; every rank does so.
+        Local.
+        """
+        planned = self.planned.sent_as(settings)
+        if planned != self.planned:
+            assert self.weight.symmetric is None, "what lies in pages that others read in place does not travel"
+            self.planned, self.weight.spec = planned, planned.plan.weight
+            self.gradient.follow_wires()
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Flush this update before any read of the group's states; None: nothing is pending."""
@@ -381,7 +392,8 @@ class ParamGroup:
             after = full if whole else mine
             self.master.take_changed(before != after, after)
         if self.is_sharded:
-            self.weight.write(0, mine.numel()).copy_(mine)
+            with self.weight.writing(0, mine.numel()) as weight:
+                weight.copy_(mine)
         elif full.data_ptr() != self.weight.memory.data_ptr():
             self.weight.write(0, full.numel()).copy_(full)
 
@@ -405,8 +417,9 @@ class ParamGroup:
         self.weights_changed()
         slot, rank = self.members[self.index[id(param)]].slot, self.comm_ctx.comm.rank
         flat = value.detach().to(self.comm_ctx.pool.device).expand(slot.shape).reshape(-1)
-        start, stop, weight = self.weight.local_part(slot, rank)
-        cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
+        start, stop, low = self.weight.local_range(slot, rank)
+        with self.weight.writing(low, low + stop - start) as weight:
+            cast_master(flat[start:stop].float() if flat.is_floating_point() else flat[start:stop], weight)
         if self.master is not None and not self.plan.master_is_weight:
             start, stop, place = self.master.local_range(slot)
             self.master.write(place, place + stop - start, flat[start:stop])
@@ -714,7 +727,7 @@ class Gradient:
             self._partial = buffer
         else:
             dtype = group.planned.summand_dtype
-            spec = Spec(P, dtype, group.plan.grad.tier, group.plan.grad.wire)
+            spec = replace(group.plan.grad, placement=P, dtype=dtype)
             storage = group.comm_ctx.pool.take(group.layout.padded_numel, dtype)
             self._partial = FlatBuffer(group.layout, spec, storage)
         if self._state is GradState.EMPTY:
@@ -939,6 +952,12 @@ class Gradient:
         assert self._state is GradState.EMPTY and not self.delayed.is_full, "a gradient's memory was dropped with it"
         self.buffer = None
         self.delayed.buffer = None
+
+    def follow_wires(self) -> None:
+        """Send what is collected in the sum's memory as the plan has it now.  Local."""
+        planned = self.group.plan.grad
+        if self.buffer is not None and planned is not None:
+            self.buffer.spec = replace(self.buffer.spec, wire=planned.wire, wire_inside=planned.wire_inside)
 
     def swap_delayed(self, buffer: FlatBuffer | None, absent: set[int] | None, *, is_full: bool) -> None:
         """Take a delayed gradient's place: buffer (None: its values are here already), absent members, whether there

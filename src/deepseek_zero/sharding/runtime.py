@@ -46,7 +46,7 @@ from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
 from ..comm.agreement import agree
 from ..comm.collectives import propagate_errors
 from ..planner.plan import Plan
-from ..planner.spec import PlanSettings
+from ..planner.spec import Compression, PlanSettings
 from ..planner.units import plan_group
 from ..precision.loss_scale import LossScaler
 from ..precision.policy import LOW_PRECISION
@@ -321,7 +321,19 @@ class Runtime:
             self.comm_ctx.tiers.start_counting()
         tuner = self.executor.tuner
         if tuner is not None and (changed := tuner.after_step()) is not None:
-            self.resize(changed)
+            # Sizes alone: the tuner does not hear of what else has changed since it began.
+            self.resize(replace(self.settings, ahead_numel=changed.ahead_numel, bucket_numel=changed.bucket_numel))
+
+    def send_as(self, compression: Compression) -> None:
+        """Send matrices as another compression of the same layout says, between two steps; every rank does so.
+
+        Local.
+        """
+        self.settings = replace(self.settings, compression=compression)
+        for group in self.groups:
+            group.send_as(self.settings)
+        self.executor.replan(self.settings)
+        self.comm_ctx.pool.clear()
 
     def resize(self, settings: PlanSettings) -> None:
         """Go on with other sizes, between two steps; every rank does so after the same step."""

@@ -7,10 +7,7 @@ nothing differs but the way they come; it is in no checkpoint.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..comm.collectives import Pending
-from ..planner.spec import R
 from ..planner.units import GroupPlan
 from .buffer import CommContext, FlatBuffer, move
 
@@ -32,7 +29,7 @@ class SecondaryWeight:
 
         comm_ctx: of the ranks with the slices of the first.  Collective within the gather lane of those, or of the few.
         """
-        target = FlatBuffer(self.buffer.layout, replace(self.buffer.spec, placement=R), whole.memory)
+        target = FlatBuffer(self.buffer.layout, self.buffer.spec.gathered(), whole.memory)
         if self.is_current:
             return move(self.buffer, target, self.comm_ctx, what)
         self.is_current = True  # for gathers behind this one, which come when it has been waited for

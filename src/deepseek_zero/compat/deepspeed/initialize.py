@@ -25,7 +25,7 @@ from ...base.given import refuse, whole_number
 from ...config import choose_source
 from ...config.load import load
 from ...engine.engine import Engine
-from ...engine.start import Request, parameters_of, start
+from ...engine.start import Request, listen_as_stated, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import groups
@@ -81,6 +81,7 @@ def initialize(
     # torch.distributed for their rank even where they are alone.
     unchanged = is_dropin_imported()
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
+    listen_as_stated(raw)
     if dist_init_required is not False:
         (init_distributed if unchanged else join)(distributed_port=distributed_port)
     if unchanged:

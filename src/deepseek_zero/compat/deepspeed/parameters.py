@@ -68,6 +68,11 @@ def _slice(owner: Owner, param: nn.Parameter) -> Tensor:
             f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest on {owner.plan.weight.tier.value}.",
             fix="read this rank's part by deepseek_zero.utils.safe_get_local_fp32_param(param).",
         )
+    if owner.plan.weight.rests_as is not None:
+        raise UnknownNameError(
+            f"ds_tensor of '{owner.name_of(param)}' is not here: the weights rest as {owner.plan.weight.rests_as}.",
+            fix="gather the parameter (deepseek_zero.zero.GatheredParameters), which decodes it.",
+        )
     return owner.weight.local_part(_slot(owner, param), owner.comm_ctx.comm.rank)[2]
 
 

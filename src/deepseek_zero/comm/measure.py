@@ -1,0 +1,115 @@
+"""What the link between hosts carries, measured at the start of a run by the movement that a run makes: an all-gather
+of all ranks at once.
+
+Nothing is measured where no byte leaves a host.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ..base.capabilities import Capability
+from ..base.device import synchronize
+from ..base.errors import PeerError, UsageError
+from ..base.quantities import format_bytes
+from .board import listening_host
+from .channel import interface_of
+from .collectives import Comm
+
+PROBE = "probe"  # as what the meter counts it
+FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 19, 1 << 26, 4  # of a whole buffer; it grows until it takes long enough
+LONG_ENOUGH = 0.08  # seconds, beside which the start of a message is nothing; all of it takes less than half a second
+INTERFACES = Path("/sys/class/net")
+BRIEFLY = 0.04  # the same, where two ways are tried
+WORTH_TRYING_NUMEL, WORTH_SOCKETS = 1_000_000, 1.05
+
+
+def far_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
+    """Return the bytes a second that a rank sends to other hosts while all ranks send: of the slowest rank of all.
+
+    long_enough: seconds of the movement that counts.
+    Collective in the world, over the groups of `comm`; each has ranks on several hosts.  `Comm.far_rate` keeps it.
+    """
+    nbytes = FIRST_BYTES
+    while True:
+        full = comm.empty(max(1, nbytes // comm.size) * comm.size, torch.uint8).zero_()
+        comm.whole.barrier(what)
+        began = time.perf_counter()
+        comm.all_gather(full, "gather", what, PROBE).wait()
+        synchronize(comm.device)
+        row = torch.tensor([time.perf_counter() - began, comm.far_size * full.numel() / comm.size], dtype=torch.float64)
+        table = comm.whole.all_gather_rows(row, what)
+        seconds = float(table[:, 0].max())
+        if seconds >= long_enough or nbytes >= MOST_BYTES:
+            comm.far_rate = found = float(table[:, 1].min()) / seconds
+            return found
+        nbytes *= GROWTH
+
+
+@dataclass(frozen=True)
+class TriedTransport:
+    """Which transport an engine takes; tried: what each was seen to carry between hosts, "" where none was tried.
+
+    rate: what the chosen one was seen to carry, as `Comm.far_rate`.
+    """
+
+    name: str
+    tried: str = ""
+    lacks: str = ""
+    rate: float | None = None
+
+    def capabilities(self) -> list[Capability]:
+        """Return what was tried, if something was."""
+        return [Capability("tried between hosts", self.tried, self.lacks)] if self.tried else []
+
+
+def try_transports(device: torch.device, numel: int) -> TriedTransport:
+    """Try gloo and our own sockets between hosts, and return what carries more; gloo unless sockets carry a
+    twentieth more, since they take more of a core.
+
+    numel: parameters of the model; small ones, and ranks of one host, are not worth the half second that it takes.
+    Collective in the world; every rank gets the same.
+    """
+    ways = {"fastest": "gloo", "tcp": "our own sockets"}
+    gloo = Comm(device, transport="fastest", trains=False)
+    if device.type != "cpu" or not gloo.far_size or numel < WORTH_TRYING_NUMEL:
+        return TriedTransport("fastest")
+    rates = {"fastest": far_rate(gloo, "trying gloo", BRIEFLY)}
+    lacks = ""
+    try:
+        rates["tcp"] = far_rate(Comm(device, transport="tcp", trains=False), "trying our own sockets", BRIEFLY)
+    except PeerError as error:  # every rank has one, where a port is closed
+        lacks = f"our own sockets: {error.what}"
+    chosen = "tcp" if rates.get("tcp", 0.0) > WORTH_SOCKETS * rates["fastest"] else "fastest"
+    told = [f"{ways[way]} carries {format_bytes(rate)}/s of a rank" for way, rate in rates.items()]
+    return TriedTransport(chosen, f"{', '.join(told)}: {ways[chosen]} it is", lacks, rates[chosen])
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one rank can have of the link between hosts.  rate: bytes a second.  source: who says so, as a clause."""
+
+    rate: float
+    source: str
+
+
+def line_of(comm: Comm) -> Line | None:
+    """Return what this rank can have of the link between hosts: what it carried at the start if that was measured, else
+    what the interface says of itself, shared by the ranks of this host; None where nobody knows.  Local.
+    """
+    if comm.far_rate is not None:
+        return Line(comm.far_rate, "it carried at the start")
+    hosts = comm.hosts
+    if hosts is None or hosts.is_one:
+        return None
+    try:
+        name = interface_of(listening_host(hosts))
+        megabits = int((INTERFACES / name / "speed").read_text())
+    except (OSError, ValueError, UsageError):  # no such interface here, or one that does not say
+        return None
+    ranks = hosts.local_size
+    return Line(megabits * 1e6 / 8 / ranks, f"{name} has for each of {ranks} ranks") if megabits > 0 else None

@@ -1,0 +1,71 @@
+"""What a step sends between hosts and inside one: bytes with and without codes, and how much of the line that is.
+
+Made of what the meter counts in any case and of the plan, when somebody asks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..base.meter import Meter
+from ..base.quantities import format_bytes
+from ..comm.measure import Line
+from ..planner.plan import Plan
+
+BETWEEN_HOSTS, INSIDE_A_HOST = "between hosts", "inside a host"
+
+
+@dataclass(frozen=True)
+class NetworkLink:
+    """What one rank sends over one kind of link in a step; uncoded_bytes: and would without codes.
+
+    line: None: unknown, or no line.
+    """
+
+    name: str
+    sent_bytes: float
+    uncoded_bytes: float
+    step_seconds: float
+    line: Line | None = None
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second, over a whole step."""
+        return self.sent_bytes / self.step_seconds if self.step_seconds else 0.0
+
+    def explain(self) -> str:
+        """Return all of it in one line."""
+        words = f"{self.name}: this rank sends {format_bytes(self.sent_bytes)} a step"
+        if self.uncoded_bytes > self.sent_bytes:
+            times = self.uncoded_bytes / self.sent_bytes
+            words += f" instead of {format_bytes(self.uncoded_bytes)} without codes ({times:.2f} x less)"
+        words += f", {format_bytes(self.rate)}/s over a whole step"
+        if self.line is not None:
+            words += (
+                f": {self.rate / self.line.rate:.0%} of the {format_bytes(self.line.rate)}/s that {self.line.source}"
+            )
+        return words
+
+
+def network_links(plan: Plan, meter: Meter, line: Line | None) -> list[NetworkLink]:
+    """Return the links that carried something, far ones first; none before there were two steps.
+
+    Where ranks of a host read each other's memory, what others would be sent counts as sent inside the host.
+    """
+    steps = meter.counted_steps
+    if steps <= 0:
+        return []
+    sent, far = meter.counted_bytes
+    exact, coded = plan.uncoded().volume(), plan.volume()
+    saved = exact.state_bytes - coded.state_bytes
+    if coded.inside_hosts:
+        saved_inside: float = exact.inside_hosts - coded.inside_hosts
+    else:  # each peer is sent the same
+        saved_inside = saved * (1 - far / sent) if sent else 0.0
+    saved_far = saved - saved_inside
+    seconds = sum(meter.clock.seconds.values()) / meter.clock.steps
+    found = (
+        NetworkLink(BETWEEN_HOSTS, far / steps, far / steps + saved_far, seconds, line),
+        NetworkLink(INSIDE_A_HOST, (sent - far) / steps, (sent - far) / steps + saved_inside, seconds),
+    )
+    return [link for link in found if link.sent_bytes]

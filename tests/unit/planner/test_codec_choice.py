@@ -1,0 +1,57 @@
+"""The choice of codes is a function of numbers: what the link and the codecs take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from deepseek_zero.planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
+from deepseek_zero.planner.spec import Compression
+from deepseek_zero.precision.codecs import Blocks
+
+INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
+RATES = {INT8: CodecRate(INT8, 1.1e9, 2.5e9), INT4: CodecRate(INT4, 1.1e9, 1.1e9)}  # elements a second of a core
+MBIT = 1e6 / 8
+
+
+def chosen(link: float, ranks: int = 2, here: int = 1, near: int = 1) -> Compression:
+    weights = Open(gather_traffic(ranks, here, near, 2), (RATES[INT8],))
+    gradients = Open(reduce_traffic(ranks, here, near, 2), (RATES[INT8], RATES[INT4]))
+    return choose_codes(Compression(left_open=("weights", "gradients")), link, weights, gradients)
+
+
+@pytest.mark.parametrize(
+    ("link", "weights", "gradients"),
+    [(100 * MBIT, INT8, INT4), (1000 * MBIT, INT8, INT4), (10_000 * MBIT, None, None)],
+)
+def test_slow_links_take_few_bits_and_fast_ones_none(
+    link: float, weights: Blocks | None, gradients: Blocks | None
+) -> None:
+    found = chosen(link)
+    assert (found.weights, found.gradients) == (weights, gradients)
+    assert found == chosen(link), "the same numbers make the same choice"
+
+
+def test_the_break_even_is_where_the_sums_meet() -> None:
+    """Of a sum over two ranks: 1/2 x 2 bytes, or 1/2 x 0.53125 bytes and an encode and a decode."""
+    codes = 1 / 1.1e9 + 1 / 1.1e9
+    even = (0.9 * 1.0 - 0.53125 / 2) / codes  # bytes a second at which codes take nine tenths
+    assert chosen(even * 0.999).gradients == INT4 and chosen(even * 1.001).gradients != INT4
+    assert reduce_traffic(2, 1, 1, 2).seconds(even, RATES[INT4]) == pytest.approx(0.9 * 1.0 / even)
+
+
+def test_by_host_a_rank_codes_a_part_and_sends_fp32_as_it_is() -> None:
+    flat, by_host = reduce_traffic(4, 2, 1, 2), reduce_traffic(4, 2, 2, 2)
+    assert (flat.far, flat.encoded, flat.decoded, flat.plain_bytes) == (0.5, 1.0, 1.0, 2)
+    assert (by_host.far, by_host.encoded, by_host.decoded, by_host.plain_bytes) == (0.25, 0.5, 0.5, 4)
+    assert gather_traffic(4, 2, 1, 2).far == 0.5 and gather_traffic(4, 2, 2, 2).far == 0.25
+
+
+def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
+    asked = Compression(weights=INT8, left_open=("gradients",))
+    gradients = Open(reduce_traffic(2, 1, 1, 2), (RATES[INT8], RATES[INT4]))
+    found = choose_codes(asked, 100 * MBIT, gradients=gradients)
+    assert replace(found, why="") == replace(asked, gradients=INT4)
+    assert "a rank sends 11.9 MiB/s to other hosts" in found.why and "weights" not in found.why
+    assert "gradients int4/128 (ns an element: as they are 80.00, int8/256 41.93, int4/128 23.07)" in found.why

@@ -1,0 +1,88 @@
+"""What a step sends over each kind of link, in a line: from counters and the plan alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.base.meter import Meter
+from deepseek_zero.comm import measure
+from deepseek_zero.comm.bootstrap import Hosts
+from deepseek_zero.comm.collectives import Comm
+from deepseek_zero.comm.measure import Line, line_of
+from deepseek_zero.planner.plan import Plan, plan_model
+from deepseek_zero.planner.spec import Compression, PlanSettings
+from deepseek_zero.precision.codecs import Blocks
+from deepseek_zero.report.network import BETWEEN_HOSTS, INSIDE_A_HOST, network_links
+
+
+def planned(per_host: int) -> Plan:
+    codes = Compression(weights=Blocks(8, 256), gradients=Blocks(4, 128))
+    settings = PlanSettings(persistence_numel=0, window_numel=0, compression=codes, ranks_per_host=per_host)
+    return plan_model(nn.Linear(512, 512, bias=False), settings, Mesh().on_world(4, 0))
+
+
+def metered(plan: Plan, far: float, steps: int = 2) -> Meter:
+    """The counts of a first step and so many others, of a second each."""
+    meter, volume = Meter(), plan.volume()
+    meter.count("broadcast", 10**6, 10**6)  # before the first step
+    assert meter.end_step()
+    for _ in range(steps):
+        meter.count("all_gather", volume.state_bytes, int(volume.state_bytes * far))
+        meter.end_step()
+    meter.clock.seconds = {"forward": float(steps)}
+    return meter
+
+
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_bytes_are_those_of_a_step_with_and_without_codes(per_host: int) -> None:
+    plan = planned(per_host)
+    volume, exact = plan.volume(), plan.uncoded().volume()
+    far = 2 / 3 if per_host == 1 else (volume.state_bytes - volume.inside_hosts) / volume.state_bytes
+    links = network_links(plan, metered(plan, far), Line(4 * volume.state_bytes * far, "eth0 has"))
+    between, inside = links
+    assert (between.name, inside.name) == (BETWEEN_HOSTS, INSIDE_A_HOST)
+    assert between.sent_bytes + inside.sent_bytes == volume.state_bytes
+    assert between.uncoded_bytes + inside.uncoded_bytes == pytest.approx(exact.state_bytes)
+    padded = 512 * 512
+    if per_host == 1:
+        assert between.uncoded_bytes == pytest.approx(padded * (2 * 4 + 4) / 4 * 2, rel=1e-5)
+    else:
+        assert between.uncoded_bytes == pytest.approx(padded * (2 * 4 + 4) / 4, rel=1e-5)
+        assert inside.uncoded_bytes - inside.sent_bytes == exact.inside_hosts - volume.inside_hosts
+    assert between.rate == between.sent_bytes
+    assert "25% of the" in between.explain() and "that eth0 has" in between.explain()
+    assert "without codes" in between.explain() and "x less" in between.explain()
+
+
+def test_before_two_steps_and_behind_a_reset_nothing_is_claimed_that_was_not_counted() -> None:
+    plan = planned(1)
+    assert network_links(plan, metered(plan, 1.0, steps=0), None) == []
+    meter = metered(plan, 1.0)
+    meter.reset()
+    assert network_links(plan, meter, None) == []
+    meter.count("all_gather", 50, 50)
+    meter.end_step()
+    (between,) = network_links(plan, meter, None)
+    assert between.sent_bytes == 50 and "% of" not in between.explain()
+
+
+def test_a_line_is_what_was_measured_else_what_the_interface_says_to_each_rank_of_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comm = Comm(torch.device("cpu"))
+    assert line_of(comm) is None, "a world of one has no line"
+    monkeypatch.setattr(Comm, "hosts", Hosts(0, ("a", "a", "b", "b")))
+    monkeypatch.setattr(measure, "INTERFACES", tmp_path)
+    monkeypatch.setattr(measure, "listening_host", lambda hosts: "127.0.0.1")
+    (tmp_path / "lo").mkdir()
+    assert line_of(comm) is None
+    for said, expected in (("1000\n", Line(62.5e6, "lo has for each of 2 ranks")), ("-1\n", None)):
+        (tmp_path / "lo" / "speed").write_text(said)
+        assert line_of(comm) == expected
+    comm.far_rate = 7e6
+    assert line_of(comm) == Line(7e6, "it carried at the start")

@@ -1,0 +1,210 @@
+"""Frozen matrices that rest as codes: the bits of one process whose frozen weights were rounded once, the bytes of the
+formula, and whatever reads or writes such weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deepseek_zero.base.errors import UsageError
+from deepseek_zero.config import Facts, resolve
+from deepseek_zero.config.load import load
+from deepseek_zero.engine.settings import plan_settings_of
+from deepseek_zero.planner.spec import Compression
+from deepseek_zero.precision.codecs import EXACT_SCALE_BITS, Blocks, work_room
+from deepseek_zero.sharding.access import GatheredParameters
+from tests.in_process import Rank, optimizer_over, run_ranks, sharded
+from tests.models import Gpt, batch_of, seeded
+from tests.reference import Reference
+from tests.unit.sharding.test_by_host import POLICIES
+
+CODEC = Blocks(8, 64, EXACT_SCALE_BITS)
+SETTINGS: dict[str, Any] = {"stage": 3, "window_numel": 0, "compression": Compression(frozen=CODEC)}
+FROZEN = ("blocks.0.up.weight", "blocks.1.up.weight", "blocks.1.down.weight", "tokens.weight")
+STEPS = 2
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Without decay, so that a frozen weight of the reference, whose gradient is zero, stays."""
+    return torch.optim.SGD(params, lr=0.05, momentum=0.9, foreach=False, fused=False)
+
+
+def adapted() -> nn.Module:
+    """A model of which a part is frozen, as beside adapters; sizes are multiples of no block."""
+    model = seeded(Gpt, blocks=2, width=24, hidden=33)
+    for name, param in model.named_parameters():
+        param.requires_grad_(name not in (*FROZEN, "norm.weight"))
+    return model
+
+
+def rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What comes out of the codec, by its definition: a matrix by itself, in blocks from its first element."""
+    flat = torch.zeros(-(-values.numel() // CODEC.block) * CODEC.block)
+    flat[: values.numel()] = values.detach().to(dtype).flatten().float()
+    rows = flat.view(-1, CODEC.block)
+    part, power = torch.frexp(rows.abs().amax(1, keepdim=True) * torch.tensor(1 / 127))
+    scale = torch.ldexp(torch.floor(part * 2**17 + 0.5) / 2**17, power)
+    codes = torch.where(scale > 0, (rows * (1 / scale)).round(), 0.0)
+    return (codes * scale).flatten()[: values.numel()].view(values.shape).to(dtype)
+
+
+@dataclass
+class Trained:
+    """What one rank has.  codes: of each matrix that it holds a part of, from its own first element on."""
+
+    losses: list[Tensor]
+    weights: dict[str, Tensor]
+    resting: list[Any]
+    runtime: Any
+    sent: int = 0
+
+
+def train(rank: Rank, dtype: torch.dtype, after: Callable[[Any], None] = lambda runtime: None) -> Trained:
+    runtime = sharded(rank, adapted(), **SETTINGS, policy=POLICIES[dtype])
+    optimizer, losses = optimizer_over(runtime, sgd), []
+    for step in range(STEPS):
+        rank.comm.meter.reset()
+        batch = batch_of(step, 0, rank.index)
+        loss = runtime.model(batch.tokens, batch.targets)
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+    sent = rank.comm.meter.total_bytes() - rank.comm.meter.sent_bytes["rows"]
+    after(runtime)
+    weights = {name: value.clone() for name, value in runtime.model.state_dict().items()}
+    return Trained(losses, weights, resting_in(runtime), runtime, sent)
+
+
+def resting_in(runtime: Any) -> list[Any]:
+    return [group for group in runtime.groups if group.plan.weight.rests_as is not None]
+
+
+def codes_of(group: Any, name: str) -> Tensor:
+    """The bytes of one matrix's codes on this rank, then those of its scales."""
+    slot = next(slot for slot in group.layout.slots if slot.name == name)
+    low, high = group.weight.owned_range(slot, group.comm_ctx.comm.rank)
+    numel, stop = group.layout.slice_numel, -(-high // CODEC.block)
+    scales = numel + 4 * (low // CODEC.block), numel + 4 * stop
+    return torch.cat([group.weight.memory[low:high], group.weight.memory[slice(*scales)]])
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(ranks: int, dtype: torch.dtype) -> None:
+    found = run_ranks(ranks, lambda rank: train(rank, dtype), seed=ranks)
+    model = adapted()
+    exact = {name: param.detach().to(dtype) for name, param in model.named_parameters()}
+    for name in FROZEN:
+        param = model.get_parameter(name)
+        param.data = rounded(param, dtype).float()
+        assert not torch.equal(param.to(dtype), exact[name])
+    reference = Reference(model, ranks, 1, adds_first=False, dtype=dtype, make_optimizer=sgd)
+    for step in range(STEPS):
+        losses, _ = reference.step([[batch_of(step, 0, rank)] for rank in range(ranks)])
+        assert all(torch.equal(one.losses[step], losses[rank][0]) for rank, one in enumerate(found))
+    for one in found:
+        for name, weight in reference.values().items():
+            assert torch.equal(one.weights[name], weight), name
+        plan, held = one.runtime.plan, sum(group.weight.memory.nbytes for group in one.runtime.groups)
+        elements = sum(group.layout.slice_numel for group in one.resting)
+        others = [group for group in one.runtime.groups if group not in one.resting]
+        whole = sum(group.weight.numel for group in others) * dtype.itemsize
+        assert held == elements + 4 * elements // CODEC.block + whole
+        assert plan.bytes_by_state()["weight"] == held + len(one.runtime.groups) * dtype.itemsize
+        assert one.sent == plan.volume().state_bytes
+        assert "codes at rest" in str(plan) and "kept as int8/64" in str(plan)
+        lent, idle = plan.pool_buffers(), one.runtime.comm_ctx.pool.idle()
+        assert {(tensor.dtype, tensor.numel()) for tensor in idle} <= lent.keys()
+    names = {slot.name for group in found[0].resting for slot in group.layout.slots}
+    assert names == set(FROZEN)
+
+
+def test_what_is_saved_decoded_has_the_same_codes_when_it_is_written_back() -> None:
+    def write_back(runtime: Any) -> None:
+        saved = {name: value.clone() for name, value in runtime.model.state_dict().items()}
+        before = [group.weight.memory.clone() for group in resting_in(runtime)]
+        for group in resting_in(runtime):
+            group.weight.memory.zero_()
+        runtime.model.load_state_dict(saved)
+        assert all(map(torch.equal, before, (group.weight.memory for group in resting_in(runtime))))
+
+    for dtype in POLICIES:
+        run_ranks(2, lambda rank, dtype=dtype: train(rank, dtype, write_back))
+
+
+def test_a_change_of_one_matrix_leaves_the_codes_of_the_others() -> None:
+    def change(runtime: Any) -> None:
+        group = next(group for group in resting_in(runtime) if len(group.members) > 1)
+        (name, other), param = (group.members[0].name, group.members[1].name), group.members[0].param
+        before = codes_of(group, other).clone()
+        value = torch.full(tuple(param.shape), 3.0)
+        value[0, 0] = 7.0
+        with GatheredParameters([param], modifier_rank=0):
+            param.data.copy_(value)
+        assert torch.equal(codes_of(group, other), before)
+        assert torch.equal(runtime.model.state_dict()[name], rounded(value, torch.float32))
+        runtime.model.load_state_dict({name: value.neg()}, strict=False)
+        assert torch.equal(codes_of(group, other), before)
+        assert torch.equal(runtime.model.state_dict()[name], rounded(value.neg(), torch.float32))
+
+    run_ranks(2, lambda rank: train(rank, torch.float32, change))
+
+
+def test_what_is_unfrozen_begins_with_the_decoded_values_and_is_exact_from_then_on() -> None:
+    name = "blocks.1.up.weight"
+
+    def thaw(runtime: Any) -> None:
+        before = runtime.model.state_dict()[name].clone()
+        runtime.model.get_parameter(name).requires_grad_(True)
+        batch = batch_of(5, 0, runtime.comm.rank)
+        runtime.model(batch.tokens, batch.targets).backward()
+        assert torch.equal(runtime.model.state_dict()[name], before)
+        assert torch.equal(before, rounded(adapted().get_parameter(name), torch.float32))
+
+    for one in run_ranks(2, lambda rank: train(rank, torch.float32, thaw)):
+        resting = {slot.name for group in resting_in(one.runtime) for slot in group.layout.slots}
+        assert resting == set(FROZEN) - {name}
+        thawed = next(group for group in one.runtime.groups if name in group.planned.names)
+        assert thawed.trainable and thawed.weight.memory.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block", [32, 256])
+def test_what_is_decoded_encodes_to_the_same_codes(dtype: torch.dtype, block: int) -> None:
+    generator = torch.Generator().manual_seed(3)
+    shape, powers = (4096, block), (-24, 15) if dtype == torch.float16 else (-140, 127)
+    values = torch.randn(shape, generator=generator).clamp(-0.95, 0.95)
+    values *= 1 + torch.rand((shape[0], 1), generator=generator)
+    values = torch.ldexp(values, torch.randint(*powers, (shape[0], 1), generator=generator)).to(dtype).flatten()
+    values[: 2 * block] = 0.0
+    values[3 * block] = float("nan")
+    values[4 * block] = float("inf")
+
+    def again(codec: Blocks) -> int:
+        """How many bytes differ; of scales that are NaN any bits are alike."""
+        room = work_room(codec, values.numel(), values.device)
+        first, second = (torch.empty(codec.length(values.numel()), dtype=torch.uint8) for _ in range(2))
+        codec.encode(values, first, room)
+        decoded = torch.empty_like(values)
+        codec.decode(first, 0, values.numel(), decoded, room)
+        codec.encode(decoded, second, room)
+        for message in (first, second):
+            scales = message[values.numel() :].view(torch.float32)
+            scales[scales.isnan()] = float("nan")
+        assert int(first[values.numel() :].view(torch.float32).isnan().sum()) == 2
+        return int((first != second).sum())
+
+    assert again(Blocks(8, block, EXACT_SCALE_BITS)) == 0
+    assert dtype != torch.float32 or again(Blocks(8, block)) > 0, "scales of 24 bits drift: the reason for 17"
+
+
+def test_codes_beside_another_memory_are_refused_by_name() -> None:
+    section = {"stage": 3, "zero_quantized_nontrainable_weights": True, "offload_param": {"device": "cpu"}}
+    with pytest.raises(UsageError, match="zero_quantized_nontrainable_weights beside offload_param"):
+        plan_settings_of(resolve(load({"zero_optimization": section}), Facts()))
