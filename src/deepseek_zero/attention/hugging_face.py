@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -48,12 +48,21 @@ def attend_sparsely(model: nn.Module, attention: SparseAttention) -> None:
             "A layout says which tokens of one sequence see each other, in attention that transformers looks up.",
             "leave the section out, or call engine.sparse_attention in the model's own attention.",
         )
+    switch([model], config, attention)
+
+
+def switch(layers: Iterable[nn.Module], config: Any, attention: SparseAttention) -> None:
+    """Make layers of one model of transformers attend by a layout, and its forwards make no masks. Local.
+
+    config: the model's own, which its layers look at.
+    """
     _check_heads(config, attention)
     functions, masks = _interfaces()
     functions.register(NAME, _attend)
     masks.register(NAME, _mask)
-    for module in model.modules():
-        _SPARSE[module] = attention
+    for layer in layers:
+        for module in layer.modules():
+            _SPARSE[module] = attention
     config._attn_implementation = NAME
 
 

@@ -210,7 +210,11 @@ def test_the_accelerator_answers_for_its_device() -> None:
 def test_builders_say_what_serves_and_build_nothing() -> None:
     builder = ops.AsyncIOBuilder
     assert builder.NAME == "async_io" and builder().is_compatible() and ops.__compatible_ops__[builder.NAME]
-    assert not ops.__compatible_ops__["sparse_attn"] and ops.ALL_OPS["cpu_adam"] is ops.CPUAdamBuilder
+    assert (
+        ops.__compatible_ops__["sparse_attn"]
+        and not ops.__compatible_ops__["random_ltd"]
+        and ops.ALL_OPS["cpu_adam"] is ops.CPUAdamBuilder
+    )
     with pytest.raises(NotBuiltError, match=r"CPUAdamBuilder.load\(\)"):
         ops.CPUAdamBuilder().load()
 

@@ -35,7 +35,7 @@ PAGE = "docs/reference/deepspeed-names.md"
 PIPELINE = "engines over pipelines are a later part"
 TENSOR = "tensor parallelism is a later part"
 SEQUENCE = "of sequence parallelism this is a later part"
-SPARSE = "sparse attention is a later part"
+TILES = "one kernel does both products and the softmax (`deepseek_zero.attention`)"
 MOE = "DeepSpeed's own expert layers are not planned; a model's own experts train sharded"
 INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and generate() serve"
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
@@ -108,10 +108,8 @@ MISSING: dict[str, Rows] = {
     "deepspeed.launcher.runner": ((N, LAUNCH, "main parse_args fetch_hostfile parse_resource_filter"),),
     "deepspeed.monitor": ((N, BY_CONFIG, "tensorboard csv_monitor wandb comet"),),
     "deepspeed.monitor.config": ((N, BY_CONFIG, "DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig"),),
-    "deepspeed.ops": (
-        (L, SPARSE, "sparse_attention"),
-        (N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),
-    ),
+    "deepspeed.ops": ((N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),),
+    "deepspeed.ops.sparse_attention": ((N, TILES, "Softmax MatMul matmul softmax trsrc"),),
     "deepspeed.ops.adam": (
         (N, "ZenFlow is not planned; " + SHED, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),

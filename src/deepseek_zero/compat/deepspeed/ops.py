@@ -60,7 +60,7 @@ OPS: dict[str, tuple[str, str]] = {
     "GDSBuilder": ("gds", ""),
     "QuantizerBuilder": ("quantizer", ""),
     "FPQuantizerBuilder": ("fp_quantizer", ""),
-    "SparseAttnBuilder": ("sparse_attn", ""),
+    "SparseAttnBuilder": ("sparse_attn", "attention/: torch's attention kernels, tile by tile"),
     "EvoformerAttnBuilder": ("evoformer_attn", ""),
     "TransformerBuilder": ("transformer", ""),
     "StochasticTransformerBuilder": ("stochastic_transformer", ""),

@@ -9,5 +9,5 @@ __getattr__, __dir__ = stand_in(
     {
         "deepseek_zero.compat.deepspeed.ops": "__compatible_ops__",
     },
-    rooms="adagrad adam aio lamb lion op_builder",
+    rooms="adagrad adam aio lamb lion op_builder sparse_attention",
 )

@@ -1,0 +1,17 @@
+"""`deepspeed.ops.sparse_attention`, under DeepSpeed's path.  No logic: names and where they live."""
+
+from __future__ import annotations
+
+from deepseek_zero.compat.deepspeed.module_stub import stand_in
+
+__getattr__, __dir__ = stand_in(
+    __name__,
+    {
+        "deepseek_zero.compat.deepspeed.sparse_attention": (
+            "SparsityConfig DenseSparsityConfig FixedSparsityConfig VariableSparsityConfig "
+            "BigBirdSparsityConfig BSLongformerSparsityConfig LocalSlidingWindowSparsityConfig "
+            "SparseSelfAttention BertSparseSelfAttention SparseAttentionUtils"
+        ),
+    },
+    rooms="sparsity_config sparse_self_attention bert_sparse_self_attention sparse_attention_utils",
+)
