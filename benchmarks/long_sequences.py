@@ -6,8 +6,9 @@
 
 Each trial is a process of its own in a memory control group: the model at stage 3, a step on a short sequence (so that
 the optimizer has its moments) and one on the sequence in question.  A sequence is too long where the kernel ends the
-process.  Lengths grow by half until one is, then the gap is halved until it is an eighth.  `--window` adds a last row:
-the section `sparse_attention`.  Leaves a table and a picture.
+process.  Each way first tries the longest one allowed; where that is too long, lengths grow by half until one is, and
+then the gap is halved until it is an eighth.  `--at 8192` tells instead what each way holds at that length, without a
+limit.  `--window` adds a last row: the section `sparse_attention`.  Leaves a table and a picture.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -37,7 +40,8 @@ MODEL = {"vocab_size": 32768, "hidden_size": 256, "intermediate_size": 1024, "nu
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20}
 TILE = 512  # tokens
 SHORT = 64
-FIRST = 1024
+FIRST = 2048
+GRAIN = 128
 FINEST = 8  # of a length: the gap that is not halved any more
 
 
@@ -72,17 +76,28 @@ def train(length: int, section: dict[str, Any]) -> None:
     engine, *_ = deepseek_zero.initialize(model=model, config=config)
     for tokens in (SHORT, length):
         ids = torch.randint(MODEL["vocab_size"], (1, tokens))
-        began = time.perf_counter()
+        began = time.process_time()
         loss = engine(input_ids=ids, labels=ids).loss
         engine.backward(loss)
         engine.step()
-        print(json.dumps({"loss": float(loss.detach()), "seconds": time.perf_counter() - began}), flush=True)
+        found = {"loss": float(loss.detach()), "seconds": time.process_time() - began}
+        found["resident"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+        print(json.dumps(found), flush=True)
 
 
-def fits(length: int, section: dict[str, Any], limit: int) -> tuple[bool, int, float]:
-    """Return whether a trial came to its end, the bytes its group held at most, and the seconds of its long step."""
+@dataclass(frozen=True)
+class Trial:
+    """A sequence that trained.  resident: the most bytes its process held; seconds: of processor time in its step."""
+
+    tokens: int = 0
+    resident: int = 0
+    seconds: float = 0.0
+
+
+def tried(tokens: int, section: dict[str, Any], limit: int) -> Trial | None:
+    """Return what a sequence took; None where it is too long."""
     memory = Memory(limit)
-    command = [sys.executable, "-m", "benchmarks.long_sequences", "--trial", str(length), json.dumps(section)]
+    command = [sys.executable, "-m", "benchmarks.long_sequences", "--trial", str(tokens), json.dumps(section)]
     child = subprocess.run(
         command,
         preexec_fn=memory.enter,
@@ -92,37 +107,41 @@ def fits(length: int, section: dict[str, Any], limit: int) -> tuple[bool, int, f
         text=True,
         check=False,
     )
-    largest = memory.end()
-    lines = child.stdout.splitlines()
-    if child.returncode not in (0, -9) and "DefaultCPUAllocator" not in child.stderr:
-        raise SystemExit(f"a trial of {length} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}")
-    return child.returncode == 0, largest, json.loads(lines[1])["seconds"] if child.returncode == 0 else 0.0
+    memory.end()
+    if child.returncode not in (0, -9):
+        raise SystemExit(f"a trial of {tokens} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}")
+    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
+    found = None
+    if child.returncode == 0:
+        told = json.loads(lines[-1])
+        found = Trial(tokens, told["resident"], told["seconds"])
+    print(f"  {tokens}: {found or 'too long'}", flush=True)
+    return found
 
 
-def longest(section: dict[str, Any], limit: int, start: int, most: int) -> tuple[int, float]:
-    """Return the longest sequence that trains, and the seconds of its step."""
-    low, high, taken, length = 0, 0, 0.0, start
-    while not high and length <= most:
-        ok, largest, seconds = fits(length, section, limit)
-        print(f"  {length}: {'yes' if ok else 'no'}, {largest / GIB:.2f} GiB, {seconds:.1f} s", flush=True)
-        if ok:
-            low, taken, length = length, seconds, -(-length * 3 // 2 // 128) * 128
-        else:
+def longest(section: dict[str, Any], limit: int, start: int, most: int) -> Trial:
+    """Return the longest sequence that trains, which is longer than none or as long as `start`."""
+    if (found := tried(most, section, limit)) is not None:
+        return found
+    best, high, length = Trial(), most, start
+    while length < high:
+        found = tried(length, section, limit)
+        if found is None:
             high = length
-    if not low and start > 128:
-        return longest(section, limit, start // 2, most)
-    while high and high - low > max(low // FINEST, 128):
-        middle = (low + high) // 2 // 128 * 128
-        ok, largest, seconds = fits(middle, section, limit)
-        print(f"  {middle}: {'yes' if ok else 'no'}, {largest / GIB:.2f} GiB, {seconds:.1f} s", flush=True)
-        low, high, taken = (middle, high, seconds) if ok else (low, middle, taken)
-    return low, taken
+            break
+        best, length = found, -(-length * 3 // 2 // GRAIN) * GRAIN
+    while high - best.tokens > max(best.tokens // FINEST, GRAIN):
+        middle = (best.tokens + high) // 2 // GRAIN * GRAIN
+        found = tried(middle, section, limit)
+        best, high = (best, middle) if found is None else (found, high)
+    return best
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-gib", type=float, default=3.0, help="of the control group")
-    parser.add_argument("--longest", type=int, default=1 << 16, help="no longer sequence is tried")
+    parser.add_argument("--longest", type=int, default=20480, help="no longer sequence is tried")
+    parser.add_argument("--at", type=int, help="tokens of the only sequence that is tried, without a limit")
     parser.add_argument("--window", type=json.loads, help="the section sparse_attention of a last row, as JSON")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--trial", nargs=2, metavar=("TOKENS", "SECTION"), help=argparse.SUPPRESS)
@@ -130,30 +149,38 @@ def main() -> None:
     if asked.trial is not None:
         train(int(asked.trial[0]), json.loads(asked.trial[1]))
         return
+    if asked.at is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            for name, section in ways(folder, asked.window).items():
+                print(name, flush=True)
+                tried(asked.at, section, 0)
+        return
     limit, start = int(asked.limit_gib * GIB), FIRST
-    rows = []
+    rows: list[tuple[str, Trial]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, section in ways(folder, asked.window).items():
             print(name, flush=True)
-            tokens, seconds = longest(section, limit, start, asked.longest)
-            rows.append((name, tokens, seconds))
-            start = max(tokens, 128)
-    first = rows[0][1]
+            rows.append((name, longest(section, limit, start, asked.longest)))
+            start = max(rows[-1][1].tokens, GRAIN)
+    first = rows[0][1].tokens
     lines = [
         "# The longest sequence in a fixed memory",
         "",
         f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one thread.",
         f"A Llama of {MODEL}, fp32, one sequence, AdamW, stage 3 on one rank, in a control group of "
         f"{asked.limit_gib:g} GiB. Dense attention but where a row says otherwise; no sequence above {asked.longest} "
-        "was tried. The seconds of a step are those of this machine while others worked on it.",
+        "was tried.",
         "",
-        "| each with what is above it | tokens | over plain | seconds of that step |",
-        "|---|---|---|---|",
-        *(f"| {name} | {tokens} | {tokens / first:.1f} | {seconds:.0f} |" for name, tokens, seconds in rows),
+        "| each with what is above it | tokens | over plain | most resident MiB | processor seconds of the step |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {each.tokens} | {each.tokens / first:.1f} | {each.resident >> 20} | {each.seconds:.0f} |"
+            for name, each in rows
+        ),
     ]
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    panel = Panel("longest sequence over plain's", [(name, tokens / first) for name, tokens, _ in rows], 4.0)
+    panel = Panel("longest sequence over plain's", [(name, each.tokens / first) for name, each in rows], 4.0)
     draw_panels(f"A small Llama in {asked.limit_gib:g} GiB", [panel], asked.out.with_suffix(".png"))
 
 

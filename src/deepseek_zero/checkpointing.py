@@ -7,7 +7,15 @@ from .compat.deepspeed.activation_checkpointing import (
     configure,
     is_configured,
     non_reentrant_checkpoint,
+    partition_activations_in_checkpoint,
     reset,
 )
 
-__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+__all__ = [
+    "checkpoint",
+    "configure",
+    "is_configured",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+]

@@ -10,6 +10,7 @@ import torch
 
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from tests.shared_sequences import batch, close, config, same_gradients, same_training
 from tests.unit.parallel.tiny import tiny
 
@@ -29,11 +30,17 @@ def test_it_trains_as_the_whole_loss_does(axis: str, stage: int) -> None:
         engine.destroy()
 
 
+SEQUENCE = {"tensor_parallel": {"sequence": True}}
+
+
 @pytest.mark.ranks(2)
-def test_along_tp_it_is_the_split_loss() -> None:
+@pytest.mark.parametrize("more", [{}, SEQUENCE], ids=["tokens whole", "tokens sharded"])
+def test_along_tp_it_is_the_split_loss(more: dict[str, Any]) -> None:
+    recomputes = {"policy": "attention", "partition_activations": True}
+    tiles = {"tiled_loss": 5} if more else {"tiled_loss": 5, "tiled_mlp": 3}
     found = []
-    for section in ({}, TILED):
-        engine = deepseek_zero.initialize(model=tiny("llama"), config=config(1, **section), mesh={"tp": 2})[0]
+    for section in ({}, {"activation_checkpointing": tiles | recomputes}):
+        engine = deepseek_zero.initialize(model=tiny("llama"), config=config(1, **section, **more), mesh={"tp": 2})[0]
         losses = []
         for step in range(3):
             loss = engine(**batch(step)).loss
@@ -81,8 +88,6 @@ def test_fp16_under_its_loss_scale_is_as_near_to_fp32_as_without_tiles() -> None
         engine = deepseek_zero.initialize(model=tiny("llama"), config=config(2, **fp16, **section))[0]
         engine.backward(engine(**given).loss)
         parts = dict(engine.module.named_parameters())
-        from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
-
         found = {name: safe_get_full_grad(part) for name, part in parts.items()}
         far.append(
             max(
@@ -95,6 +100,8 @@ def test_fp16_under_its_loss_scale_is_as_near_to_fp32_as_without_tiles() -> None
 
 
 @pytest.mark.ranks(2)
-def test_stages_are_refused_by_name() -> None:
+def test_what_is_not_built_is_refused_by_name() -> None:
     with pytest.raises(NotBuiltError, match=r"tiled_loss and tiled_mlp on a mesh with stages \(pp\)"):
-        deepseek_zero.initialize(model=tiny("llama"), config=config(0, **TILED), mesh={"pp": 2}, training_data=None)
+        deepseek_zero.initialize(model=tiny("llama"), config=config(0, **TILED), mesh={"pp": 2})
+    with pytest.raises(NotBuiltError, match=r'tiled_mlp beside "tensor_parallel": {"sequence": true}'):
+        deepseek_zero.initialize(model=tiny("llama"), config=config(0, **TILED, **SEQUENCE), mesh={"tp": 2})

@@ -250,6 +250,10 @@ def test_recomputation_gives_the_same_gradient_under_deepspeeds_words() -> None:
         recompute.release(recompute.current())
     checkpointing.reset()
     assert not checkpointing.is_configured()
+    checkpointing.partition_activations_in_checkpoint(True)
+    current = recompute.current()
+    assert current is not None and current.settings.partitioned and current.partition is None
+    recompute.release(current)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,14 @@ from ...config.load import load
 from ...engine.settings import recompute_settings_of
 from ...tiers.tier import Tier
 
-__all__ = ["checkpoint", "configure", "is_configured", "non_reentrant_checkpoint", "reset"]
+__all__ = [
+    "checkpoint",
+    "configure",
+    "is_configured",
+    "non_reentrant_checkpoint",
+    "partition_activations_in_checkpoint",
+    "reset",
+]
 
 WORDS = (
     "partition_activations",
@@ -53,6 +60,11 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
             "engine was not told (activation_checkpointing.partition_activations)."
         )
     recompute.configure(settings, tp)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """Say whether tensor-parallel ranks keep shares of inputs, as `configure(partition_activations=...)` does."""
+    configure(partition_activations=partition_activation)
 
 
 def _settings(deepspeed_config: Any) -> RecomputeSettings:

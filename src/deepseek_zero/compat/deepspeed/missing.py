@@ -91,7 +91,6 @@ MISSING: dict[str, Rows] = {
     ),
     "deepspeed.checkpointing": (
         (L, TENSOR, "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"),
-        (L, TENSOR, "partition_activations_in_checkpoint"),
         (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
     ),
     "deepspeed.comm": (

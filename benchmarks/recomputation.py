@@ -1,0 +1,173 @@
+"""What recomputation costs and saves: policies of checkpoints, and feed-forward layers in tiles, on one thread.
+
+    python -m benchmarks.recomputation                             # ten minutes
+    python -m benchmarks.recomputation --tokens 512 --rounds 1 --out /tmp/recomputation.md
+
+A small Llama without its head's logits, so that its layers are what is measured: forward and backward, processor time,
+everything interleaved, medians of ratios to the run that recomputes nothing.  Peaks are of storages that operators
+make.  Saved is of what `full` saves.  Then one feed-forward layer in 1, 4 and 16 tiles.  Leaves a table and a picture.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.plot import Panel, draw_panels
+from benchmarks.probes import machine
+from benchmarks.tiers import described
+from deepseek_zero.activations import recompute, route_checkpoints
+from deepseek_zero.activations.recompute import RecomputeSettings
+from deepseek_zero.activations.tiles import tile_mlps
+from deepseek_zero.base.memory import keep_freed_memory
+from deepseek_zero.report.memory_trace import MemoryTrace
+
+RESULTS = Path(__file__).parent / "results" / "recomputation.md"
+POLICIES: dict[str, tuple[str, ...] | None] = {
+    "nothing": None,
+    "ours, full": ("full",),
+    "ours, attention": ("attention",),
+    "ours, matmul": ("matmul",),
+}
+TILES = (1, 4, 16)
+
+
+class Case:
+    """One module under one way, and its input."""
+
+    def __init__(self, compute: Callable[[Tensor], Tensor], x: Tensor, policy: tuple[str, ...] | None = None) -> None:
+        self.compute, self.x, self.policy = compute, x, policy
+
+    def run(self) -> float:
+        """Return the processor seconds of a forward and a backward."""
+        recompute.configure(RecomputeSettings(policy=self.policy))
+        began = time.process_time()
+        self.compute(self.x.clone().requires_grad_()).square().mean().backward()
+        spent = time.process_time() - began
+        recompute.release(recompute.current())
+        return spent
+
+    def peak(self) -> int:
+        trace = MemoryTrace(dict, lambda: "step")
+        with trace.recording():
+            self.run()
+        return trace.peak_bytes
+
+
+def measured(cases: dict[str, Case], rounds: int) -> dict[str, tuple[float, int]]:
+    """Return by name the median ratio to the first one's time, and the peak.  The gradients of weights are there."""
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for number in range(rounds + 1):
+        for name, case in cases.items():
+            spent = case.run()
+            if number:
+                seconds[name].append(spent)
+    first = next(iter(seconds.values()))
+    return {
+        name: (statistics.median(own / base for own, base in zip(seconds[name], first, strict=True)), case.peak())
+        for name, case in cases.items()
+    }
+
+
+def layers_of(tokens: int, width: int, layers: int) -> dict[str, Case]:
+    from transformers import LlamaConfig, LlamaModel  # noqa: PLC0415  a program that has it
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=64,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        use_cache=False,
+    )
+    plain: Any = LlamaModel(config).train()
+    again: Any = copy.deepcopy(plain)
+    again.activation_checkpointing_enable()
+    route_checkpoints(again)
+
+    def of(model: nn.Module) -> Callable[[Tensor], Tensor]:
+        return lambda x: model(inputs_embeds=x).last_hidden_state
+
+    x = torch.randn(1, tokens, width)
+    return {name: Case(of(plain if policy is None else again), x, policy) for name, policy in POLICIES.items()}
+
+
+class PlainMLP(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.gate = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+        return found
+
+
+def tiles_of(tokens: int, width: int) -> dict[str, Case]:
+    found, x = {}, torch.randn(1, tokens, width)
+    for tiles in TILES:
+        module = PlainMLP(width)
+        if tiles > 1:
+            tile_mlps(module, tokens // tiles)
+        found[f"{'ours, ' if tiles > 1 else ''}{tiles} tile{'s' if tiles > 1 else ''}"] = Case(module, x)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    asked = parser.parse_args()
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    layers = measured(layers_of(asked.tokens, asked.width, asked.layers), asked.rounds)
+    (_, most), (_, least) = layers["nothing"], layers["ours, full"]
+    tiles = measured(tiles_of(asked.tokens, 2 * asked.width), asked.rounds)
+    lines = [
+        "# What recomputation costs and saves",
+        "",
+        f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one thread, fp32.",
+        "",
+        f"A Llama of {asked.layers} layers of width {asked.width}, {asked.tokens} tokens, dense attention:",
+        "",
+        "| recomputed | time over nothing's | peak MiB | saved of what full saves |",
+        "|---|---|---|---|",
+        *(
+            f"| {name} | {ratio:.2f} | {peak / 2**20:.0f} | {(most - peak) / (most - least):.0%} |"
+            for name, (ratio, peak) in layers.items()
+        ),
+        "",
+        f"A feed-forward layer of width {2 * asked.width}, {asked.tokens} tokens:",
+        "",
+        "| | time over one tile's | peak MiB |",
+        "|---|---|---|",
+        *(f"| {name} | {ratio:.2f} | {peak / 2**20:.0f} |" for name, (ratio, peak) in tiles.items()),
+    ]
+    asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
+    panels = [
+        Panel("layers: time over nothing's", [(name, ratio) for name, (ratio, _) in layers.items()], 1.1),
+        Panel("layers: peak over nothing's", [(name, peak / most) for name, (_, peak) in layers.items()]),
+        Panel(
+            "a feed-forward layer: time over one tile's", [(name, ratio) for name, (ratio, _) in tiles.items()], 1.35
+        ),
+    ]
+    draw_panels("Recomputation", panels, asked.out.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
