@@ -36,8 +36,11 @@ def brief(error: BaseException) -> str:
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
-class ConfigError(DeepSeekZeroError, ValueError):
-    """The configuration cannot be used; lists every problem found, not only the first."""
+class ConfigError(DeepSeekZeroError, ValueError, AssertionError):
+    """The configuration cannot be used; lists every problem found, not only the first.
+
+    A ValueError or an AssertionError in DeepSpeed, whichever check finds it.
+    """
 
 
 DeepSpeedConfigError = ConfigError  # DeepSpeed's word for it
@@ -87,12 +90,12 @@ class ModelMismatchError(DeepSeekZeroError):
     """Ranks disagree about names, shapes, dtypes, order or settings; found before any data moves."""
 
 
-class UsageError(DeepSeekZeroError):
-    """A call out of order or with arguments that cannot be right."""
+class UsageError(DeepSeekZeroError, AssertionError):
+    """A call out of order or with arguments that cannot be right; an AssertionError in DeepSpeed."""
 
 
-class BatchMismatchError(UsageError, AssertionError):
-    """Ranks that compute one layer together were given different batches; DeepSpeed's error is an AssertionError."""
+class BatchMismatchError(UsageError):
+    """Ranks that compute one layer together were given different batches."""
 
 
 class StorageError(DeepSeekZeroError, OSError):

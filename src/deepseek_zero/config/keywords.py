@@ -1047,7 +1047,7 @@ class _Keys(TypedDict, total=False):
     gradient_accumulation_steps: float | Auto | None
     """Micro-batches per optimizer step."""
     managed_gradient_accumulation: bool | Auto | None
-    """False leaves the boundary to the caller: every step() updates."""
+    """False leaves the boundary to the caller: every step() updates, after as many backwards as it likes."""
     sequence_parallel_size: float | Auto | None
     """Ranks that share one sequence (Ulysses): as `mesh.sp`."""
     data_parallel_size: float | Auto | None

@@ -42,7 +42,7 @@ def load(source: Source, *, origin: str | None = None, unknown: Literal["error",
     where nothing else is wrong) that lists every problem.
     """
     speak()  # every door but `init_distributed` begins by reading a configuration
-    document = read(source, origin)
+    document = read(source, origin, lenient=unknown == "warn")
     problems = Problems(document.source, goes_on=unknown == "warn")
     if document.duplicates:
         names = list(document.duplicates)

@@ -1342,8 +1342,10 @@ class Config(Section):
     gradient_accumulation_steps: int = effective(
         1, "Micro-batches per optimizer step.", unit="micro-batches", auto="from the other two, else 1", example=2
     )
-    managed_gradient_accumulation: bool = later(
-        True, "False leaves the boundary to the caller: every step() updates.", Milestone.CLIENTS, example=False
+    managed_gradient_accumulation: bool = effective(
+        True,
+        "False leaves the boundary to the caller: every step() updates, after as many backwards as it likes.",
+        example=False,
     )
     sequence_parallel_size: int = effective(
         1, "Ranks that share one sequence (Ulysses): as `mesh.sp`.", unit="ranks", example=2, effect="check", ge=1

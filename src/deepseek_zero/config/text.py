@@ -1,6 +1,7 @@
 """From what a caller passes (dict, path, JSON text, base64) to a plain dict; nothing here knows any key.
 
-JSON may hold comments (// # /* */) and trailing commas.
+JSON may hold comments (// # /* */) and trailing commas.  A lenient reader takes Hjson, too, as DeepSpeed does: keys and
+words without quotes, lines without commas.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +37,8 @@ class Document:
     duplicates: tuple[str, ...] = ()
 
 
-def read(source: Source, origin: str | None = None) -> Document:
-    """Read a configuration; `origin` replaces the name used in messages."""
+def read(source: Source, origin: str | None = None, lenient: bool = False) -> Document:
+    """Read a configuration; `origin` replaces the name used in messages.  lenient: take Hjson where it is no JSON."""
     if source is None:
         return Document({}, origin or "defaults")
     if isinstance(source, Mapping):
@@ -47,12 +49,12 @@ def read(source: Source, origin: str | None = None) -> Document:
             fix="pass a dict, a path, JSON text, or base64 of JSON.",
         )
     if isinstance(source, str) and source.lstrip().startswith("{"):
-        return parse(source, origin or "text")
-    return _read_file_or_base64(source, origin)
+        return parse(source, origin or "text", lenient)
+    return _read_file_or_base64(source, origin, lenient)
 
 
-def parse(text: str, source: str) -> Document:
-    """Parse JSON with comments and trailing commas."""
+def parse(text: str, source: str, lenient: bool = False) -> Document:
+    """Parse JSON with comments and trailing commas; lenient: Hjson, where it is not that."""
     duplicates: list[str] = []
 
     def keep_last(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -62,6 +64,8 @@ def parse(text: str, source: str) -> Document:
     try:
         values = json.loads(strip_comments(text), object_pairs_hook=keep_last)
     except json.JSONDecodeError as error:
+        if lenient and (found := _hjson(text, keep_last)) is not None:
+            return Document(found, source, tuple(duplicates))
         line = _told(text.split("\n")[error.lineno - 1].strip())
         raise ConfigError(
             f"{source} is not JSON: {error.msg} at line {error.lineno}, column {error.colno}: {line}",
@@ -78,6 +82,14 @@ def parse(text: str, source: str) -> Document:
     return Document(values, source, tuple(duplicates))
 
 
+def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
+    try:
+        found = import_module("hjson").loads(text, object_pairs_hook=keep_last)
+    except (ValueError, ImportError):  # its own error is a ValueError
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def strip_comments(text: str) -> str:
     """Blank comments and trailing commas, keeping every line and column where it was."""
 
@@ -88,17 +100,17 @@ def strip_comments(text: str) -> str:
     return _TRAILING_COMMAS.sub(blank, _COMMENTS.sub(blank, text))
 
 
-def _read_file_or_base64(source: str | os.PathLike[str], origin: str | None) -> Document:
+def _read_file_or_base64(source: str | os.PathLike[str], origin: str | None, lenient: bool) -> Document:
     path = Path(source)
     if _is_file(path):
         try:
             text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the configuration {path}: {error}") from None
-        return parse(text, origin or str(path))
+        return parse(text, origin or str(path), lenient)
     decoded = _decode(os.fspath(source))
     if decoded is not None:
-        return parse(decoded, origin or "base64")
+        return parse(decoded, origin or "base64", lenient)
     raise ConfigError(
         "Expected a string path to an existing deepspeed config, or a dictionary or a valid base64. "
         f"Received: {_told(str(source))}",

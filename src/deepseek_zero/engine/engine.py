@@ -303,6 +303,8 @@ class Engine(StandsForModule):
             log_once("\n".join(parts.describe()))
         self.global_steps = self.micro_steps = self.skipped_steps = self.global_samples = 0
         self._boundary: bool | None = None
+        self._backwards = 0  # since the last step
+        self._context = ""  # the name of the one that holds reductions back, inside it
         self._batches: Iterator[Any] | None = None  # of the own loader, for `train_batch`
         self._stepped = self._told_of_graphless = False
         self._batch = config.batch  # changed by `_resize`
@@ -467,6 +469,7 @@ class Engine(StandsForModule):
             runtime.comm.post_error(error)
             raise
         self.observer.loss(loss)
+        self._backwards += 1
         return loss / self._batch.accumulation if scale_wrt_gas and self._batch.accumulation > 1 else loss
 
     def _has_graph(self, loss: Tensor) -> bool:
@@ -504,12 +507,20 @@ class Engine(StandsForModule):
                 "initialize got neither `optimizer` nor a configuration with an `optimizer` section.",
                 "add one of the two; without an optimizer the engine serves inference only.",
             )
+        if self._context:
+            raise UsageError(
+                f"It is illegal to call Engine.step() inside {self._context} context manager (no_sync).",
+                "The gradients of its backwards are not reduced yet.",
+                "call step() behind the block.",
+            )
         if self.parts.loop is not None:
             self.parts.loop.refuse_open()
         boundary = self.is_gradient_accumulation_boundary()
         self._stepped = False
-        self.micro_steps += 1
-        self.global_samples += self._batch.micro * self.mesh.data_size
+        taken = 1 if self.config.managed_gradient_accumulation else max(1, self.begun)
+        self._backwards = 0
+        self.micro_steps += taken
+        self.global_samples += taken * self._batch.micro * self.mesh.data_size
         if not boundary:
             return
         preemption = self.parts.preemption
@@ -553,13 +564,31 @@ class Engine(StandsForModule):
     # -- accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return whether the micro-batch under way is the last of its step."""
+        """Return whether the micro-batch under way is the last of its step.
+
+        With `managed_gradient_accumulation` false it always may be: the program's step() decides.
+        """
         if self._boundary is not None:
             return self._boundary
+        if not self.config.managed_gradient_accumulation:
+            return True
         return (self.micro_steps + 1) % self._batch.accumulation == 0
+
+    @property
+    def begun(self) -> int:
+        """Micro-batches that were taken since the last step."""
+        if self.config.managed_gradient_accumulation:
+            return self.micro_steps % self._batch.accumulation
+        return self._backwards
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Set by hand whether the next micro-batch ends a step; holds until it is set again."""
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "set_gradient_accumulation_boundary() has no meaning where managed_gradient_accumulation is false.",
+                "Every step() updates there.",
+                "call step() where the accumulation ends, or leave the key out.",
+            )
         self._boundary = is_boundary
 
     @contextmanager
@@ -569,15 +598,32 @@ class Engine(StandsForModule):
         """
         if self.runtime.settings.stage >= 2:
             raise UsageError(
-                f"no_sync is not compatible with ZeRO stage {self.runtime.settings.stage}.",
+                "no_sync context manager is incompatible with gradients that are sharded: ZeRO stage "
+                f"{self.runtime.settings.stage}.",
                 "A sharded gradient has nowhere to wait: each rank keeps only its slice, so every backward reduces.",
                 "use gradient_accumulation_steps, or stage 0 or 1.",
             )
-        held, self._boundary = self._boundary, False
+        with self._inside("no_sync"):
+            held, self._boundary = self._boundary, False
+            try:
+                yield
+            finally:
+                self._boundary = held
+
+    @contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        """Refuse step() and another such context inside this one."""
+        if self._context:
+            raise UsageError(
+                f"{name} context manager reentry is unsupported: nested in {self._context}.",
+                "Both say when gradients are reduced.",
+                "leave one of the two out.",
+            )
+        self._context = name
         try:
             yield
         finally:
-            self._boundary = held
+            self._context = ""
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples per step by accumulating more or fewer micro-batches; every rank, between two steps."""
@@ -601,7 +647,7 @@ class Engine(StandsForModule):
         self._resize(micro_batch_size, self._batch.accumulation)
 
     def _resize(self, micro: int, accumulation: int) -> None:
-        if self.micro_steps % self._batch.accumulation:
+        if self.begun:
             raise UsageError(
                 "the batch size was changed between two micro-batches of one step.",
                 "Gradients already summed would be divided by the wrong number.",

@@ -83,6 +83,9 @@ class Trainer(Protocol):
     _batch: Batch
 
     @property
+    def begun(self) -> int: ...
+
+    @property
     def runtime(self) -> Runtime: ...
 
     @property
@@ -174,7 +177,7 @@ def save_checkpoint(
     refuse_same_names(engine.runtime.model)
     comm = engine.runtime.comm.whole
     name = run_and_gather(comm, "saving: the tag", lambda: tag_to_save(asked))[comm.rank]
-    num_begun = engine.micro_steps % engine._batch.accumulation
+    num_begun = engine.begun
     if num_begun:
         log_once(
             f"saved between two micro-batches of one step: the gradients of {num_begun} of them are not in the "

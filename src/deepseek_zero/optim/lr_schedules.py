@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import logging
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -153,8 +154,8 @@ class LRRangeTestSettings:
 class OneCycleSettings:
     """One rise and fall between two rates (momentum the other way round), then decay."""
 
-    cycle_min_lr: float
-    cycle_max_lr: float
+    cycle_min_lr: PerGroup
+    cycle_max_lr: PerGroup
     decay_lr_rate: float = 0.0
     cycle_first_step_size: int = 2000
     cycle_second_step_size: int | None = None
@@ -162,8 +163,8 @@ class OneCycleSettings:
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
     cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
+    cycle_min_mom: PerGroup = 0.8
+    cycle_max_mom: PerGroup = 0.9
     decay_mom_rate: float = 0.0
     last_batch_iteration: int = -1
 
@@ -213,6 +214,7 @@ class WarmupLR(Schedule):
 
     def _prepare(self) -> None:
         self.warmup = _Warmup.of(self.settings)
+        self.warmup_num_steps, self.warmup_type = self.warmup.num_steps, self.warmup.shape
         most = self.settings.warmup_max_lr
         self.min_lrs = self._per_group("warmup_min_lr", self.settings.warmup_min_lr)
         self.max_lrs = self._own_rates() if most is None else self._per_group("warmup_max_lr", most)
@@ -254,6 +256,7 @@ class WarmupCosineLR(Schedule):
 
     def _prepare(self) -> None:
         self.warmup = _Warmup.of(self.settings)
+        self.warmup_num_steps, self.warmup_type = self.warmup.num_steps, self.warmup.shape
         self.total_num_steps = _total(self.settings.total_num_steps, self.warmup.num_steps)
         self.org_lrs = self._own_rates()
 
@@ -314,8 +317,9 @@ class OneCycle(Schedule):
         chosen = self.settings
         second, stairs = chosen.cycle_second_step_size, chosen.cycle_second_stair_count
         self.first_size = whole_number("cycle_first_step_size", chosen.cycle_first_step_size, 1)
-        self.second_size = self.first_size if second is None else whole_number("cycle_second_step_size", second, 1)
+        self.second_size = self.first_size if second is None else whole_number("cycle_second_step_size", second, 0)
         self.total_size = self.first_size + self.second_size
+        self.step_ratio = self.first_size / self.total_size
         self.first_stairs = whole_number("cycle_first_stair_count", chosen.cycle_first_stair_count, 0)
         self.second_stairs = (
             self.first_stairs if stairs is None else whole_number("cycle_second_stair_count", stairs, 0)
@@ -323,6 +327,8 @@ class OneCycle(Schedule):
         self.decay_size = whole_number("decay_step_size", chosen.decay_step_size, 0)
         self.min_lrs = self._per_group("cycle_min_lr", chosen.cycle_min_lr)
         self.max_lrs = self._per_group("cycle_max_lr", chosen.cycle_max_lr)
+        self.min_moms = self._per_group("cycle_min_mom", chosen.cycle_min_mom)
+        self.max_moms = self._per_group("cycle_max_mom", chosen.cycle_max_mom)
         self.cycle_momentum = bool(chosen.cycle_momentum) and self._takes_momentum()
 
     def get_lr(self) -> list[float]:
@@ -337,14 +343,15 @@ class OneCycle(Schedule):
         """The betas of each group at `last_batch_iteration`, or None where momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        low, high = float(self.settings.cycle_min_mom), float(self.settings.cycle_max_mom)
         if self.last_batch_iteration < 0:
-            beta1 = low  # DeepSpeed starts from the low end and jumps to the high end with iteration 0
+            beta1s = self.min_moms  # DeepSpeed starts from the low end and jumps to the high end with iteration 0
         elif self._cycling():
-            beta1 = high - (high - low) * self._scale()
+            scale = self._scale()
+            beta1s = [high - (high - low) * scale for low, high in zip(self.min_moms, self.max_moms, strict=True)]
         else:
-            beta1 = high * (1.0 + self.settings.decay_mom_rate * self._decay_intervals())
-        return [(beta1, _CYCLE_BETA2)] * len(self.optimizer.param_groups)
+            factor = 1.0 + self.settings.decay_mom_rate * self._decay_intervals()
+            beta1s = [high * factor for high in self.max_moms]
+        return [(beta1, _CYCLE_BETA2) for beta1 in beta1s]
 
     def _write(self) -> None:
         super()._write()
@@ -387,9 +394,12 @@ class _Warmup:
     @classmethod
     def of(cls, settings: Any) -> _Warmup:
         num_steps = whole_number("warmup_num_steps", settings.warmup_num_steps, 0)
-        if settings.warmup_type not in ("log", "linear"):
-            raise ConfigError(f"warmup_type {settings.warmup_type!r} is not known.", fix='give "log" or "linear".')
-        return cls(max(2, num_steps) if num_steps else 0, settings.warmup_type)
+        shape = settings.warmup_type
+        if shape not in ("log", "linear"):
+            note = f'warmup_type {shape!r} is not known ("log", "linear"): the warm-up is logarithmic, as in DeepSpeed.'
+            log_once(note, logging.WARNING)
+            shape = "log"
+        return cls(max(2, num_steps) if num_steps else 0, shape)
 
     def at(self, iteration: int) -> float | None:
         """Gamma at an iteration, or None once the warm-up is over."""

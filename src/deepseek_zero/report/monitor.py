@@ -171,9 +171,9 @@ class CometWriter:
     def __init__(self, settings: CometSettings) -> None:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
         stated = {name: getattr(settings, name) for name in names if getattr(settings, name) is not None}
-        self._experiment: Any = importlib.import_module("comet_ml").start(**stated)
+        self.experiment: Any = importlib.import_module("comet_ml").start(**stated)
         if settings.experiment_name is not None:
-            self._experiment.set_name(settings.experiment_name)
+            self.experiment.set_name(settings.experiment_name)
         self._interval = settings.samples_log_interval
         self._last_sent: dict[str, int] = {}
 
@@ -182,11 +182,11 @@ class CometWriter:
         for tag, value, step in events:
             if tag not in self._last_sent or step - self._last_sent[tag] >= self._interval:
                 self._last_sent[tag] = step
-                self._experiment.log_metric(tag, value, step=step)
+                self.experiment.log_metric(tag, value, step=step)
 
     def close(self) -> None:
         """End the experiment."""
-        self._experiment.end()
+        self.experiment.end()
 
 
 _WRITERS: dict[str, Any] = {

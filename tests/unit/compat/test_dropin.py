@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.metadata
 import os
@@ -17,17 +16,11 @@ import torch
 import deepseek_zero
 from deepseek_zero.base.errors import NotBuiltError, UnknownNameError, UsageError
 from deepseek_zero.compat.deepspeed import dropin
-from deepseek_zero.compat.deepspeed.module_stub import VERSION
+from deepseek_zero.compat.deepspeed.module_stub import VERSION, inventory
+from deepseek_zero.compat.deepspeed.provided import PROVIDED
 
 SOURCE = str(Path(deepseek_zero.__path__[0]).parent)
-PACKAGE = dropin.DIRECTORY / "deepspeed"
 MOST_IMPORT_SECONDS = 0.3  # of CPU; 0.2 was measured
-
-
-def modules() -> list[str]:
-    """Every module of the drop-in by its dotted name."""
-    paths = [path.relative_to(dropin.DIRECTORY).with_suffix("") for path in sorted(PACKAGE.rglob("*.py"))]
-    return [".".join(path.parts).removesuffix(".__init__") for path in paths]
 
 
 def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,22 +30,53 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
 
 
-def test_every_name_is_the_object_of_its_home(as_deepspeed: None) -> None:
+def test_every_provided_name_is_the_object_of_its_home(as_deepspeed: None) -> None:
     seen = 0
-    for module in modules():
-        stand_in = importlib.import_module(module)
-        tables = [
-            {key.value: value.value for key, value in zip(node.keys, node.values, strict=True)}
-            for node in ast.walk(ast.parse(Path(str(stand_in.__file__)).read_text(encoding="utf-8")))
-            if isinstance(node, ast.Dict)
-        ]
-        for home, names in (pair for table in tables for pair in table.items()):
-            for name in names.split():
-                assert getattr(stand_in, name) is getattr(importlib.import_module(home), name), f"{module}.{name}"
+    for module, rows in PROVIDED.items():
+        stands_in = importlib.import_module(module)
+        for home, names in rows.items():
+            for name in names.split() if names != "*" else ():
+                assert getattr(stands_in, name) is getattr(importlib.import_module(home), name), f"{module}.{name}"
                 seen += 1
-        for name in dir(stand_in):
-            assert getattr(stand_in, name) is not None
-    assert seen > 80
+    assert seen > 350
+
+
+def test_every_module_and_name_of_deepspeeds_can_be_imported(as_deepspeed: None) -> None:
+    seen = 0
+    for module, entry in inventory().items():
+        stands_in = importlib.import_module(module)
+        names = {name for kind in ("class", "other") for name in entry.get(kind, "").split()}
+        for name in {*names, *entry.get("values", {}), *dir(stands_in)}:
+            getattr(stands_in, name)
+            seen += 1
+    assert len(inventory()) > 700 and seen > 9000
+
+
+def test_a_class_that_is_not_built_can_be_named_and_not_made(as_deepspeed: None) -> None:
+    from deepspeed.moe.layer import MoE
+    from deepspeed.moe.sharded_moe import top1gating
+    from deepspeed.runtime.engine import MoE as same
+
+    class Mine(MoE):
+        pass
+
+    assert same is MoE and not isinstance(object(), MoE) and MoE.__module__ == "deepspeed.moe.layer"
+    for call in (MoE, Mine, top1gating):
+        with pytest.raises(NotBuiltError, match=r"deepspeed\.moe\..* is not provided .*\n.*experts train sharded"):
+            call()
+
+
+def test_constants_have_deepspeeds_values(as_deepspeed: None) -> None:
+    from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT, ROUTE_TRAIN
+    from deepspeed.runtime.lr_schedules import WARMUP_LOG_RATE
+
+    assert (GRADIENT_CLIPPING_DEFAULT, ROUTE_TRAIN, WARMUP_LOG_RATE) == (1.0, "train", "log")
+
+
+def test_a_function_of_its_modules_name_stays_the_function(as_deepspeed: None) -> None:
+    import deepspeed.utils.z3_leaf_module
+
+    assert deepspeed.utils.z3_leaf_module is deepseek_zero.utils.z3_leaf_module
 
 
 def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) -> None:
@@ -70,13 +94,14 @@ def test_the_chains_that_clients_follow_without_importing(as_deepspeed: None) ->
 def test_a_name_that_is_not_there_says_what_is(as_deepspeed: None) -> None:
     import deepspeed
 
-    with pytest.raises(UnknownNameError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3") as caught:
-        _ = deepspeed.init_inference
+    with pytest.raises(NotBuiltError, match=r"deepspeed\.init_inference is not provided .*\n.*stage 3"):
+        deepspeed.init_inference(None)
+    with pytest.raises(UnknownNameError, match=r"deepspeed\.initialise is not provided .*\n.*initialize,") as caught:
+        _ = deepspeed.initialise
     assert isinstance(caught.value, AttributeError) and isinstance(caught.value, NotImplementedError)
-    assert "initialize" in str(caught.value)
-    with pytest.raises(NotBuiltError, match=r"deepspeed\.ops\.random_ltd .*\n.*kernel.*\n.*op_builder"):
-        _ = deepspeed.ops.random_ltd
-    assert not hasattr(deepspeed, "init_inference") and not hasattr(deepspeed.utils, "debug")
+    assert not hasattr(deepspeed, "initialise")
+    with pytest.raises(ModuleNotFoundError):
+        import deepspeed.runtime.no_such_module
 
 
 def test_plain_pickle_reads_what_a_genuine_deepspeed_wrote(as_deepspeed: None) -> None:

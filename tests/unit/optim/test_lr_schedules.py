@@ -223,7 +223,6 @@ def test_a_torch_schedule_is_found_by_name() -> None:
         ("WarmupLR", {"warmup_num_steps": 2.5}, "warmup_num_steps is 2.5"),
         ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps is -1"),
         ("WarmupLR", {"warmup_num_steps": "ten"}, "'warmup_num_steps' must be a number, not 'ten'"),
-        ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type 'cubic' is not known"),
         ("StepLR", {"step_sise": 3}, "'step_size' is missing"),
     ],
 )
@@ -237,3 +236,22 @@ def test_floats_count_and_auto_leaves_the_default() -> None:
     schedule = resolve_schedule("WarmupDecayLR", params, groups(0.3))
     schedule.step(6)
     assert schedule.get_last_lr() == [pytest.approx(0.001 * 4 / 8)]
+
+
+def test_an_unknown_warmup_is_a_warning_and_logarithmic_as_in_deepspeed(caplog: pytest.LogCaptureFixture) -> None:
+    for kind, arguments in ((WarmupLR, ()), (WarmupDecayLR, (9,)), (WarmupCosineLR, (9,))):
+        strange = kind(groups(1.0), *arguments, warmup_num_steps=4, warmup_type="cubic")
+        assert "warmup_type 'cubic' is not known" in caplog.text and strange.warmup_type == "log"
+        assert rates(strange, 8) == rates(kind(groups(1.0), *arguments, warmup_num_steps=4), 8)
+
+
+def test_one_cycle_takes_momenta_and_rates_per_group_and_a_fall_of_no_length() -> None:
+    optimizer = torch.optim.Adam([{"params": [torch.zeros(1)], "lr": 1.0} for _ in range(2)])
+    cycle = OneCycle(optimizer, [0.1, 0.2], [1.0, 2.0], cycle_first_step_size=2, cycle_min_mom=[0.5, 0.6])
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.5, 0.6]
+    cycle.step(1)
+    assert cycle.get_lr() == [1.0, 2.0] and [mom for mom, _ in cycle.get_mom() or []] == [0.5, 0.6]
+    with pytest.raises(ConfigError, match="cycle_max_mom lists 3 values for 2 parameter groups"):
+        OneCycle(optimizer, 0.1, 1.0, cycle_max_mom=[0.9, 0.9, 0.9])
+    sudden = OneCycle(groups(1.0), 0.0, 1.0, cycle_first_step_size=4, cycle_second_step_size=0)
+    assert sudden.step_ratio == 1.0 and rates(sudden, 3) == [0.0, 0.25, 0.5, 0.75]

@@ -6,6 +6,7 @@ drop-in (`deepspeed.accelerator`).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
@@ -70,7 +71,7 @@ SHARED: dict[str, Callable[..., Any]] = {
 CPU: dict[str, Callable[..., Any]] = {
     "current_device": lambda: "cpu",
     "current_device_name": lambda: "cpu",
-    "device_count": ranks_of_this_host,
+    "device_count": lambda: int(os.environ.get("LOCAL_SIZE", 0)) or ranks_of_this_host(),
     "set_device": _nothing,
     "synchronize": _nothing,
     "empty_cache": _nothing,
@@ -126,7 +127,7 @@ class Accelerator:
         return sorted({*SHARED, *CPU})
 
 
-DeepSpeedAccelerator = Accelerator
+DeepSpeedAccelerator = CPU_Accelerator = Accelerator
 
 
 @cache

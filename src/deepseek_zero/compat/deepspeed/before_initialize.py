@@ -9,6 +9,7 @@ the module, which clients test.  The doors hand the names of the marked modules 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,12 +21,18 @@ from torch import nn
 
 from ...base.errors import ConfigError, UsageError
 from ...base.given import refuse, whole_number
+from ...base.log import log_once
 from ...config import RawConfig
 from ...engine.mesh_statements import MeshStatement
+from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 
 _SIZE = "tensor_parallel.autotp_size"
 _DTYPES = {"bf16.enabled": torch.bfloat16, "fp16.enabled": torch.float16}
+
+
+class LeafNotFoundError(UsageError, ValueError):
+    """A module that was to be marked is not in the model; DeepSpeed's error is a ValueError."""
 
 
 def set_z3_leaf_modules(
@@ -44,17 +51,33 @@ def unset_z3_leaf_modules(
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules by their full names in the model; returns them."""
-    return _mark(model, lambda name, module: name in module_names, True, raise_if_not_found, module_names)
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules by their full names in the model; returns them, and the names that no module has."""
+    return _mark_each(model, module_names, str.__eq__, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], raise_if_not_found: bool = True
-) -> list[nn.Module]:
-    """Mark modules whose full names end like this; returns them."""
-    ends = tuple(module_name_suffixes)
-    return _mark(model, lambda name, module: name.endswith(ends), True, raise_if_not_found, module_name_suffixes)
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark modules whose full names end like this; returns them, and the endings that no name has."""
+    return _mark_each(model, module_name_suffixes, str.endswith, raise_if_not_found)
+
+
+def _mark_each(
+    model: nn.Module, asked: Sequence[str], fits: Callable[[str, str], bool], must_find: bool
+) -> tuple[list[nn.Module], list[str]]:
+    names = [name for name, _ in model.named_modules()]
+    missing = [each for each in asked if not any(fits(name, each) for name in names)]
+    if missing and must_find:
+        raise _not_found(model, missing)
+    return _mark(model, lambda name, module: any(fits(name, each) for each in asked), True, False, asked), missing
+
+
+def mark_configured(model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:
+    """Mark the modules that the configuration names (`zero_optimization.leaf_module`)."""
+    _mark(model, lambda name, module: _is_one_of(module, classes), True, False, classes)
+    _mark_each(model, names, str.__eq__, False)
+    _mark_each(model, suffixes, str.endswith, False)
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -69,7 +92,7 @@ def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Mark one module, or take its mark off."""
-    _refuse_wrapped(model)
+    _tell_of_wrapped(model)
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
@@ -94,14 +117,18 @@ def _mark(
 ) -> list[nn.Module]:
     found = [module for name, module in model.named_modules() if wanted(name, module)]
     if must_find and not found:
-        classes = sorted({type(module).__name__ for module in model.modules()})
-        raise UsageError(
-            f"no module of the model matches {', '.join(str(each) for each in asked)}.",
-            fix=f"name one of the classes {', '.join(classes)}, or pass raise_if_not_found=False.",
-        )
+        raise _not_found(model, asked)
     for module in found:
         set_z3_leaf_module(module, flag)
     return found
+
+
+def _not_found(model: nn.Module, asked: Sequence[object]) -> LeafNotFoundError:
+    classes = sorted({type(module).__name__ for module in model.modules()})
+    return LeafNotFoundError(
+        f"no module of the model matches {', '.join(str(each) for each in asked)}.",
+        fix=f"name one of the classes {', '.join(classes)}, or pass raise_if_not_found=False.",
+    )
 
 
 def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> bool:
@@ -110,12 +137,12 @@ def _is_one_of(module: nn.Module, classes: Sequence[type[nn.Module] | str]) -> b
     return any(each in names if isinstance(each, str) else isinstance(module, each) for each in classes)
 
 
-def _refuse_wrapped(module: nn.Module) -> None:
-    if any(owner_of(param) is not None for param in module.parameters()):
-        raise UsageError(
-            f"{type(module).__name__} is already wrapped, so its units are chosen.",
-            "Leaf modules decide where the model is cut.",
-            "mark leaf modules before initialize, or name them in zero_optimization.leaf_module.",
+def _tell_of_wrapped(module: nn.Module) -> None:
+    if any(isinstance(owner_of(param), ParamGroup) for param in module.parameters()):
+        log_once(
+            f"{type(module).__name__} is already wrapped, so its units are chosen: a mark of a leaf module changes "
+            "nothing now.  Mark leaf modules before initialize, or name them in zero_optimization.leaf_module.",
+            logging.WARNING,
         )
 
 

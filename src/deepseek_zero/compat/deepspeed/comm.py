@@ -12,7 +12,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from importlib import import_module
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import torch.distributed as dist
@@ -30,67 +31,96 @@ from .missing import missing_names
 
 MODULE = "deepseek_zero.comm"  # where users find these names
 __all__ = [
+    "configure",
     "get_all_ranks_from_group",
+    "get_comm_operation_count",
     "get_global_rank",
     "get_local_rank",
+    "get_logged_comm_ops",
     "get_world_group",
+    "has_comm_data",
     "init_distributed",
     "initialize_mesh_device",
+    "log_summary",
+    "reset_log",
 ]
 
-# Accepted and without effect: what they say is found from the environment, or is for DeepSpeed's own engine.
-WITHOUT_EFFECT = frozenset({"auto_mpi_discovery", "verbose", "dist_init_required", "config"})
-EFFECTIVE = frozenset({"distributed_port", "init_method", "rank", "world_size"})
 
-
-def init_distributed(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> None:
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int | None = None,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
     """Join the group a launcher describes, or the one that rank, world_size and init_method describe.
 
     Collective under a launcher; without one it starts a group of one, so that a script may ask torch.distributed for
-    its rank.  DeepSpeed's other arguments (auto_mpi_discovery, verbose, dist_init_required, config) are accepted and
-    change nothing.
+    its rank.  init_method: "env://", "tcp://host:port", "file:///path".  dist_init_required=False says that a group is
+    there already, and is an error where there is none.  auto_mpi_discovery, verbose and config change nothing.
     """
-    if not join(dist_backend, timeout, **options):
+    if not join(
+        dist_backend,
+        timeout,
+        distributed_port=distributed_port,
+        init_method=init_method,
+        dist_init_required=dist_init_required,
+        rank=rank,
+        world_size=world_size,
+    ):
         backend = dist_backend or default_backend(default_device())
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout or PATIENCE)
 
 
-def join(dist_backend: str | None = None, timeout: timedelta | None = None, **options: Any) -> bool:
+def join(
+    dist_backend: str | None = None,
+    timeout: timedelta | None = None,
+    *,
+    distributed_port: int | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> bool:
     """Do as `init_distributed` does, but leave a process alone that nobody described a group to; return whether it has
     one.
     """
-    unknown = sorted(options.keys() - WITHOUT_EFFECT - EFFECTIVE)
-    if unknown:
-        raise UsageError(
-            f"init_distributed has no argument {', '.join(unknown)}.",
-            fix=f"use dist_backend, timeout, {', '.join(sorted(EFFECTIVE | WITHOUT_EFFECT))}.",
-        )
-    _describe(options)
-    port = options.get("distributed_port")
-    return mesh.init_distributed(dist_backend, timeout or PATIENCE, port, store_of=launchers_store)
+    if not dist.is_initialized():
+        if dist_init_required is False:
+            raise UsageError(
+                "Distributed backend is not initialized, and dist_init_required is False.",
+                "The caller says that it has joined a group already.",
+                "leave dist_init_required out, or call torch.distributed.init_process_group first.",
+            )
+        whole_number("init_distributed", "world_size", world_size, -1)
+        whole_number("init_distributed", "rank", rank, -1, world_size - 1 if world_size > 0 else None)
+        if urlsplit(init_method or "").scheme == "file":
+            backend = dist_backend or default_backend(default_device())
+            dist.init_process_group(backend, init_method, timeout or PATIENCE, world_size, rank)
+        else:
+            _describe(init_method or "env://", rank, world_size)
+    return mesh.init_distributed(dist_backend, timeout or PATIENCE, distributed_port, store_of=launchers_store)
 
 
-def _describe(options: dict[str, Any]) -> None:
+def _describe(method: str, rank: int, size: int) -> None:
     """Write the caller's group into the variables that launchers set; a launcher's own value stands."""
-    method = options.get("init_method") or "env://"
     address = urlsplit(method)
     if address.scheme not in ("env", "tcp"):
         raise NotBuiltError(
-            f"init_method={method!r} is not built.", "Ranks meet at an address.", 'use "tcp://host:port" or a launcher.'
+            f"init_method={method!r} is not built.",
+            "Ranks meet at an address or over a file.",
+            'use "tcp://host:port", "file:///path" or a launcher.',
         )
-    rank, size = options.get("rank", -1), options.get("world_size", -1)
-    whole_number("init_distributed", "world_size", size, -1)
-    whole_number("init_distributed", "rank", rank, -1, size - 1 if size > 0 else None)
-    said = {
-        "RANK": rank,
-        "WORLD_SIZE": size,
-        "MASTER_PORT": address.port or -1,
-    }
     if address.hostname:
         os.environ.setdefault("MASTER_ADDR", address.hostname)
-    for name, value in said.items():
-        if isinstance(value, int) and value >= 0:
+    for name, value in {"RANK": rank, "WORLD_SIZE": size, "MASTER_PORT": address.port or -1}.items():
+        if value >= 0:
             os.environ.setdefault(name, str(value))
 
 
@@ -217,7 +247,86 @@ def get_all_ranks_from_group(group: Any = None) -> Sequence[int]:
     return dist.get_process_group_ranks(group) if dist.is_initialized() else [0]
 
 
+# -- the log of calls
+
+
+class _Calls:
+    """Who records the calls of this process: a CommsLogger, once a program has asked for one."""
+
+    logger: ClassVar[Any] = None
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Say which calls of this module are recorded.  Local.
+
+    deepspeed_config: a DeepSpeedConfig, of which `comms_logger` is taken; the other arguments come before it.
+    """
+    stated = {"enabled": enabled, "prof_all": prof_all, "prof_ops": prof_ops, "verbose": verbose, "debug": debug}
+    section = getattr(deepspeed_config, "comms_config", None)
+    if section is not None and section.comms_logger_enabled:
+        _comms_logger().configure(section)
+    for name, value in stated.items():
+        if value is not None:
+            setattr(_comms_logger(), name, value)
+
+
+def _comms_logger() -> Any:
+    """Return this process's CommsLogger; made on first use."""
+    if _Calls.logger is None:
+        _Calls.logger = import_module(f"{__package__}.comms_logging").CommsLogger()
+    return _Calls.logger
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Print, from rank 0, what was recorded.  Collective with a process group."""
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    if dist.is_initialized():
+        dist.barrier()
+    found: dict[str, Any] | None = _comms_logger().log_all(is_first, show_straggler, return_dict)
+    return found
+
+
+def reset_log() -> None:
+    """Forget what was recorded."""
+    _comms_logger().reset_data()
+
+
+def has_comm_data() -> bool:
+    """Return whether anything was recorded."""
+    return bool(_comms_logger().has_data())
+
+
+def get_comm_operation_count() -> int:
+    """Return how many calls were recorded."""
+    return int(_comms_logger().get_total_operations())
+
+
+def get_logged_comm_ops() -> list[str]:
+    """Return the names of the calls that were recorded."""
+    return list(_comms_logger().get_operation_names())
+
+
+# Calls that move bytes: they take DeepSpeed's words for its log (prof, log_name, debug), which torch does not know.
+LOGGED = frozenset(
+    "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
+    "all_to_all all_to_all_single allgather_fn barrier batch_isend_irecv broadcast broadcast_object_list gather "
+    "inference_all_reduce irecv isend monitored_barrier recv reduce reduce_scatter reduce_scatter_fn "
+    "reduce_scatter_tensor scatter send".split()
+)
+
+
 def __getattr__(name: str) -> Any:
+    if name == "comms_logger":
+        return _comms_logger()
+    if name in LOGGED:
+        return _recorded(name)
     if name in ALONE:
         return _with_or_without_group(name)
     if name in ASKED:
@@ -235,7 +344,20 @@ def __getattr__(name: str) -> Any:
 def _with_or_without_group(name: str) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         together = COLLECTIVES[name][0] if name in COLLECTIVES else getattr(dist, name)
-        return (together if dist.is_initialized() else ALONE[name])(*args, **kwargs)
+        return (together if dist.is_initialized() or name not in ALONE else ALONE[name])(*args, **kwargs)
+
+    call.__name__ = name
+    return call
+
+
+def _recorded(name: str) -> Callable[..., Any]:
+    made = _with_or_without_group(name)
+
+    def call(*args: Any, prof: bool = False, log_name: str | None = None, debug: Any = None, **kwargs: Any) -> Any:
+        logger = _Calls.logger
+        if logger is None or not logger.wants(log_name or name, prof):
+            return made(*args, **kwargs)
+        return logger.timed(made, name, log_name or name, args, kwargs)
 
     call.__name__ = name
     return call

@@ -5,7 +5,8 @@ GETTERS are methods in DeepSpeed, ATTRIBUTES are attributes; missing.py says of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils.data import IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from ... import parallel
-from ...base.errors import NotBuiltError
+from ...base.errors import NotBuiltError, UsageError
 from ...base.given import path_of, refuse
 from ...base.log import log_once
 from ...checkpoint.contents import SaveSettings
@@ -67,89 +68,91 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
 
 GETTERS: dict[str, Callable[[Engine], Any]] = {
     # Batch
-    "train_batch_size": lambda e: e.config.train_batch_size,
-    "train_micro_batch_size_per_gpu": lambda e: e.config.train_micro_batch_size_per_gpu,
-    "gradient_accumulation_steps": lambda e: e.config.gradient_accumulation_steps,
+    "train_batch_size": lambda e: e._config.train_batch_size,
+    "train_micro_batch_size_per_gpu": lambda e: e._config.train_micro_batch_size_per_gpu,
+    "gradient_accumulation_steps": lambda e: e._config.gradient_accumulation_steps,
     "get_batch_info": lambda e: (
-        e.config.train_batch_size,
-        e.config.train_micro_batch_size_per_gpu,
-        e.config.gradient_accumulation_steps,
+        e._config.train_batch_size,
+        e._config.train_micro_batch_size_per_gpu,
+        e._config.gradient_accumulation_steps,
     ),
-    "managed_gradient_accumulation": lambda e: e.config.managed_gradient_accumulation,
-    "dataloader_drop_last": lambda e: e.config.dataloader_drop_last,
+    "managed_gradient_accumulation": lambda e: e._config.managed_gradient_accumulation,
+    "dataloader_drop_last": lambda e: e._config.dataloader_drop_last,
     # ZeRO
-    "zero_optimization": lambda e: e.config.zero_optimization.stage > 0,
-    "zero_optimization_stage": lambda e: e.config.zero_optimization.stage,
-    "zero_optimization_partition_gradients": lambda e: e.config.zero_optimization.stage >= 2,
-    "zero_optimization_partition_weights": lambda e: e.config.zero_optimization.stage >= 3,
+    "zero_optimization": lambda e: e._config.zero_optimization.stage > 0,
+    "zero_optimization_stage": lambda e: e._config.zero_optimization.stage,
+    "zero_optimization_partition_gradients": lambda e: e._config.zero_optimization.stage >= 2,
+    "zero_optimization_partition_weights": lambda e: e._config.zero_optimization.stage >= 3,
     "zero_gather_16bit_weights_on_model_save": (
-        lambda e: e.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        lambda e: e._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ),
-    "zero_overlap_comm": lambda e: e.config.zero_optimization.overlap_comm,
-    "zero_reduce_bucket_size": lambda e: e.config.zero_optimization.reduce_bucket_size,
-    "zero_sub_group_size": lambda e: e.config.zero_optimization.sub_group_size,
-    "zero_prefetch_bucket_size": lambda e: e.config.zero_optimization.stage3_prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda e: e.config.zero_optimization.stage3_param_persistence_threshold,
-    "zero_model_persistence_threshold": lambda e: e.config.zero_optimization.stage3_model_persistence_threshold,
-    "zero_max_live_parameters": lambda e: e.config.zero_optimization.stage3_max_live_parameters,
-    "zero_max_reuse_distance": lambda e: e.config.zero_optimization.stage3_max_reuse_distance,
-    "zero_hpz_partition_size": lambda e: e.config.zero_optimization.zero_hpz_partition_size,
-    "mics_shard_size": lambda e: e.config.zero_optimization.mics_shard_size,
-    "zero_ignore_unused_parameters": lambda e: e.config.zero_optimization.ignore_unused_parameters,
-    "zero_allow_untested_optimizer": lambda e: e.config.zero_allow_untested_optimizer,
-    "zero_offload_optimizer": lambda e: _offload(e.config.zero_optimization.offload_optimizer),
-    "zero_offload_param": lambda e: _offload(e.config.zero_optimization.offload_param),
-    "zero_cpu_offload": lambda e: e.config.zero_optimization.offload_optimizer.device == "cpu",
+    "zero_overlap_comm": lambda e: e._config.zero_optimization.overlap_comm,
+    "zero_reduce_bucket_size": lambda e: e._config.zero_optimization.reduce_bucket_size,
+    "zero_sub_group_size": lambda e: e._config.zero_optimization.sub_group_size,
+    "zero_prefetch_bucket_size": lambda e: e._config.zero_optimization.stage3_prefetch_bucket_size,
+    "zero_param_persistence_threshold": lambda e: e._config.zero_optimization.stage3_param_persistence_threshold,
+    "zero_model_persistence_threshold": lambda e: e._config.zero_optimization.stage3_model_persistence_threshold,
+    "zero_max_live_parameters": lambda e: e._config.zero_optimization.stage3_max_live_parameters,
+    "zero_max_reuse_distance": lambda e: e._config.zero_optimization.stage3_max_reuse_distance,
+    "zero_hpz_partition_size": lambda e: e._config.zero_optimization.zero_hpz_partition_size,
+    "mics_shard_size": lambda e: e._config.zero_optimization.mics_shard_size,
+    "zero_ignore_unused_parameters": lambda e: e._config.zero_optimization.ignore_unused_parameters,
+    "zero_allow_untested_optimizer": lambda e: e._config.zero_allow_untested_optimizer,
+    "zero_offload_optimizer": lambda e: _offload(e._config.zero_optimization.offload_optimizer),
+    "zero_offload_param": lambda e: _offload(e._config.zero_optimization.offload_param),
+    "zero_cpu_offload": lambda e: e._config.zero_optimization.offload_optimizer.device == "cpu",
     # Precision
-    "fp16_enabled": lambda e: e.config.fp16.enabled,
-    "fp16_auto_cast": lambda e: e.config.fp16.auto_cast,
-    "bfloat16_enabled": lambda e: e.config.bf16.enabled,
-    "torch_autocast_enabled": lambda e: e.config.torch_autocast.enabled,
+    "fp16_enabled": lambda e: e._config.fp16.enabled,
+    "fp16_auto_cast": lambda e: e._config.fp16.auto_cast,
+    "bfloat16_enabled": lambda e: e._config.bf16.enabled,
+    "torch_autocast_enabled": lambda e: e._config.torch_autocast.enabled,
     "torch_autocast_dtype": lambda e: e.runtime.settings.policy.autocast,
-    "amp_enabled": lambda e: e.config.amp.enabled,
+    "amp_enabled": lambda e: e._config.amp.enabled,
     "get_data_types": lambda e: (e.runtime.settings.policy.compute, e.runtime.settings.policy.accumulate),
     "dynamic_loss_scale": lambda e: e.parts.scaler is not None and e.parts.scaler.dynamic,
     "dynamic_loss_scale_args": _scale_arguments,
-    "initial_dynamic_scale": lambda e: 2.0**e.config.fp16.initial_scale_power,
-    "loss_scale": lambda e: e.config.fp16.loss_scale,
+    "initial_dynamic_scale": lambda e: 2.0**e._config.fp16.initial_scale_power,
+    "loss_scale": lambda e: e._config.fp16.loss_scale,
     # Axes
-    "autotp_size": lambda e: e.mesh.tp if e.mesh.tp > 1 else e.config.tensor_parallel.autotp_size,
+    "autotp_size": lambda e: e.mesh.tp if e.mesh.tp > 1 else e._config.tensor_parallel.autotp_size,
     "get_sequence_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
     # Optimizer and schedule
-    "gradient_clipping": lambda e: e.config.gradient_clipping,
-    "gradient_predivide_factor": lambda e: e.config.gradient_predivide_factor,
-    "prescale_gradients": lambda e: e.config.prescale_gradients,
+    "gradient_clipping": lambda e: e._config.gradient_clipping,
+    "gradient_predivide_factor": lambda e: e._config.gradient_predivide_factor,
+    "prescale_gradients": lambda e: e._config.prescale_gradients,
     "get_global_grad_norm": _norm,
     "optimizer_name": lambda e: (
-        type(e.optimizer.inner).__name__ if e.config.optimizer.type is None and e.optimizer else e.config.optimizer.type
+        type(e.optimizer.inner).__name__
+        if e._config.optimizer.type is None and e.optimizer
+        else e._config.optimizer.type
     ),
-    "optimizer_params": lambda e: e.config.optimizer.params,
-    "scheduler_name": lambda e: e.config.scheduler.type,
-    "scheduler_params": lambda e: e.config.scheduler.params,
+    "optimizer_params": lambda e: e._config.optimizer.params,
+    "scheduler_name": lambda e: e._config.scheduler.type,
+    "scheduler_params": lambda e: e._config.scheduler.params,
     "get_lr": lambda e: [group["lr"] for group in _groups(e)],
     "get_mom": _mom,
     "get_type": lambda e: [group.get("type") for group in _groups(e)],
     # Logging
-    "steps_per_print": lambda e: e.config.steps_per_print,
-    "wall_clock_breakdown": lambda e: e.config.wall_clock_breakdown,
-    "memory_breakdown": lambda e: e.config.memory_breakdown,
-    "dump_state": lambda e: e.config.dump_state,
-    "log_level": lambda e: e.config.log_level,
-    "tensorboard_enabled": lambda e: e.config.tensorboard.enabled,
-    "wandb_enabled": lambda e: e.config.wandb.enabled,
-    "csv_monitor_enabled": lambda e: e.config.csv_monitor.enabled,
-    "flops_profiler_enabled": lambda e: e.config.flops_profiler.enabled,
-    "flops_profiler_profile_step": lambda e: e.config.flops_profiler.profile_step,
-    "flops_profiler_module_depth": lambda e: e.config.flops_profiler.module_depth,
-    "flops_profiler_top_modules": lambda e: e.config.flops_profiler.top_modules,
-    "flops_profiler_detailed": lambda e: e.config.flops_profiler.detailed,
-    "flops_profiler_output_file": lambda e: e.config.flops_profiler.output_file,
-    "flops_profiler_recompute_fwd_factor": lambda e: e.config.flops_profiler.recompute_fwd_factor,
+    "steps_per_print": lambda e: e._config.steps_per_print,
+    "wall_clock_breakdown": lambda e: e._config.wall_clock_breakdown,
+    "memory_breakdown": lambda e: e._config.memory_breakdown,
+    "dump_state": lambda e: e._config.dump_state,
+    "log_level": lambda e: e._config.log_level,
+    "tensorboard_enabled": lambda e: e._config.tensorboard.enabled,
+    "wandb_enabled": lambda e: e._config.wandb.enabled,
+    "csv_monitor_enabled": lambda e: e._config.csv_monitor.enabled,
+    "flops_profiler_enabled": lambda e: e._config.flops_profiler.enabled,
+    "flops_profiler_profile_step": lambda e: e._config.flops_profiler.profile_step,
+    "flops_profiler_module_depth": lambda e: e._config.flops_profiler.module_depth,
+    "flops_profiler_top_modules": lambda e: e._config.flops_profiler.top_modules,
+    "flops_profiler_detailed": lambda e: e._config.flops_profiler.detailed,
+    "flops_profiler_output_file": lambda e: e._config.flops_profiler.output_file,
+    "flops_profiler_recompute_fwd_factor": lambda e: e._config.flops_profiler.recompute_fwd_factor,
     # Checkpoints
-    "checkpoint_tag_validation_enabled": lambda e: e.config.checkpoint.tag_validation != "Ignore",
-    "checkpoint_tag_validation_fail": lambda e: e.config.checkpoint.tag_validation == "Fail",
-    "load_universal_checkpoint": lambda e: e.config.checkpoint.load_universal,
-    "use_node_local_storage": lambda e: e.config.checkpoint.use_node_local_storage,
+    "checkpoint_tag_validation_enabled": lambda e: e._config.checkpoint.tag_validation != "Ignore",
+    "checkpoint_tag_validation_fail": lambda e: e._config.checkpoint.tag_validation == "Fail",
+    "load_universal_checkpoint": lambda e: e._config.checkpoint.load_universal,
+    "use_node_local_storage": lambda e: e._config.checkpoint.use_node_local_storage,
     # What is off because it is not built
     "pld_enabled": lambda e: False,
     "curriculum_enabled_legacy": lambda e: False,
@@ -184,8 +187,8 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
 }
 
 METHODS = (
-    "forward backward step train_batch eval_batch "
-    "zero_grad scale no_sync save_checkpoint load_checkpoint save_16bit_model module_state_dict "
+    "forward backward step train_batch eval_batch zero_grad scale no_sync coalesce_grad_reduction "
+    "save_checkpoint load_checkpoint save_16bit_model module_state_dict "
     "export load_weights set_train_batch_size set_gradient_accumulation_boundary deepspeed_io compile explain "
     "memory_report destroy"
 ).split()
@@ -252,6 +255,30 @@ class DeepSpeedEngine(Engine):
             sampler,
             take=partial(parallel.own_part, self.module) if self.mesh.sp > 1 else None,
         )
+
+    # -- accumulation
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Hold several backwards of one step; step() comes behind the block.
+
+        In DeepSpeed one reduction follows the last of them.  Here a unit's gradients travel together in any case: the
+        values are the same, and sharded ones are reduced at each backward.
+        """
+        if self.runtime.settings.stage == 0 or hasattr(self.module, "mesh_statement"):
+            what = "pipeline parallelism" if hasattr(self.module, "mesh_statement") else "stage 0"
+            raise NotBuiltError(
+                f"coalesce_grad_reduction is not supported with {what}.",
+                "It is for gradients that are sharded.",
+                "use gradient_accumulation_steps or no_sync().",
+            )
+        if not self.config.managed_gradient_accumulation:
+            raise UsageError(
+                "coalesce_grad_reduction and managed_gradient_accumulation=false both own the accumulation boundary.",
+                fix="leave one of the two out.",
+            )
+        with self._inside("coalesce_grad_reduction"):
+            yield
 
     # -- saving
 
@@ -416,8 +443,6 @@ class DeepSpeedEngine(Engine):
         super().destroy()
 
     def __getattr__(self, name: str) -> Any:
-        if name in GETTERS:
-            return lambda: GETTERS[name](self)
         if name in ATTRIBUTES:
             return ATTRIBUTES[name](self)
         try:
@@ -426,6 +451,11 @@ class DeepSpeedEngine(Engine):
             if name in missing_names(ENGINE):
                 raise engine_name_missing(name, [*METHODS, *GETTERS, *ATTRIBUTES]) from None
             raise
+
+
+# Methods of the class, as in DeepSpeed: a program may call DeepSpeedEngine.gradient_clipping(its_own_engine).
+for _name, _getter in GETTERS.items():
+    setattr(DeepSpeedEngine, _name, _getter)
 
 
 def _refuse_load_fn(owner: str, given: Any) -> None:

@@ -6,7 +6,7 @@ The engine's class stands in engine.py, because `from deepspeed import DeepSpeed
 Behind the name `deepspeed` (dropin.py) stand programs that were written for DeepSpeed, and `initialize` does more for
 them: it takes unknown keys with a warning, joins a group where a process is alone, ends the engine that a model was in
 (the Trainer evaluates before it trains, Lightning tests after it has fitted, and neither destroys its first engine),
-and refuses a world that accelerate counted wrongly.
+refuses a world that accelerate counted wrongly, and clips gradients at 1.0 where the configuration says nothing of it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import sys
 import weakref
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -24,22 +25,26 @@ from ...base.errors import UsageError
 from ...base.given import refuse, whole_number
 from ...config import choose_source
 from ...config.load import load
+from ...config.raw_config import RawConfig, lookup
 from ...engine.engine import Engine
 from ...engine.start import Request, listen_as_stated, parameters_of, start
 from ...sharding.param_group import ParamGroup
 from ...sharding.sharded_parameter import owner_of
 from . import groups
-from .before_initialize import leaf_module_names, tensor_parallel_statement
+from .before_initialize import leaf_module_names, mark_configured, tensor_parallel_statement
 from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
+from .optimizer import DeepSpeedZeroOptimizer
 from .parameters import ParameterOffload, show_ds_names
 
 if TYPE_CHECKING:
     from .configuration import Configuration
 
 __all__ = ["initialize"]
+
+DEFAULT_CLIPPING = 1.0  # of DeepSpeed since 2026; this library's own is not to clip
 
 
 def initialize(
@@ -82,10 +87,15 @@ def initialize(
     unchanged = is_dropin_imported()
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     listen_as_stated(raw)
-    if dist_init_required is not False:
-        (init_distributed if unchanged else join)(distributed_port=distributed_port)
+    if unchanged:
+        if "gradient_clipping" not in raw.autos:
+            raw = replace(raw, values={"gradient_clipping": DEFAULT_CLIPPING, **raw.values})
+        init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    elif dist_init_required is not False:
+        join(distributed_port=distributed_port)
     if unchanged:
         refuse_miscount()
+        refuse_unmanaged(raw, model)
     statements = [*accelerate_statements()] if unchanged else []
     if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
         statements.append(asked)
@@ -113,8 +123,12 @@ def initialize(
     if unchanged:
         end_engine_of(model)
     request.leaf_modules = leaf_module_names(model)
+    leaves = lookup(raw.values, "zero_optimization.leaf_module") or {}
+    mark_configured(model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes")))
     engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
+    if engine.optimizer is not None:
+        engine.optimizer.__class__ = DeepSpeedZeroOptimizer
     if engine.runtime.settings.stage == 3:
         show_ds_names(engine.runtime)
         if engine.optimizer is not None:
@@ -145,6 +159,22 @@ def end_engine_of(model: nn.Module) -> None:
             runtime.remove_hooks()
     if engine is not None:
         engine.destroy()
+
+
+def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
+    """Raise where DeepSpeed has no accumulation that the program manages: beside stages, and beside overlapped
+    reductions of whole gradients.
+    """
+    if raw.values.get("managed_gradient_accumulation", True):
+        return
+    zero = raw.values.get("zero_optimization", {})
+    if hasattr(model, "mesh_statement"):
+        what = "managed_gradient_accumulation=false is not supported with pipeline parallelism."
+    elif zero.get("overlap_comm") is True and zero.get("stage", 0) < 2:
+        what = "managed_gradient_accumulation=false supports overlap_comm only with ZeRO stage 2 or 3."
+    else:
+        return
+    raise UsageError(what, fix="leave one of the two keys out.")
 
 
 def refuse_miscount() -> None:

@@ -210,16 +210,17 @@ def filter_slots(hosts: Mapping[str, tuple[int, ...]], include: str = "", exclud
             if slot not in hosts[host]:
                 known = ", ".join(map(str, hosts[host])) or "none"
                 raise UsageError(f"No slot '{slot}' specified on host '{host}'.", fix=f"Its slots: {known}.")
-    kept = {host: _kept(slots, host, named, bool(include), bool(exclude)) for host, slots in hosts.items()}
+    kept = {host: kept_slots(slots, host, named, bool(include), bool(exclude)) for host, slots in hosts.items()}
     left = {host: slots for host, slots in kept.items() if slots}
     if not left:
         raise UsageError("--include or --exclude leaves no slot to run on.", fix="Name at least one slot to keep.")
     return left
 
 
-def _kept(
+def kept_slots(
     slots: tuple[int, ...], host: str, named: Mapping[str, tuple[int, ...] | None], include: bool, exclude: bool
 ) -> tuple[int, ...]:
+    """Return which of a host's slots a filter leaves."""
     if host not in named:
         return () if include else slots
     chosen = slots if named[host] is None else named[host] or ()

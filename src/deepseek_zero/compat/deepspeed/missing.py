@@ -1,8 +1,8 @@
 """DeepSpeed's public names that are not here: which, whether they come, and why not or what serves instead.
 
-The one table of it.  The package (`deepseek_zero.X`), the engine (`engine.x`) and the drop-in (`deepspeed.y.X`) raise
-from it, and docs/reference/deepspeed-names.md shows it.  Names that no room of ours needs to speak of (DeepSpeed's own
-constants and inner functions) are left out: they are AttributeErrors, too, with what the module has.
+The one table of it.  The package (`deepseek_zero.X`) and the engine (`engine.x`) raise from it where a name is asked
+for, the drop-in (`deepspeed.y.X`) where it is called, and docs/reference/deepspeed-names.md shows it.  Names of which
+there is nothing to say (DeepSpeed's inner functions) are left out; inventory.json has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class When(Enum):
     """Whether a name comes."""
 
     LATER = "later"
-    NEVER = "not planned"
+    NEVER = "by design not"
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,8 @@ MISSING: dict[str, Rows] = {
             "DualPipeVEngine DualPipeVModule",
         ),
         (N, "initialize splits a model over mesh axis tp; there is no other mode", "set_autotp_mode"),
-        (N, "initialize reads the configuration, and engine.config is what became of it", "DeepSpeedConfig"),
         (N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),
         (N, "it always is: engine.compile()", "is_compile_supported"),
-        (N, "__version__ says what is installed", "git_version_info version git_hash git_branch"),
         (N, MOE, "moe"),
         (
             N,
@@ -94,7 +92,6 @@ MISSING: dict[str, Rows] = {
         (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
     ),
     "deepspeed.comm": (
-        (N, LOGGED, "log_summary configure reset_log has_comm_data get_comm_operation_count get_logged_comm_ops"),
         (N, "ranks are found in the variables that every launcher sets", "mpi_discovery"),
         (N, "torch.distributed's backends serve", "init_deepspeed_backend set_backend"),
         (N, "same-host ranks share memory already", "enable_symm_mem_for_group"),
@@ -103,10 +100,6 @@ MISSING: dict[str, Rows] = {
         (N, "`deepseek-zero run --max-restarts` starts ranks again", "DSElasticAgent elastic_agent"),
         (N, "the batch is computed from the section alone", "ensure_immutable_elastic_config"),
     ),
-    "deepspeed.launcher": ((N, LAUNCH, "launch multinode_runner"),),
-    "deepspeed.launcher.runner": ((N, LAUNCH, "main parse_args fetch_hostfile parse_resource_filter"),),
-    "deepspeed.monitor": ((N, BY_CONFIG, "tensorboard csv_monitor wandb comet"),),
-    "deepspeed.monitor.config": ((N, BY_CONFIG, "DeepSpeedMonitorConfig TensorBoardConfig WandbConfig CSVConfig"),),
     "deepspeed.ops": ((N, KERNELS, "transformer fp_quantizer quantizer random_ltd deepspeed4science compile gds"),),
     "deepspeed.ops.sparse_attention": ((N, TILES, "Softmax MatMul matmul softmax trsrc"),),
     "deepspeed.ops.adam": (
@@ -127,7 +120,6 @@ MISSING: dict[str, Rows] = {
     "deepspeed.runtime.activation_checkpointing": (
         (N, "activation_checkpointing.device parks them", "offload_activations"),
     ),
-    "deepspeed.runtime.config": ((N, "engine.config is the resolved configuration", "DeepSpeedConfig"),),
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
     "deepspeed.runtime.fp16": (
         (L, COMPRESSED, "onebit"),
@@ -141,38 +133,23 @@ MISSING: dict[str, Rows] = {
     "deepspeed.sequence.layer": (
         (N, "DistributedAttention exchanges; deepseek_zero.parallel.sequence has its parts", "single_all_to_all"),
     ),
-    "deepspeed.runtime.utils": (
-        (N, "gradient_clipping, or torch's clip_grad_norm_, which reads sharded gradients", "clip_grad_norm_"),
-        (N, "gradient_clipping, or torch's clip_grad_norm_, which reads sharded gradients", "get_global_norm"),
-        (N, "the step's verdict is engine.optimizer.overflow", "CheckOverflow has_inf_or_nan"),
-        (N, "an engine without an optimizer has none", "DummyOptim"),
-        (N, "see_memory_usage and engine.memory_report() say it", "memory_status get_ma_status empty_cache"),
-        (L, PIPELINE, "PartitionedTensor"),
-    ),
     "deepspeed.runtime.zero": (
         (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
-        (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload linear utils"),
+        (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload linear"),
         (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
         (N, "Muon is an optimizer by name (`optimizer.type`)", "muon"),
         (N, TIERS, "offload_states"),
-    ),
-    "deepspeed.runtime.zero.config": ((N, BY_CONFIG, "DeepSpeedZeroConfig get_zero_config"),),
-    "deepspeed.runtime.zero.offload_config": (
-        (N, BY_CONFIG, "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"),
-        (N, TIERS, "OffloadStateTypeEnum"),
     ),
     "deepspeed.runtime.zero.partition_parameters": (
         (N, GATHERS, "AllGatherHandle AllGatherCoalescedHandle free_param shutdown_init_context restore_init_context"),
         (N, GATHERS, "InsertPostInitMethodToModuleSubClasses DeepSpeedTensorOverride"),
     ),
     "deepspeed.runtime.zero.stage3": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),),
-    "deepspeed.runtime.zero.stage_1_and_2": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer"),),
     "deepspeed.utils": (
         (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params"),
         (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),
         (N, "DeepSpeed's debugging prints are not planned", "debug print_rank print_rank0"),
         (N, "ranks are bound to cores by their affinity", "get_numactl_cmd"),
-        (N, LOGGED, "comms_logging get_caller_func"),
     ),
     "deepspeed.utils.groups": (
         (N, "the mesh is stated to initialize()", "set_tensor_model_parallel_world_size"),
@@ -189,7 +166,6 @@ MISSING: dict[str, Rows] = {
         (L, PIPELINE, "is_pipe_partitioned"),
         (N, DATA, "set_data_post_process_func set_custom_curriculum_learning_schedule curriculum_params_legacy"),
         (N, DATA, "curriculum_learning_config data_efficiency_config random_ltd_config pld_params pld_theta"),
-        (N, "gradients of a unit travel together already", "coalesce_grad_reduction"),
         (N, "DeepCompile's passes are not planned; compile() compiles unit by unit", "register_compile_pass"),
         (N, "quantised training is not planned", "quantize_training eigenvalue_params"),
         (N, "the configuration's flops_profiler, or deepspeed.profiling's FlopsProfiler", "start_profile"),
@@ -214,14 +190,24 @@ def missing_names(module: str) -> dict[str, MissingName]:
     return {name: MissingName(when, reason) for when, reason, names in rows for name in names.split()}
 
 
+def why_missing(module: str, name: str) -> str:
+    """Return the reason why a name is not here, or why one of the packages that hold it is not; "" without one."""
+    while True:
+        found = missing_names(module).get(name)
+        if found is not None:
+            return f"{found.reason[:1].upper()}{found.reason[1:]}."
+        if "." not in module:
+            return ""
+        module, name = module.rsplit(".", 1)
+
+
 def module_name_missing(module: str, name: str, public: list[str]) -> UnknownNameError:
     """Return the error for a name that a module of the drop-in does not have.  public: the names it has."""
-    found = missing_names(module).get(name)
-    why = f"{found.reason[:1].upper()}{found.reason[1:]}." if found else ""
+    near = difflib.get_close_matches(name, public, n=8, cutoff=0.5) or public[:40]
     return UnknownNameError(
         f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
-        why,
-        f"what {module} has: {', '.join(public)} ({PAGE}).",
+        why_missing(module, name),
+        f"what {module} has: {', '.join(near)} ({PAGE}).",
     )
 
 

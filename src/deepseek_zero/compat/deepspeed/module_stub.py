@@ -1,41 +1,165 @@
-"""What every module of the drop-in is made of: a table of names and where they live, and an error for other names."""
+"""The modules of the drop-in, made on import from two tables: what is provided, and every name that DeepSpeed has.
+
+A name of DeepSpeed's that nothing here stands behind can be imported all the same, because a program that never uses
+it must not fail at its imports: constants have DeepSpeed's values, classes can be named and asked about (isinstance),
+and whoever calls one gets an error that says why it is not built, from missing.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
-from typing import Any
+from importlib.abc import InspectLoader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
 
-from .missing import module_name_missing
+from ...base.errors import NotBuiltError
+from .dropin import is_dropin_imported
+from .missing import module_name_missing, why_missing
+from .provided import PROVIDED
 
 # DeepSpeed's version whose names these are, and that it is not DeepSpeed; the drop-in's metadata says the same.
 VERSION = "0.19.8+dz1"
 
-# Each module of the drop-in that was imported, by name: its names and where they live; "" for its own submodules.
-TABLES: dict[str, dict[str, str]] = {}
+_INVENTORY = Path(__file__).with_name("inventory.json")
 
 
-def stand_in(
-    module: str, homes: Mapping[str, str] | None = None, rooms: str = ""
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` for one module of the drop-in.
+@cache
+def inventory() -> dict[str, dict[str, Any]]:
+    """Return DeepSpeed's modules: {"class": names, "other": names, "from": {module: names}, "values": {name: value}}.
 
-    homes: our module -> the names it gives, blank-separated.  rooms: the drop-in's own submodules, likewise.
+    A module's "from" says "*" where it takes every name of another.
     """
-    where = {name: home for home, names in (homes or {}).items() for name in names.split()}
-    inside = rooms.split()
-    public = sorted({*where, *inside})
-    TABLES[module] = dict.fromkeys(inside, "") | where
+    found: dict[str, dict[str, Any]] = json.loads(_INVENTORY.read_text(encoding="utf-8"))
+    return found
+
+
+@cache
+def homes(module: str) -> dict[str, str]:
+    """Return name -> our module that provides it; "*" -> one that is asked for every other name."""
+    rows = PROVIDED.get(module, {})
+    return {name: home for home, names in rows.items() for name in names.split()}
+
+
+@cache
+def submodules(module: str) -> frozenset[str]:
+    """Return the last parts of the names of the modules right below one."""
+    below = f"{module}."
+    return frozenset(name[len(below) :].partition(".")[0] for name in _modules() if name.startswith(below))
+
+
+@cache
+def _modules() -> frozenset[str]:
+    """Return the names of all modules, with the packages that only hold modules."""
+    named = {*PROVIDED, *inventory()}
+    return frozenset(name.rsplit(".", up)[0] for name in named for up in range(name.count(".") + 1))
+
+
+@cache
+def kinds(module: str) -> dict[str, str]:
+    """Return name -> "class", "other", "values" or the module of DeepSpeed's that it comes from."""
+    entry = inventory().get(module, {})
+    found: dict[str, str] = {}
+    for home, names in entry.get("from", {}).items():
+        for name in names.split():
+            found |= dict.fromkeys([*kinds(home), *homes(home)], home) if name == "*" else {name: home}
+    for kind in ("class", "other"):
+        found |= dict.fromkeys(entry.get(kind, "").split(), kind)
+    found |= dict.fromkeys(entry.get("values", {}), "values")
+    found.pop("*", None)
+    return found
+
+
+def public_names(module: str) -> list[str]:
+    """Return every name that a module of the drop-in has, its submodules too."""
+    return sorted({*homes(module), *kinds(module), *submodules(module)} - {"*"})
+
+
+def names_of(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for one module of the drop-in."""
 
     def get(name: str) -> Any:
-        if name in inside:
-            return import_module(f"{module}.{name}")
-        if name in where:
-            return getattr(import_module(where[name]), name)
         if name == "__all__":
-            return public
-        if name.startswith("__"):
+            return [name for name in public_names(module) if name not in submodules(module)]
+        if name.startswith("__") and name not in homes(module):
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        raise module_name_missing(module, name, public)
+        return look_up(module, name)
 
-    return get, lambda: public
+    return get, lambda: public_names(module)
+
+
+def look_up(module: str, name: str) -> Any:
+    """Return one name of a module of the drop-in: provided, a submodule, or one that can be imported and not used."""
+    home = homes(module).get(name)
+    if home is not None:
+        return getattr(import_module(home), name)
+    if (every := homes(module).get("*")) is not None:
+        try:
+            return getattr(import_module(every), name)
+        except AttributeError:
+            pass
+    kind = kinds(module).get(name)
+    if kind is None and name in submodules(module):
+        return import_module(f"{module}.{name}")
+    if kind is None:
+        raise module_name_missing(module, name, public_names(module))
+    if kind == "values":
+        return inventory()[module]["values"][name]
+    return placeholder(module, name) if kind in ("class", "other") else look_up(kind, name)
+
+
+@cache
+def placeholder(module: str, name: str) -> Any:
+    """Return what stands for a class or a function of DeepSpeed's that is not built: calling it is a NotBuiltError."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise NotBuiltError(
+            f"{module}.{name} is not provided by deepseek_zero, which stands in for DeepSpeed here.",
+            why_missing(module, name),
+            "see docs/reference/deepspeed-names.md for what serves instead.",
+        )
+
+    if kinds(module)[name] == "class":
+        return type(name, (), {"__module__": module, "__new__": refuse})
+    refuse.__name__ = refuse.__qualname__ = name
+    refuse.__module__ = module
+    return refuse
+
+
+class _Modules(MetaPathFinder, InspectLoader):
+    """Find and make the modules below `deepspeed`, where that is the drop-in."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if not fullname.startswith("deepspeed.") or not is_dropin_imported() or fullname not in _modules():
+            return None
+        return ModuleSpec(fullname, self, is_package=True)
+
+    def exec_module(self, module: ModuleType) -> None:
+        names: Any = module
+        names.__getattr__, names.__dir__ = names_of(module.__name__)
+        names.__doc__ = f"`{module.__name__}`, under DeepSpeed's path."
+        # A name that is a submodule's, too, means the function, as in DeepSpeed; importing the submodule would set it.
+        for name in submodules(module.__name__) & kinds(module.__name__).keys():
+            import_module(f"{module.__name__}.{name}")
+            setattr(module, name, look_up(module.__name__, name))
+
+    def get_source(self, fullname: str) -> str:
+        """Return what `python -m` runs: the module's own `main`, where it has one."""
+        main = "main" in homes(fullname)
+        return f"from {fullname} import main\nraise SystemExit(main())\n" if main else ""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self.get_source(fullname), f"<{fullname}>", "exec")
+
+
+def find_below() -> None:
+    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them last, once for all."""
+    if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
+        sys.meta_path.append(_Modules())

@@ -1,6 +1,6 @@
-"""DeepSpeed's profiler, timers and monitor configuration, in its words.
+"""DeepSpeed's profiler and timers, in its words.
 
-What is counted, timed and written is report/'s: flops.py, timers.py and monitor.py.
+What is counted, timed and written is report/'s: flops.py and timers.py.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ from torch import nn
 from ...base.device import allocated_bytes, default_device, synchronize
 from ...base.errors import UsageError
 from ...base.quantities import format_bytes, format_count, format_seconds
-from ...config import Config
-from ...config.load import load
-from ...engine.settings import observer_settings_of
 from ...report.flops import FlopsSettings, ForwardCost, ModuleCost, flops_table
-from ...report.monitor import MonitorSettings
 from ...report.timers import Timer as Watch
 from .utils import log_dist
 
@@ -315,12 +311,3 @@ class ThroughputTimer:
         if steps > 0 and self.total_elapsed_time:
             return self.batch_size * steps / self.total_elapsed_time
         return float("-inf")
-
-
-SECTIONS = ("tensorboard", "csv_monitor", "wandb", "comet")
-
-
-def get_monitor_config(param_dict: Mapping[str, Any]) -> MonitorSettings:
-    """Return a whole configuration's monitor settings, which `MonitorMaster` takes."""
-    stated = {name: param_dict[name] for name in SECTIONS if name in param_dict}
-    return observer_settings_of(Config.model_validate(load(stated).values)).monitor

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from ...base import world
 from ...base.device import allocated_bytes, default_device
-from ...base.errors import UsageError
 from ...base.log import LEVELS, logger, speak
 from ...sharding.access import GatheredParameters
 
@@ -205,5 +204,20 @@ def parse_range_list(range_str: str) -> list[int]:
         first, _, last = part.strip().partition("-")
         found += range(int(first), int(last or first) + 1)
     if found != sorted(set(found)):
-        raise UsageError(f"the list {range_str!r} does not rise.", fix="write it as in 0,2-4.")
+        raise ValueError(f"the list {range_str!r} does not rise; write it as in 0,2-4.")
     return found
+
+
+def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
+    """Return the path of DeepSpeed's file of a model's states."""
+    return str(Path(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt"))
+
+
+def get_zero_ckpt_name_for_rank(base_folder: str, dp_rank: int, mp_rank: int) -> str:
+    """Return the path of DeepSpeed's file of one rank's optimizer states."""
+    return str(Path(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt"))
+
+
+def get_layer_ckpt_name_for_rank(base_folder: str, layer_id: str, tp_rank: int) -> str:
+    """Return the path of DeepSpeed's file of one layer of a pipeline."""
+    return str(Path(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt"))

@@ -1,0 +1,197 @@
+"""DeepSpeed's CommsLogger: how often, how long and how large the calls of `deepspeed.comm` were.
+
+It sees what a program calls by itself.  An engine's own messages are not calls of torch's; `engine.explain()` and the
+records count those.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import time
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...base.device import default_device, synchronize
+from .runtime_utils import get_tensor_bytes
+from .utils import log_dist
+
+# operation -> (bytes per byte of the message that an algorithm moves, that a link carries), of n ranks
+FACTORS: dict[str, Callable[[int], tuple[float, float]]] = {
+    **dict.fromkeys(("all_to_all_single", "all_to_all"), lambda n: (1, (n - 1) / n)),
+    **dict.fromkeys(
+        ("all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"), lambda n: (n, n - 1)
+    ),
+    **dict.fromkeys(("all_reduce", "all_reduce_coalesced", "inference_all_reduce"), lambda n: (2, 2 * (n - 1) / n)),
+}
+LOGGED_CALLS = (
+    *FACTORS,
+    *"broadcast broadcast_object_list reduce gather scatter barrier send recv isend irecv batch_isend_irecv".split(),
+)
+
+
+def trim_mean(data: Sequence[float], trim_percent: float) -> float:
+    """Return the mean without this share of the smallest and of the largest values."""
+    assert 0.0 <= trim_percent <= 1.0
+    if not data:
+        return 0.0
+    cut = int(len(data) * trim_percent)
+    kept = sorted(data)[cut : len(data) - cut] or sorted(data)
+    return sum(kept) / len(kept)
+
+
+def convert_size(size_bytes: float) -> str:
+    """Return bytes in the largest unit of 1,024s below them: "1.5 KB"."""
+    if size_bytes == 0:
+        return "0B"
+    power = int(math.log(size_bytes, 1024))
+    return f"{round(size_bytes / 1024**power, 2)} {('B', 'KB', 'MB', 'GB', 'TB', 'PB', 'EB', 'ZB', 'YB')[power]}"
+
+
+def get_caller_func(frame: int = 3) -> str:
+    """Return the name of the function so many calls up."""
+    return inspect.stack()[frame].function
+
+
+def calc_bw_log(comm_op: str, size: float, duration: float) -> tuple[float, float]:
+    """Return the rates of an operation in Gbit/s: of its algorithm, and of its links.  duration: ms."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    moved, carried = FACTORS[comm_op](ranks) if comm_op in FACTORS else (1, 1)
+    gbps = size * 8 / 1e6 / duration if duration else 0.0
+    return gbps * moved, gbps * carried
+
+
+class CommsLogger:
+    """Records of calls: {name: {bytes: [count, [ms], [algorithm's Gbit/s], [links' Gbit/s]]}}."""
+
+    def __init__(self) -> None:
+        self.comms_dict: dict[str, dict[int, list[Any]]] = {}
+        self.enabled, self.verbose, self.debug, self.prof_all = False, False, False, True
+        self.prof_ops: list[str] = []
+
+    def configure(self, comms_config: Any) -> None:
+        """Take over a DeepSpeedCommsConfig."""
+        self.enabled = comms_config.comms_logger_enabled
+        for name in ("verbose", "debug", "prof_ops", "prof_all") if self.enabled else ():
+            setattr(self, name, getattr(comms_config.comms_logger, name))
+
+    def start_profiling_comms(self) -> None:
+        """Record every operation."""
+        self.prof_all = True
+
+    def stop_profiling_comms(self) -> None:
+        """Record none but those that are named."""
+        self.prof_all = False
+
+    def start_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Record these operations, too."""
+        self.prof_ops = sorted({*self.prof_ops, *op_name_list})
+
+    def stop_profiling_op(self, op_name_list: Sequence[str]) -> None:
+        """Record these operations no more."""
+        self.prof_ops = [name for name in self.prof_ops if name not in op_name_list]
+
+    def wants(self, name: str, asked: bool = False) -> bool:
+        """Return whether a call of this name is to be recorded."""
+        return self.enabled and (asked or self.prof_all or name in self.prof_ops)
+
+    def timed(self, call: Callable[..., Any], raw_name: str, log_name: str, args: Any, kwargs: Any) -> Any:
+        """Make a call and record it.  The device is waited for, so that its time is that of the message."""
+        synchronize(default_device())
+        began = time.perf_counter()
+        found = call(*args, **kwargs)
+        synchronize(default_device())
+        size = max(map(get_tensor_bytes, [*args, *kwargs.values()]), default=0)
+        self.append(raw_name, log_name, (time.perf_counter() - began) * 1e3, size)
+        return found
+
+    def append(self, raw_name: str, record_name: str, latency: float, msg_size: int) -> None:
+        """Add one call.  latency: ms; msg_size: bytes."""
+        rates = calc_bw_log(raw_name, msg_size, latency)
+        entry = self.comms_dict.setdefault(record_name, {}).setdefault(msg_size, [0, [], [], []])
+        entry[0] += 1
+        for values, value in zip(entry[1:], (latency, *rates), strict=True):
+            values.append(value)
+        if self.verbose:
+            size = convert_size(msg_size)
+            log_dist(f"comm op: {record_name} | time (ms): {latency:.2f} | msg size: {size} | {rates[0]:.2f} Gbps", [0])
+
+    def get_raw_data(self) -> dict[str, dict[int, list[Any]]]:
+        """Return the records."""
+        return self.comms_dict.copy()
+
+    def has_data(self) -> bool:
+        """Return whether anything was recorded."""
+        return bool(self.comms_dict)
+
+    def reset_data(self) -> None:
+        """Forget the records."""
+        self.comms_dict.clear()
+
+    def get_operation_names(self) -> list[str]:
+        """Return the names that were recorded."""
+        return list(self.comms_dict)
+
+    def get_total_operations(self) -> int:
+        """Return how many calls were recorded."""
+        return sum(entry[0] for sizes in self.comms_dict.values() for entry in sizes.values())
+
+    def get_operation_summary(self, operation_name: str) -> dict[int, dict[str, Any]] | None:
+        """Return counts, times (ms) and rates (Gbit/s) of one name by bytes; None for a name without records."""
+        if operation_name not in self.comms_dict:
+            return None
+        return {
+            size: {
+                "count": count,
+                "total_latency_ms": sum(latencies),
+                "avg_latency_ms": trim_mean(latencies, 0.1),
+                "tput_avg_gbps": trim_mean(algorithm, 0.1),
+                "busbw_avg_gbps": trim_mean(links, 0.1),
+                "msg_size_bytes": size,
+                "msg_size_str": convert_size(size),
+            }
+            for size, (count, latencies, algorithm, links) in sorted(self.comms_dict[operation_name].items())
+        }
+
+    def log_all(
+        self, print_log: bool = True, show_straggler: bool = False, return_dict: bool = False
+    ) -> dict[str, Any] | None:
+        """Print the summaries of all names, and return them where that is asked for.
+
+        show_straggler: beside, how long this rank waited for the last one.  Collective then: every rank needs the same
+        records.
+        """
+        summary: dict[str, Any] = {name: self.get_operation_summary(name) for name in self.comms_dict}
+        stragglers = {name: self._stragglers(name) for name in self.comms_dict} if show_straggler else None
+        for title, table in (("Comm. Op", summary), ("Straggler effect", stragglers or {})) if print_log else ():
+            for name, sizes in table.items():
+                for row in sizes.values():
+                    shown = "  ".join(f"{key} {value:.2f}" for key, value in row.items() if isinstance(value, float))
+                    log_dist(f"{title}: {name}  {row['msg_size_str']}  count {row['count']}  {shown}")
+        ranks = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+        about = {"world_size": ranks[0], "rank": ranks[1], "timestamp": datetime.now().isoformat()}
+        found = {"summary": summary, "straggler_analysis": stragglers, "metadata": about}
+        return found if return_dict else None
+
+    def _stragglers(self, name: str) -> dict[int, dict[str, Any]]:
+        found = {}
+        for size, (count, latencies, *_) in sorted(self.comms_dict[name].items()):
+            own = torch.tensor(latencies, device=default_device())
+            least = own.clone()
+            if dist.is_initialized():
+                dist.all_reduce(least, op=dist.ReduceOp.MIN)
+            waited = own - least
+            found[size] = {
+                "count": count,
+                "total_comm_lat_ms": float(least.sum()),
+                "total_straggler_ms": float(waited.sum()),
+                "avg_comm_lat_ms": trim_mean(least.tolist(), 0.1),
+                "avg_straggler_ms": trim_mean(waited.tolist(), 0.1),
+                "msg_size_bytes": size,
+                "msg_size_str": convert_size(size),
+            }
+        return found

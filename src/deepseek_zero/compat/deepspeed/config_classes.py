@@ -1,0 +1,742 @@
+"""DeepSpeed's configuration classes, for programs that build or read them: field names, defaults, pydantic errors.
+
+No engine reads them: `initialize` reads the configuration itself (config/schema.py).  A program may make a
+DeepSpeedConfig of the same file to ask what is in it; a key that nothing here is built for is a field like any other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from enum import Enum, StrEnum
+from functools import partial, reduce
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+
+from ...base.errors import ConfigError, DeepSpeedConfigError
+from ...base.log import logger
+from ...config.text import read
+from .constants import OffloadDeviceEnum, ZeroStageEnum
+
+ON_THE_HOST: dict[str, Any] = {"device": "cpu"}
+DEFAULT_LEAF_CLASSES = [  # of transformers: mixtures of experts, whose experts are not all used by every rank
+    "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+    "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+]
+
+
+class DeepSpeedConfigModel(BaseModel):
+    """A section: unknown keys are errors, "auto" stands for a key that is left out.
+
+    A field whose json_schema_extra says {"deprecated": True, "new_param": name} hands its value to that field, through
+    "new_param_fn" where it has one; giving both is an AssertionError.
+    """
+
+    model_config = ConfigDict(
+        validate_default=True,
+        validate_assignment=True,
+        use_enum_values=True,
+        populate_by_name=True,
+        extra="forbid",
+        arbitrary_types_allowed=True,
+        protected_namespaces=(),
+    )
+
+    def __init__(self, strict: bool = False, **data: Any) -> None:
+        super().__init__(**(data if strict else {key: value for key, value in data.items() if value != "auto"}))
+        for name, field in type(self).model_fields.items():
+            about = field.json_schema_extra
+            if isinstance(about, dict) and about.get("deprecated") and name in self.model_fields_set:
+                self._hand_over(name, about)
+
+    def _hand_over(self, name: str, about: Mapping[str, Any]) -> None:
+        target = about.get("new_param", "")
+        logger.warning("Config parameter %s is deprecated%s", name, f" use {target} instead" if target else "")
+        if not target or not about.get("set_new_param", True):
+            return
+        value = about.get("new_param_fn", lambda given: given)(getattr(self, name))
+        delattr(self, name)
+        *path, last = target.split(".")
+        section = reduce(getattr, path, self)
+        assert last not in section.model_fields_set, (
+            f"Cannot provide deprecated parameter '{name}' and replacing parameter '{target}' together"
+        )
+        setattr(section, last, value)
+
+
+class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+    """`zero_optimization.offload_param`."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(5, ge=0)
+    buffer_size: int = Field(100_000_000, ge=0)
+    max_in_cpu: int = Field(1_000_000_000, ge=0)
+    pin_memory: bool = True
+
+
+class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+    """`zero_optimization.offload_optimizer`."""
+
+    device: OffloadDeviceEnum = OffloadDeviceEnum.none
+    nvme_path: Path | None = None
+    buffer_count: int = Field(4, ge=0)
+    pin_memory: bool = True
+    pipeline_read: bool = False
+    pipeline_write: bool = False
+    fast_init: bool = False
+    ratio: float = Field(1.0, ge=0.0, le=1.0)
+    super_offload: bool = False
+    cpuadam_cores_perc: float = Field(0.8, ge=0.0, le=1.0)
+
+    @property
+    def pipeline(self) -> bool:
+        """Whether tiles are read or written beside the update of another."""
+        return self.pipeline_read or self.pipeline_write
+
+
+class OffloadStateTypeEnum(StrEnum):
+    """The states that DeepSpeed's `offload_states` tells apart."""
+
+    optim_states = "optim_states"
+    hp_params = "hp_params"
+    lp_params = "lp_params"
+    lp_grads = "lp_grads"
+    contiguous_grad_buffer = "contiguous_grad_buffer"
+
+
+class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+    """`zero_optimization.leaf_module`: a name alone stands for a list of one."""
+
+    classes: list[str] = Field(default_factory=lambda: list(DEFAULT_LEAF_CLASSES))
+    names: list[str] = Field(default_factory=list)
+    name_suffixes: list[str] = Field(default_factory=list)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _lists(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping | None):
+            raise TypeError("leaf_module configuration must be a mapping of fields to values")
+        return {key: [value] if isinstance(value, str) else value for key, value in (given or {}).items()}
+
+    @field_validator("classes", "names", "name_suffixes")
+    @classmethod
+    def _each_once(cls, given: list[str]) -> list[str]:
+        return list(dict.fromkeys(given))
+
+
+class ZenFlowConfig(DeepSpeedConfigModel):
+    """`zero_optimization.zenflow`."""
+
+    topk_ratio: float = Field(0.1, gt=0.0, lt=1.0)
+    select_strategy: str = "auto"
+    select_interval: str | int = "auto"
+    update_interval: str | int = "auto"
+    overlap_step: bool = False
+    offload: bool = False
+    auto_ratio: float = Field(0.99, ge=0.0, le=1.0)
+    full_warm_up_rounds: int = 0
+    pt_reserved_cores_perc: float = Field(0.5, ge=0.0, le=1.0)
+    steps_per_epoch: int | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="after")
+    def _choices(self) -> ZenFlowConfig:
+        if self.select_strategy not in ("auto", "step", "epoch"):
+            raise ValueError('select_strategy must be one of "auto", "step", or "epoch"')
+        for name in ("select_interval", "update_interval"):
+            value = getattr(self, name)
+            if isinstance(value, str) and value != "auto":
+                raise ValueError(f'If {name} is a string, it must be "auto"')
+        if isinstance(self.update_interval, int) and self.update_interval < 1:
+            raise ValueError("If update_interval is a number, it must be at least 1")
+        return self
+
+
+def _replaced(name: str, make: Callable[[Any], Any] | None = None, sets: bool = True) -> Any:
+    """Declare an old key and what replaced it."""
+    about: dict[str, Any] = {"deprecated": True, "new_param": name, "set_new_param": sets}
+    return Field(None, json_schema_extra=about | ({"new_param_fn": make} if make else {}))
+
+
+def _elements(alias: str, default: int) -> Any:
+    return Field(default, ge=0, alias=alias)
+
+
+class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+    """`zero_optimization`; the fields of stage 3 go by two names, with and without "stage3_"."""
+
+    stage: ZeroStageEnum = ZeroStageEnum.disabled
+    contiguous_gradients: bool = True
+    reduce_scatter: bool = True
+    reduce_bucket_size: int = Field(500_000_000, gt=0)
+    use_multi_rank_bucket_allreduce: bool = True
+    allgather_partitions: bool = True
+    allgather_bucket_size: int = Field(500_000_000, ge=0)
+    overlap_comm: bool | None = None
+    compute_grad_norm: bool = True
+    load_from_fp32_weights: bool = True
+    elastic_checkpoint: bool = False
+    offload_param: DeepSpeedZeroOffloadParamConfig | None = None
+    offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
+    zenflow: ZenFlowConfig | None = None
+    sub_group_size: int = Field(1_000_000_000, ge=0)
+    cpu_offload_param: bool | None = _replaced(
+        "offload_param", lambda on: DeepSpeedZeroOffloadParamConfig(**ON_THE_HOST) if on else None
+    )
+    cpu_offload_use_pin_memory: bool | None = _replaced("offload_param or offload_optimizer", sets=False)
+    cpu_offload: bool | None = _replaced(
+        "offload_optimizer", lambda on: DeepSpeedZeroOffloadOptimizerConfig(**ON_THE_HOST) if on else None
+    )
+    prefetch_bucket_size: int = _elements("stage3_prefetch_bucket_size", 50_000_000)
+    param_persistence_threshold: int = _elements("stage3_param_persistence_threshold", 100_000)
+    model_persistence_threshold: int = _elements("stage3_model_persistence_threshold", sys.maxsize)
+    max_live_parameters: int = _elements("stage3_max_live_parameters", 1_000_000_000)
+    max_reuse_distance: int = _elements("stage3_max_reuse_distance", 1_000_000_000)
+    gather_16bit_weights_on_model_save: bool = Field(False, alias="stage3_gather_16bit_weights_on_model_save")
+    module_granularity_threshold: int = Field(0, alias="stage3_module_granularity_threshold")
+    use_all_reduce_for_fetch_params: bool = Field(False, alias="stage3_use_all_reduce_for_fetch_params")
+    allgather_sequential: bool = Field(False, alias="stage3_allgather_sequential")
+    stage3_gather_fp16_weights_on_model_save: bool | None = _replaced("gather_16bit_weights_on_model_save")
+    ignore_unused_parameters: bool = True
+    legacy_stage1: bool = False
+    round_robin_gradients: bool = False
+    parameter_alignment: bool = False
+    zero_hpz_partition_size: int = Field(1, ge=0)
+    zero_quantized_weights: bool = False
+    zero_quantized_nontrainable_weights: bool = False
+    zero_quantized_gradients: bool = False
+    memory_efficient_linear: bool = True
+    pipeline_loading_checkpoint: bool = False
+    override_module_apply: bool = True
+    log_trace_cache_warnings: bool = False
+    enable_sanity_checks: bool = False
+    save_muon_momentum_buffer_in_memory: bool = False
+    leaf_module: DeepSpeedZeroLeafModuleConfig = Field(default_factory=DeepSpeedZeroLeafModuleConfig)
+
+    @model_validator(mode="after")
+    def _together(self) -> DeepSpeedZeroConfig:
+        if self.overlap_comm is None:
+            self.overlap_comm = self.stage == ZeroStageEnum.weights
+        if not self.compute_grad_norm and self.stage not in (1, 2):
+            raise ValueError("compute_grad_norm=false is supported only with ZeRO Stage 1 or 2")
+        if self.offload_optimizer is not None and self.offload_optimizer.ratio < 1.0:
+            assert self.stage == ZeroStageEnum.weights, "Partial offloading only supported for ZeRO Stage 3."
+        return self
+
+
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
+    """`bf16`."""
+
+    enabled: bool = False
+    immediate_grad_update: bool = False
+    check_grad_overflow: bool = True
+    bf16_master_weights_and_grads: bool = False
+    bf16_optimizer_states: bool = False
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
+    """`fp16`; the window and the smallest scale are checked while the scale is dynamic."""
+
+    enabled: bool = False
+    auto_cast: bool = False
+    loss_scale: float = 0
+    initial_scale_power: int = 16
+    loss_scale_window: int = 1000
+    hysteresis: int = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: int = 1
+    fp16_master_weights_and_grads: bool = False
+
+    @field_validator("loss_scale", "loss_scale_window", "min_loss_scale", mode="before")
+    @classmethod
+    def _numbers(cls, given: Any, info: ValidationInfo) -> Any:
+        name, kind = f"fp16.{info.field_name}", "a number" if info.field_name == "loss_scale" else "an integer"
+        try:
+            value = math.nan if isinstance(given, bool) else float(given)
+        except (TypeError, ValueError):
+            value = math.nan
+        if math.isnan(value):
+            raise ValueError(f"{name} must be {kind}")
+        if math.isinf(value) or (value < 0 and kind == "a number"):
+            raise ValueError(f"{name} must be finite, and a loss scale at least 0, which means a dynamic one")
+        return given
+
+    @model_validator(mode="after")
+    def _dynamic(self) -> DeepSpeedFP16Config:
+        for name in ("loss_scale_window", "min_loss_scale") if self.enabled and self.loss_scale == 0 else ():
+            if getattr(self, name) <= 0:
+                raise ValueError(f"fp16.{name} must be > 0 when dynamic loss scaling is enabled (loss_scale=0)")
+        return self
+
+    def initial_dynamic_scale(self) -> int:
+        """Return the first scale of a dynamic one."""
+        return int(2**self.initial_scale_power)
+
+    def dynamic_loss_scale_args(self) -> dict[str, Any]:
+        """Return the arguments of a DynamicLossScaler."""
+        return {
+            "init_scale": self.initial_dynamic_scale(),
+            "scale_window": self.loss_scale_window,
+            "delayed_shift": self.hysteresis,
+            "consecutive_hysteresis": self.consecutive_hysteresis,
+            "min_scale": self.min_loss_scale,
+        }
+
+
+class TensorBoardConfig(DeepSpeedConfigModel):
+    """`tensorboard`."""
+
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "DeepSpeedJobName"
+
+
+class CSVConfig(TensorBoardConfig):
+    """`csv_monitor`."""
+
+
+class WandbConfig(DeepSpeedConfigModel):
+    """`wandb`."""
+
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "deepspeed"
+
+
+class CometConfig(DeepSpeedConfigModel):
+    """`comet`."""
+
+    enabled: bool = False
+    samples_log_interval: int = 100
+    project: str | None = None
+    workspace: str | None = None
+    api_key: str | None = None
+    experiment_name: str | None = None
+    experiment_key: str | None = None
+    online: bool | None = None
+    mode: str | None = None
+
+
+class DeepSpeedMonitorConfig(DeepSpeedConfigModel):
+    """The four monitors' sections."""
+
+    tensorboard: TensorBoardConfig = Field(default_factory=TensorBoardConfig)
+    comet: CometConfig = Field(default_factory=CometConfig)
+    wandb: WandbConfig = Field(default_factory=WandbConfig)
+    csv_monitor: CSVConfig = Field(default_factory=CSVConfig)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether a monitor is on."""
+        return any(getattr(self, name).enabled for name in type(self).model_fields)
+
+
+class CommsLoggerConfig(DeepSpeedConfigModel):
+    """`comms_logger`."""
+
+    enabled: bool = False
+    prof_all: bool = True
+    prof_ops: list[str] = Field(default_factory=list)
+    verbose: bool = False
+    debug: bool = False
+
+
+class DeepSpeedCommsConfig:
+    """Whether a configuration has a `comms_logger`, and its section."""
+
+    def __init__(self, ds_config: Mapping[str, Any]) -> None:
+        self.comms_logger_enabled = "comms_logger" in ds_config
+        if self.comms_logger_enabled:
+            self.comms_logger = CommsLoggerConfig(**ds_config["comms_logger"])
+
+
+class _PlainSection:
+    """A section of which DeepSpeed checks nothing: its keys, or their defaults, as attributes."""
+
+    name: ClassVar[str]
+    defaults: ClassVar[Mapping[str, Any]]
+
+    def __init__(self, param_dict: Mapping[str, Any]) -> None:
+        given = param_dict.get(self.name, {})
+        vars(self).update({key: given.get(key, default) for key, default in self.defaults.items()})
+
+    def __repr__(self) -> str:
+        return repr(vars(self))
+
+
+class DeepSpeedFlopsProfilerConfig(_PlainSection):
+    """`flops_profiler`."""
+
+    name = "flops_profiler"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "enabled": False,
+        "recompute_fwd_factor": 0.0,
+        "profile_step": 1,
+        "module_depth": -1,
+        "top_modules": 1,
+        "detailed": True,
+        "output_file": None,
+    }
+
+
+class DeepSpeedActivationCheckpointingConfig(_PlainSection):
+    """`activation_checkpointing`."""
+
+    name = "activation_checkpointing"
+    defaults: ClassVar[Mapping[str, Any]] = {
+        "partition_activations": False,
+        "number_checkpoints": None,
+        "contiguous_memory_optimization": False,
+        "synchronize_checkpoint_boundary": False,
+        "cpu_checkpointing": False,
+        "profile": False,
+    }
+
+
+class CompileConfig(DeepSpeedConfigModel):
+    """`compile`: DeepCompile's keys are fields that nobody reads."""
+
+    model_config = ConfigDict(extra="allow")
+
+    deepcompile: bool = False
+
+
+class HybridEngineConfig(DeepSpeedConfigModel):
+    """`hybrid_engine`."""
+
+    enabled: bool = False
+    max_out_tokens: int = 512
+    inference_tp_size: int = 1
+    release_inference_cache: bool = False
+    pin_parameters: bool = True
+    tp_gather_partition_size: int = 8
+
+
+class ValidationMode:
+    """What a checkpoint's tag that ranks do not share leads to."""
+
+    WARN = "WARN"
+    IGNORE = "IGNORE"
+    FAIL = "FAIL"
+
+
+class DtypeEnum(Enum):
+    """Dtypes by every spelling of DeepSpeed's."""
+
+    fp16 = torch.float16
+    fp32 = torch.float32
+    int8 = torch.int8
+    bf16 = torch.bfloat16
+
+    @classmethod
+    def _missing_(cls, value: object) -> DtypeEnum | None:
+        text = str(value).removeprefix("torch.")
+        spellings = {"float16": "fp16", "half": "fp16", "float32": "fp32", "float": "fp32", "bfloat16": "bf16"}
+        return cls.__members__.get(spellings.get(text, text))
+
+
+# -- one key out of a configuration
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """Return a key of a section, or the default where it is missing."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param
+
+
+def dict_raise_error_on_duplicate_keys(ordered_pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a dict of JSON's pairs; a ValueError names keys that stand there twice."""
+    names = [name for name, _ in ordered_pairs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"Duplicate keys in DeepSpeed config: {twice}")
+    return dict(ordered_pairs)
+
+
+def get_config_default(config: type[BaseModel], field_name: str) -> Any:
+    """Return the default of a field of a section."""
+    assert field_name in config.model_fields, f"'{field_name}' is not a field in {config}"
+    field = config.model_fields[field_name]
+    assert not field.is_required(), f"'{field_name}' is a required field and does not have a default value"
+    return field.get_default(call_default_factory=True)
+
+
+# function -> (dotted key, default)
+SCALARS: dict[str, tuple[str, Any]] = {
+    "get_train_batch_size": ("train_batch_size", None),
+    "get_train_micro_batch_size_per_gpu": ("train_micro_batch_size_per_gpu", None),
+    "get_gradient_accumulation_steps": ("gradient_accumulation_steps", None),
+    "get_managed_gradient_accumulation": ("managed_gradient_accumulation", True),
+    "get_steps_per_print": ("steps_per_print", None),
+    "get_dump_state": ("dump_state", False),
+    "get_disable_python_gc": ("disable_python_gc", False),
+    "get_disable_allgather": ("disable_allgather", False),
+    "get_prescale_gradients": ("prescale_gradients", False),
+    "get_gradient_predivide_factor": ("gradient_predivide_factor", 1.0),
+    "get_gradient_clipping": ("gradient_clipping", 1.0),
+    "get_torch_autocast_enabled": ("torch_autocast.enabled", False),
+    "get_lower_precision_safe_modules": ("torch_autocast.lower_precision_safe_modules", None),
+    "get_optimizer_name": ("optimizer.type", None),
+    "get_optimizer_params": ("optimizer.params", None),
+    "get_optimizer_gradient_clipping": ("optimizer.params.max_grad_norm", None),
+    "get_optimizer_legacy_fusion": ("optimizer.legacy_fusion", False),
+    "get_zero_allow_untested_optimizer": ("zero_allow_untested_optimizer", False),
+    "get_zero_force_ds_cpu_optimizer": ("zero_force_ds_cpu_optimizer", True),
+    "get_scheduler_name": ("scheduler.type", None),
+    "get_scheduler_params": ("scheduler.params", None),
+    "get_wall_clock_breakdown": ("wall_clock_breakdown", False),
+    "get_memory_breakdown": ("memory_breakdown", False),
+    "get_expert_data_topo_config": ("use_data_before_expert_parallelism", False),
+    "get_dataloader_drop_last": ("dataloader_drop_last", False),
+    "get_log_level": ("log_level", None),
+    "get_checkpoint_params": ("checkpoint", {}),
+    "get_data_types_params": ("data_types", {}),
+    "get_aio_config": ("aio", {}),
+    "get_timers_config": ("timers", {}),
+    "get_tensor_parallel_config": ("tensor_parallel", {}),
+    "get_expert_parallel_config": ("expert_parallel", {}),
+    "get_data_efficiency_config": ("data_efficiency", {}),
+    "get_data_efficiency_enabled": ("data_efficiency.enabled", False),
+}
+
+
+def _key(path: str, default: Any, param_dict: Mapping[str, Any]) -> Any:
+    found: Any = param_dict
+    for name in path.split("."):
+        if not isinstance(found, Mapping) or name not in found:
+            return default
+        found = found[name]
+    return found
+
+
+_FUNCTIONS = {name: partial(_key, *about) for name, about in SCALARS.items()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return _FUNCTIONS[name]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def get_gradient_allreduce_op(param_dict: Mapping[str, Any]) -> str:
+    """Return "mean" or "sum"."""
+    value = param_dict.get("gradient_allreduce_op", "mean")
+    value = value.lower() if isinstance(value, str) else value
+    if value not in ("mean", "sum"):
+        raise ValueError(f"Invalid gradient_allreduce_op. Supported operations: ['mean', 'sum']. Got: {value!r}")
+    return str(value)
+
+
+def get_communication_data_type(
+    param_dict: Mapping[str, Any], comm_type: str = "communication_data_type", comm_data_type_default: Any = None
+) -> torch.dtype | None:
+    """Return the dtype that gradients are reduced in; None leaves it to the engine."""
+    value = param_dict.get(comm_type, comm_data_type_default)
+    if value is None or isinstance(value, torch.dtype):
+        return value
+    found: torch.dtype = DtypeEnum(str(value).lower()).value
+    return found
+
+
+def get_torch_autocast_dtype(param_dict: Mapping[str, Any]) -> torch.dtype | None:
+    """Return `torch_autocast.dtype`."""
+    return get_communication_data_type(param_dict.get("torch_autocast", {}), "dtype")
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """Return `zero_optimization`; a boolean there means stage 1."""
+    section = param_dict.get("zero_optimization", {})
+    return DeepSpeedZeroConfig(**({"stage": int(section)} if isinstance(section, bool) else section))
+
+
+def get_bfloat16_config(param_dict: Mapping[str, Any]) -> DeepSpeedBF16Config:
+    """Return `bf16`, also spelled bfloat16."""
+    return DeepSpeedBF16Config(**(param_dict.get("bf16") or param_dict.get("bfloat16") or {}))
+
+
+def get_float16_config(param_dict: Mapping[str, Any]) -> DeepSpeedFP16Config:
+    """Return `fp16`."""
+    return DeepSpeedFP16Config(**param_dict.get("fp16", {}))
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> DeepSpeedMonitorConfig:
+    """Return the four monitors' sections."""
+    return DeepSpeedMonitorConfig(**{name: param_dict.get(name, {}) for name in DeepSpeedMonitorConfig.model_fields})
+
+
+def get_hybrid_engine_config(param_dict: Mapping[str, Any]) -> HybridEngineConfig:
+    """Return `hybrid_engine`."""
+    return HybridEngineConfig(**param_dict.get("hybrid_engine", {}))
+
+
+def get_pipeline_config(param_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `pipeline` over its defaults."""
+    defaults: dict[str, Any] = {
+        "stages": "auto",
+        "partition": "best",
+        "seed_layers": False,
+        "activation_checkpoint_interval": 0,
+        "pipe_partitioned": True,
+        "grad_partitioned": True,
+    }
+    return {**defaults, **param_dict.get("pipeline", {})}
+
+
+def get_checkpoint_tag_validation_mode(checkpoint_params: Mapping[str, Any]) -> str:
+    """Return WARN, IGNORE or FAIL; anything else is a DeepSpeedConfigError."""
+    mode = str(checkpoint_params.get("tag_validation", ValidationMode.WARN)).upper()
+    if mode not in (ValidationMode.WARN, ValidationMode.IGNORE, ValidationMode.FAIL):
+        raise DeepSpeedConfigError(f"Checkpoint config contains invalid tag_validation value of {mode}")
+    return mode
+
+
+# Keys of older DeepSpeeds that 0.19.8 refuses, because it would train without what they ask for.
+REMOVED = (
+    "nebula compression_training amp quantize_training sparse_gradients eigenvalue sparse_attention elasticity "
+    "graph_harvesting curriculum_learning progressive_layer_drop zero_optimization.mics_shard_size "
+    "zero_optimization.mics_hierarchical_params_gather zero_optimization.zeropp_loco_param"
+).split()
+
+
+class DeepSpeedConfig:
+    """A whole configuration: its batch sizes made whole, its sections as objects.
+
+    config: a dict, a path, or URL-safe base64 of JSON; JSON may hold comments and trailing commas.  mpu, mesh_device:
+    who says how many data-parallel ranks there are; without one it is the world.
+    """
+
+    train_batch_size: Any
+    train_micro_batch_size_per_gpu: Any
+    gradient_accumulation_steps: Any
+
+    def __init__(self, config: Any, mpu: Any = None, mesh_device: Any = None) -> None:
+        self._param_dict: dict[str, Any] = _read(config)
+        for path in REMOVED:
+            if _key(path, None, self._param_dict) is not None:
+                raise DeepSpeedConfigError(
+                    f"'{path}' has been removed from DeepSpeed.", fix=f"remove {path} from the configuration"
+                )
+        self.global_rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.world_size = _data_ranks(self._param_dict, mpu, mesh_device)
+        self._read_sections(self._param_dict)
+        self._configure_train_batch_size()
+        self._refuse_contradictions()
+
+    def _read_sections(self, given: Mapping[str, Any]) -> None:
+        for name, function in _FUNCTIONS.items():
+            setattr(self, name.removeprefix("get_"), function(given))
+        self.gradient_allreduce_op = get_gradient_allreduce_op(given)
+        self.communication_data_type = get_communication_data_type(given)
+        self.seq_parallel_communication_data_type = get_communication_data_type(
+            given, "seq_parallel_communication_data_type", torch.float32
+        )
+        self.zero_config = get_zero_config(given)
+        self.zero_optimization_stage = self.zero_config.stage
+        self.zero_enabled = self.zero_optimization_stage > 0
+        self.activation_checkpointing_config = DeepSpeedActivationCheckpointingConfig(given)
+        self.comms_config = DeepSpeedCommsConfig(given)
+        self.monitor_config = get_monitor_config(given)
+        self.float16_config, self.bfloat16_config = get_float16_config(given), get_bfloat16_config(given)
+        self.torch_autocast_dtype = get_torch_autocast_dtype(given)
+        self.torch_autocast_lower_precision_safe_modules = _FUNCTIONS["get_lower_precision_safe_modules"](given)
+        self.flops_profiler_config = DeepSpeedFlopsProfilerConfig(given)
+        self.wall_clock_breakdown = given.get("wall_clock_breakdown", False) or _key(
+            "flops_profiler.enabled", False, given
+        )
+        self.hybrid_engine, self.pipeline = get_hybrid_engine_config(given), get_pipeline_config(given)
+        self.compile_config = CompileConfig(**given.get("compile", {}))
+        checkpoint, types = given.get("checkpoint", {}), given.get("data_types", {})
+        mode = get_checkpoint_tag_validation_mode(checkpoint)
+        self.checkpoint_tag_validation_enabled = mode != ValidationMode.IGNORE
+        self.checkpoint_tag_validation_fail = mode == ValidationMode.FAIL
+        self.load_universal_checkpoint = checkpoint.get("load_universal", False)
+        self.use_node_local_storage = checkpoint.get("use_node_local_storage", False)
+        self.checkpoint_config, self.checkpoint_parallel_write_pipeline = checkpoint, False
+        self.grad_accum_dtype, self.param_dtype = types.get("grad_accum_dtype"), types.get("param_dtype")
+        self.buffer_dtype = types.get("buffer_dtype")
+        self.use_data_before_expert_parallel_ = given.get("use_data_before_expert_parallelism", False)
+        self.eigenvalue_enabled = self.eigenvalue_verbose = False
+
+    def _configure_train_batch_size(self) -> None:
+        """Find what was not stated of the three batch sizes; an AssertionError where they do not fit the ranks."""
+        batch, micro, steps = (
+            self.train_batch_size,
+            self.train_micro_batch_size_per_gpu,
+            self.gradient_accumulation_steps,
+        )
+        ranks = self.world_size
+        assert batch is not None or micro is not None, (
+            "Either train_batch_size or train_micro_batch_size_per_gpu needs to be provided"
+        )
+        if steps is None:
+            steps = 1 if batch is None or micro is None else batch // micro // ranks
+        if micro is None:
+            micro = batch // ranks // steps
+        if batch is None:
+            batch = micro * steps * ranks
+        self.train_batch_size, self.train_micro_batch_size_per_gpu = batch, micro
+        self.gradient_accumulation_steps = steps
+        for name, size in (("Train batch size", batch), ("Micro batch size per gpu", micro), ("Accumulation", steps)):
+            assert size > 0, f"{name}: {size} has to be greater than 0"
+        assert batch == micro * steps * ranks, (
+            "Check batch related parameters. train_batch_size is not equal to micro_batch_per_gpu * "
+            f"gradient_acc_step * world_size {batch} != {micro} * {steps} * {ranks}"
+        )
+
+    def _refuse_contradictions(self) -> None:
+        assert not (self.float16_config.enabled and self.bfloat16_config.enabled), (
+            "bfloat16 and fp16 modes cannot be simultaneously enabled"
+        )
+        if self.gradient_allreduce_op == "sum":
+            for found, what in (
+                (self.zero_optimization_stage == 3, "ZeRO stage 3"),
+                (self.zero_config.zenflow is not None, "ZenFlow"),
+                (self.compile_config.deepcompile, "DeepCompile"),
+            ):
+                if found:
+                    raise ValueError(f"gradient_allreduce_op='sum' is not supported with {what}")
+        assert self.zero_enabled or not (
+            self.float16_config.fp16_master_weights_and_grads or self.bfloat16_config.bf16_master_weights_and_grads
+        ), "16-bit master weights and gradients are only supported with ZeRO Stage 1, 2, or 3."
+        assert self.bfloat16_config.bf16_master_weights_and_grads or not self.bfloat16_config.bf16_optimizer_states, (
+            "bf16_optimizer_states requires bf16_master_weights_and_grads to be enabled."
+        )
+
+    def print_user_config(self) -> None:
+        """Log what was given."""
+        logger.info("  json = %s", self._param_dict)
+
+    def print(self, name: str) -> None:
+        """Log every field."""
+        logger.info("%s:", name)
+        for field, value in sorted(vars(self).items()):
+            logger.info("  %s %s %s", field, "." * (29 - len(field)), value)
+
+
+def _read(config: Any) -> dict[str, Any]:
+    """Return the keys of a configuration; a ConfigError, which is a ValueError, for one that cannot be read."""
+    document = read(dict(config) if isinstance(config, Mapping) else os.fspath(config), lenient=True)
+    if document.duplicates:
+        raise ConfigError(f"Duplicate keys in DeepSpeed config: {list(document.duplicates)}", fix="keep one of each")
+    return dict(document.values)
+
+
+def _data_ranks(given: Mapping[str, Any], mpu: Any, mesh_device: Any) -> int:
+    """Return how many ranks see different batches."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return 1
+    if mesh_device is not None:
+        return dist.get_world_size(mesh_device.get_group(mesh_dim="data_parallel"))
+    if mpu is not None and hasattr(mpu, "get_data_parallel_world_size"):
+        return int(mpu.get_data_parallel_world_size())
+    shared = mpu.get_sequence_parallel_world_size() if mpu is not None else given.get("sequence_parallel_size", 1)
+    return dist.get_world_size() // int(shared)

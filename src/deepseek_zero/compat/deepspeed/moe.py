@@ -1,0 +1,93 @@
+"""DeepSpeed's `deepspeed.moe.utils`: parameters that are marked as experts', apart from the others.
+
+A parameter with `allreduce = False` is an expert's, and its `group_name` says which ranks share it.  The expert layers
+that DeepSpeed marks so are not built; programs call these functions for every model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def is_moe_param(param: Tensor) -> bool:
+    """Return whether a parameter is marked as an expert's."""
+    return getattr(param, "allreduce", True) is False
+
+
+def is_moe_param_group(param_group: Mapping[str, Any]) -> bool:
+    """Return whether a group holds experts' parameters."""
+    return bool(param_group.get("moe", False))
+
+
+def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
+    """Return whether a model has DeepSpeed's expert layers, and how many experts: none, since they are not built."""
+    return False, 0
+
+
+def split_params_into_shared_and_expert_params(
+    params: Iterable[nn.Parameter],
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """Return (shared parameters, experts' parameters)."""
+    given = list(params)
+    return [each for each in given if not is_moe_param(each)], [each for each in given if is_moe_param(each)]
+
+
+def split_params_grads_into_shared_and_expert_params(
+    group: Iterable[nn.Parameter],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return (shared parameters' gradients, experts' gradients), of those that have one."""
+    shared, experts = split_params_into_shared_and_expert_params(param for param in group if param.grad is not None)
+    return [param.grad for param in shared if param.grad is not None], [
+        param.grad for param in experts if param.grad is not None
+    ]
+
+
+def split_params_into_different_moe_groups_for_optimizer(
+    param_groups: Mapping[str, Any] | Sequence[dict[str, Any]], max_group_size: float | None = 178_956_971
+) -> list[dict[str, Any]]:
+    """Return the groups without experts' parameters, and behind them groups of those by `group_name`.
+
+    max_group_size: elements of such a group, at most; None: no bound.
+    """
+    if not isinstance(param_groups, Mapping | list | tuple):
+        raise ValueError(f"Unknown param group type of {type(param_groups)}")
+    groups: list[Any] = [param_groups] if isinstance(param_groups, Mapping) else list(param_groups)
+    apart: list[dict[str, Any]] = []
+    for group in groups:
+        shared, experts = split_params_into_shared_and_expert_params(group["params"])
+        group["params"] = shared
+        for name in dict.fromkeys(getattr(param, "group_name", "") for param in experts):
+            mine = [param for param in experts if getattr(param, "group_name", "") == name]
+            apart += [{**group, "name": name, "moe": True, "params": part} for part in _bounded(mine, max_group_size)]
+    return groups + apart
+
+
+def _bounded(params: Sequence[nn.Parameter], most: float | None) -> list[list[nn.Parameter]]:
+    parts: list[list[nn.Parameter]] = []
+    size = 0
+    for param in params:
+        numel = int(getattr(param, "ds_numel", param.numel()))
+        if not parts or (most is not None and size + numel > most):
+            parts.append([])
+            size = 0
+        parts[-1].append(param)
+        size += numel
+    return parts
+
+
+def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
+    """Return groups for an optimizer of a list of parameters or of groups."""
+    assert isinstance(model_parameters, list), "model_parameters must be a list"
+    for each in model_parameters:
+        if not isinstance(each, Tensor | dict):
+            raise TypeError(f"an optimizer takes tensors or dicts, but got {type(each)}")
+    if isinstance(model_parameters[0], Tensor):
+        return split_params_into_different_moe_groups_for_optimizer(
+            {"params": model_parameters, "name": "dense-params"}
+        )
+    if any("moe" in group for group in model_parameters):
+        return model_parameters
+    return split_params_into_different_moe_groups_for_optimizer(model_parameters)

@@ -1,0 +1,86 @@
+"""DeepSpeed's monitor classes, for programs that make one of a section of the configuration.
+
+Each is one of report/monitor.py's writers on rank 0, and its section's fields as attributes on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ...base.world import is_rank_zero
+from ...report import monitor
+from ...report.monitor import CometWriter, CsvWriter, Event, FileSettings, TensorBoardWriter, WandbSettings, WandbWriter
+
+
+class Monitor:
+    """One monitor.  config: its section (TensorBoardConfig, ...); off, it drops what it is told."""
+
+    writer_class: ClassVar[Any]
+    settings_class: ClassVar[Any] = FileSettings
+
+    def __init__(self, config: Any) -> None:
+        self.monitor_config = config
+        given = {name: getattr(config, name) for name in self.settings_class.__dataclass_fields__}
+        vars(self).update(given)
+        self.writer = self.writer_class(self.settings_class(**given)) if config.enabled and is_rank_zero() else None
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Record (tag, value, samples) on rank 0."""
+        if self.writer is not None:
+            self.writer.write_events([event[:3] for event in event_list])
+
+    def flush(self) -> None:
+        """Nothing to do: events are written at once."""
+
+
+class TensorBoardMonitor(Monitor):
+    """TensorBoard's event files."""
+
+    writer_class = TensorBoardWriter
+
+
+class csvMonitor(Monitor):
+    """One CSV file per tag."""
+
+    writer_class = CsvWriter
+
+
+class WandbMonitor(Monitor):
+    """One Weights & Biases run."""
+
+    writer_class, settings_class = WandbWriter, WandbSettings
+
+
+class CometMonitor(Monitor):
+    """One Comet experiment."""
+
+    writer_class, settings_class = CometWriter, monitor.CometSettings
+
+    @property
+    def experiment(self) -> Any:
+        """Comet's own object, None where this rank writes nothing."""
+        return self.writer.experiment if self.writer is not None else None
+
+
+# section -> its monitor
+KINDS: dict[str, type[Monitor]] = {
+    "tensorboard": TensorBoardMonitor,
+    "wandb": WandbMonitor,
+    "csv_monitor": csvMonitor,
+    "comet": CometMonitor,
+}
+
+
+class MonitorMaster(Monitor):
+    """All monitors that are on.  config: a DeepSpeedMonitorConfig."""
+
+    def __init__(self, config: Any) -> None:
+        self.monitor_config = config
+        self.monitors = [kind(getattr(config, name)) for name, kind in KINDS.items() if getattr(config, name).enabled]
+        self.enabled = bool(self.monitors)
+
+    def write_events(self, event_list: Sequence[Event]) -> None:
+        """Record (tag, value, samples) on rank 0 with each of them."""
+        for each in self.monitors:
+            each.write_events(event_list)

@@ -1,0 +1,227 @@
+"""DeepSpeed's `deepspeed.launcher.multinode_runner` and what its `runner` module answers to programs.
+
+`deepseek-zero run` launches, on every host by itself.  A program that builds its own command for pdsh, MPI or Slurm
+gets that command from these classes; nothing here starts anything.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from ...base.errors import UsageError
+from .launcher import kept_slots, parse_filter, parse_hostfile
+
+PDSH_MAX_FAN_OUT = 1024
+
+
+def encode_world_info(world_info: Mapping[str, Any]) -> str:
+    """Return hosts and their slots as URL-safe base64 of JSON."""
+    return base64.urlsafe_b64encode(json.dumps(world_info).encode("utf-8")).decode("utf-8")
+
+
+def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
+    """Return host -> number of slots; a ValueError for a hostfile that is empty, twofold or not understood."""
+    try:
+        return {host: len(slots) for host, slots in parse_hostfile(hostfile_lines).items()}
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+
+
+def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
+    """Return a hostfile's hosts and numbers of slots; None where there is no such file."""
+    if not os.path.isfile(hostfile_path):
+        return None
+    with open(hostfile_path, encoding="utf-8") as file:
+        return _parse_hostfile(file.readlines())
+
+
+def parse_resource_filter(
+    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
+) -> dict[str, list[int]]:
+    """Return the hosts and slots that --include or --exclude leave; an empty dict where nothing is left."""
+    if include_str and exclude_str:
+        raise ValueError("include_str and exclude_str are mutually exclusive.")
+    try:
+        named = parse_filter(include_str or exclude_str) if include_str or exclude_str else {}
+    except UsageError as error:
+        raise ValueError(str(error)) from error
+    for host, slots in named.items():
+        if host not in host_info:
+            raise ValueError(f"Hostname '{host}' not found in hostfile")
+        if lost := set(slots or ()) - set(host_info[host]):
+            raise ValueError(f"No slot '{min(lost)}' specified on host '{host}'")
+    left = {
+        host: list(kept_slots(tuple(slots), host, named, bool(include_str), bool(exclude_str)))
+        for host, slots in host_info.items()
+    }
+    return {host: slots for host, slots in left.items() if slots}
+
+
+def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
+    """Return `parse_resource_filter` of hosts with numbers of slots."""
+    return parse_resource_filter({host: list(range(n)) for host, n in resource_pool.items()}, inclusion, exclusion)
+
+
+def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
+    """Return the options of the `deepspeed` command, with DeepSpeed's names and defaults."""
+    parser = argparse.ArgumentParser(prog="deepspeed", description="DeepSpeed's options; see `deepseek-zero run`.")
+    add = parser.add_argument
+    add("-H", "--hostfile", default="/job/hostfile")
+    add("-i", "--include", default="")
+    add("-e", "--exclude", default="")
+    add("--num_nodes", type=int, default=-1)
+    add("--min_elastic_nodes", type=int, default=-1)
+    add("--max_elastic_nodes", type=int, default=-1)
+    add("--num_gpus", "--num_accelerators", type=int, default=-1)
+    add("--master_port", type=int, default=int(os.environ.get("DLTS_MASTER_PORT", 29500)))
+    add("--master_addr", default="")
+    add("--node_rank", type=int, default=-1)
+    add("--launcher", default="pdsh")
+    add("--launcher_args", default="")
+    add("--autotuning", default="", choices=["tune", "run", ""])
+    add("--log_level", default="info")
+    add("--ssh_port", type=int, default=None)
+    add("--venv_script", default=None)
+    add("--bind_core_list", default=None)
+    flags = "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid enable_each_rank_log quiet"
+    for flag in (*flags.split(), "elastic_training", "bind_cores_to_rank"):
+        add(f"--{flag}", action="store_true")
+    add("user_script")
+    add("user_args", nargs=argparse.REMAINDER)
+    return parser.parse_args(args)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Refuse options that exclude each other with a ValueError, then launch as the `deepspeed` command does."""
+    given = parse_args(args)
+    if (given.num_nodes > 0 or given.num_gpus > 0) and (given.include or given.exclude):
+        raise ValueError("Cannot specify num_nodes/gpus with include/exclude")
+    words = list(sys.argv[1:] if args is None else args)
+    os.execv(sys.executable, [sys.executable, "-m", "deepseek_zero.cli", "run", "--as-deepspeed", *words])
+
+
+class MultiNodeRunner:
+    """Makes the command that starts one process per host or per rank.
+
+    args: what `parse_args` returned.  world_info_base64: `encode_world_info` of the hosts.  resource_pool: host ->
+    slots.
+    """
+
+    name: ClassVar[str]
+    program: ClassVar[str]
+
+    def __init__(self, args: argparse.Namespace, world_info_base64: str, resource_pool: Any = None) -> None:
+        self.args, self.world_info_base64, self.resource_pool = args, world_info_base64, resource_pool
+        self.user_arguments, self.user_script = list(args.user_args), args.user_script
+        self.exports: dict[str, str] = {}
+
+    def backend_exists(self) -> bool:
+        """Return whether the program is on the path."""
+        return shutil.which(self.program) is not None
+
+    def add_export(self, key: str, var: str) -> None:
+        """Have every process started with this variable."""
+        self.exports[key.strip()] = var.strip()
+
+    def validate_args(self) -> None:
+        """Raise a ValueError where the options ask for what this program cannot do."""
+        if self.args.include or self.args.exclude:
+            raise ValueError(f"{self.name} backend does not support worker include/exclusion")
+        if self.args.num_nodes != -1 or self.args.num_gpus != -1:
+            raise ValueError(f"{self.name} backend does not support limiting num nodes/gpus")
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
+        """Return the command as a list of words."""
+        raise NotImplementedError
+
+    def _total(self, active: Mapping[str, Any]) -> int:
+        return sum(slots if isinstance(slots, int) else len(slots) for slots in active.values())
+
+    def _script(self) -> list[str]:
+        """Return the words that run the user's program in each process."""
+        python = [] if self.args.no_python else [sys.executable, "-u", *(["-m"] if self.args.module else [])]
+        return [*python, self.user_script, *self.user_arguments]
+
+    def _options(self) -> list[str]:
+        return shlex.split(self.args.launcher_args)
+
+
+class PDSHRunner(MultiNodeRunner):
+    """pdsh: one launcher per host, over ssh."""
+
+    name, program = "pdsh", "pdsh"
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> Any:
+        environment = {**environment, "PDSH_RCMD_TYPE": "ssh"}
+        if self.args.ssh_port is not None:
+            environment["PDSH_SSH_ARGS_APPEND"] = f"-p {self.args.ssh_port}"
+        hosts = ",".join(active_resources)
+        exports = [f"export {key}={shlex.quote(value)};" for key, value in self.exports.items()]
+        run = [sys.executable, "-u", "-m", "deepseek_zero.cli", "run", "--as-deepspeed", "--node_rank=%n"]
+        run += [f"--num_nodes={len(active_resources)}", f"--master_addr={self.args.master_addr}"]
+        run += [f"--master_port={self.args.master_port}", self.user_script, *self.user_arguments]
+        command = ["pdsh", "-S", "-f", str(PDSH_MAX_FAN_OUT), "-w", hosts, *self._options(), *exports]
+        return [*command, f"cd {os.path.abspath('.')};", *run], ["pdsh", "-w", hosts, "true"], environment
+
+
+class OpenMPIRunner(MultiNodeRunner):
+    """Open MPI's mpirun: one process per rank."""
+
+    name, program = "openmpi", "mpirun"
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+        options = self._options()
+        # Without a choice of its own, MPI may take an interface that the other hosts cannot reach.
+        chosen = any("btl_tcp_if_include" in option for option in options)
+        interface = [] if chosen else ["--mca", "btl_tcp_if_include", "eth0"]
+        hosts = ["-n", str(self._total(active_resources)), "-hostfile", self.args.hostfile, "--mca", "btl", "^openib"]
+        exports = [word for key, value in self.exports.items() for word in ("-x", f"{key}={value}")]
+        return ["mpirun", *hosts, *interface, *options, *exports, *self._script()]
+
+
+class MPICHRunner(MultiNodeRunner):
+    """MPICH's mpirun: one process per rank."""
+
+    name, program = "mpich", "mpirun"
+    export = "-genv"
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+        total = self._total(active_resources)
+        exports = [word for key, value in self.exports.items() for word in (self.export, key, value)]
+        each = ["-n", str(total), "-ppn", str(max(1, total // max(1, len(active_resources))))]
+        return ["mpirun", *each, *self._options(), *exports, *self._script()]
+
+
+class IMPIRunner(MPICHRunner):
+    """Intel MPI's mpirun."""
+
+    name = "impi"
+
+
+class MVAPICHRunner(MPICHRunner):
+    """MVAPICH's mpirun."""
+
+    name, export = "mvapich", "-env"
+
+
+class SlurmRunner(MultiNodeRunner):
+    """Slurm's srun: one process per rank."""
+
+    name, program = "slurm", "srun"
+
+    def get_cmd(self, environment: dict[str, str], active_resources: Mapping[str, Any]) -> list[str]:
+        options = self._options()
+        for word, value in (("--nodelist", self.args.include), ("--exclude", self.args.exclude)):
+            options += [word, value] if value else []
+        for word, number in (("--nodes", self.args.num_nodes), ("--gpus", self.args.num_gpus)):
+            options += [word, str(number)] if number > 0 else []
+        exports = ",".join(["ALL", *(f"{key}={value}" for key, value in self.exports.items())])
+        return ["srun", "-n", str(self._total(active_resources)), *options, f"--export={exports}", *self._script()]

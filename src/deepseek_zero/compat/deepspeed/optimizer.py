@@ -1,0 +1,124 @@
+"""What programs read of an engine's optimizer in DeepSpeed's words: its loss scale, and what stands behind it.
+
+`initialize` makes its engine's optimizer one of these.  It is the sharded optimizer of every other door; only names are
+added.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ...optim.sharded import ShardedOptimizer
+from ...precision.loss_scale import LossScaler
+
+# Attributes of DeepSpeed's loss scale -> of ours; both ways.
+SCALE_WORDS = {"cur_scale": "scale", "loss_scale": "scale"} | {
+    name: name for name in ("cur_iter", "last_overflow_iter", "cur_hysteresis")
+}
+SETTING_WORDS = {
+    "scale_window": "loss_scale_window",
+    "min_loss_scale": "min_loss_scale",
+    "min_scale": "min_loss_scale",
+    "delayed_shift": "hysteresis",
+    "consecutive_hysteresis": "consecutive_hysteresis",
+}
+
+
+class LossScaleView:
+    """An engine's loss scaler under DeepSpeed's names: reads and writes the scaler itself."""
+
+    scale_factor = 2.0
+
+    scaler: LossScaler
+
+    def __init__(self, scaler: LossScaler) -> None:
+        vars(self)["scaler"] = scaler
+
+    def __getattr__(self, name: str) -> Any:
+        if name in SCALE_WORDS:
+            return getattr(self.scaler, SCALE_WORDS[name])
+        if name in SETTING_WORDS:
+            return getattr(self.scaler.settings, SETTING_WORDS[name])
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SCALE_WORDS:
+            raise AttributeError(f"{name} of a loss scale is not to be set; what is: {', '.join(SCALE_WORDS)}")
+        setattr(self.scaler, SCALE_WORDS[name], value)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether it moves."""
+        return self.scaler.dynamic
+
+    dynamic_loss_scale = dynamic
+
+    @property
+    def use_grad_scaling(self) -> bool:
+        """Whether losses are scaled."""
+        return True
+
+    def update_scale(self, overflow: bool) -> None:
+        """Take the verdict of one step."""
+        self.scaler.update(overflow)
+
+
+class _NoScale:
+    """The loss scale of an engine that has none: 1, for ever."""
+
+    cur_scale = loss_scale = 1.0
+    cur_iter, dynamic, dynamic_loss_scale, use_grad_scaling = 0, False, False, False
+    last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
+
+
+class DeepSpeedZeroOptimizer(ShardedOptimizer):
+    """The sharded optimizer under DeepSpeed's names."""
+
+    @property
+    def loss_scaler(self) -> Any:
+        """The loss scale; without one, a scale of 1."""
+        return LossScaleView(self.scaler) if self.scaler is not None else _NoScale()
+
+    loss_scale_config = loss_scaler
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.scaler is not None and self.scaler.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        """The factor that losses are multiplied by now."""
+        return self.loss_scale
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        if self.scaler is not None:
+            self.scaler.scale = float(value)
+
+    def needs_scaler(self) -> bool:
+        """Return whether a program that differentiates by itself must scale its loss."""
+        return self.scaler is not None
+
+    def scale_if_loss(self, value: Any) -> Any:
+        """Return a loss times the loss scale; anything but a scalar that requires a gradient as it is."""
+        is_loss = isinstance(value, torch.Tensor) and value.numel() == 1 and value.requires_grad
+        return value * self.loss_scale if is_loss else value
+
+    @property
+    def fp16_groups(self) -> list[list[torch.nn.Parameter]]:
+        """The parameters of each group that this optimizer updates, of whatever dtype."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    bit16_groups = fp16_groups
+
+    @property
+    def _global_grad_norm(self) -> float | None:
+        return self.last.norm if self.last is not None else None
+
+    @property
+    def clip_grad(self) -> float:
+        """The largest norm of the gradients; 0: not clipped."""
+        return self.settings.max_norm

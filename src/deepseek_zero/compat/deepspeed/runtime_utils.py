@@ -1,0 +1,358 @@
+"""DeepSpeed's `deepspeed.runtime.utils`: arithmetic over gradients and partitions that scripts borrow.
+
+No engine uses it: norms, clipping and overflow of sharded gradients are the optimizer's (optim/sharded.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...base.device import allocated_bytes, default_device
+from ...base.errors import CheckpointError
+from . import groups
+from .moe import is_moe_param
+from .pipe import partition_uniform
+from .utils import see_memory_usage
+
+ZeRORuntimeException = CheckpointError  # DeepSpeed's word for a checkpoint that does not fit the ranks
+
+
+class DummyOptim:
+    """Stands where an engine has no optimizer: parameters and nothing else."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        self.param_groups = [{"params": params}]
+
+
+class noop_context:
+    """A context that does nothing."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def prefix_sum_inc(weights: Sequence[float]) -> list[float]:
+    """Return the running sums, each with its own weight: [1, 2, 3] -> [1, 3, 6]."""
+    return list(accumulate(weights))
+
+
+def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
+    """Return a call as text: `call_to_str("f", 1, a=2)` -> "f(1, a=2)"."""
+    return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
+
+
+def get_only_unique_item(items: Iterable[Any]) -> Any:
+    """Return the one value that all items have; a RuntimeError where they differ."""
+    found = set(items)
+    if len(found) != 1:
+        raise RuntimeError(f"expected there to be only one unique element in {items}")
+    return found.pop()
+
+
+def filter_empty_parameters(params: Any) -> Any:
+    """Return parameters, or groups of them, without those that have no element."""
+    if isinstance(params, Tensor) or not isinstance(params, Iterable):
+        return params
+    return [
+        {**each, "params": [param for param in each["params"] if param.numel()]} if isinstance(each, dict) else each
+        for each in params
+        if isinstance(each, dict) or not isinstance(each, Tensor) or each.numel()
+    ]
+
+
+def get_inactive_params(param_list: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Return the parameters that are at rest: sharded at stage 3 and not gathered now."""
+    return [param for param in param_list if getattr(getattr(param, "ds_status", None), "name", "") == "NOT_AVAILABLE"]
+
+
+def is_model_parallel_parameter(p: Any) -> bool:
+    """Return whether a parameter is marked as a piece of a larger one: `model_parallel`, `tensor_model_parallel`."""
+    return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))
+
+
+def copy_to_device(item: Any, device: Any, criterion_func: Any) -> Any:
+    """Return nested lists, tuples and dicts with copies on a device of the tensors that meet the criterion."""
+    if criterion_func(item):
+        return item.detach().to(device, copy=True)
+    if isinstance(item, list | tuple):
+        return type(item)(copy_to_device(each, device, criterion_func) for each in item)
+    if isinstance(item, dict):
+        return {key: copy_to_device(value, device, criterion_func) for key, value in item.items()}
+    return item
+
+
+def get_tensor_bytes(item: Any) -> int:
+    """Return the bytes of the tensors in nested lists, tuples and dicts."""
+    if isinstance(item, Tensor):
+        return item.numel() * item.element_size()
+    inside = item.values() if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+    return sum(map(get_tensor_bytes, inside))
+
+
+# -- norms
+
+
+def has_inf_or_nan(x: Tensor) -> Tensor:
+    """Return a boolean tensor: whether an element is not finite."""
+    return torch.logical_not(torch.isfinite(x.float()).all())
+
+
+def is_invalid_grad_norm(norm: Any) -> bool:
+    """Return whether a norm cannot be one: -1 (DeepSpeed's word for it), infinite or not a number."""
+    return float(norm) == -1 or not math.isfinite(float(norm))
+
+
+def mask_nan_or_inf_with_val_inplace(input: Tensor, device: Any = None, val: float = -1.0) -> None:
+    """Write `val` over a norm that is not finite."""
+    input.masked_fill_(torch.logical_not(torch.isfinite(input)), val)
+
+
+def get_global_norm(norm_list: Iterable[Any]) -> float:
+    """Return the 2-norm of parts with these norms; infinity where one cannot be a norm."""
+    norms = [float(norm) for norm in norm_list]
+    return math.inf if any(map(is_invalid_grad_norm, norms)) else math.sqrt(sum(norm**2 for norm in norms))
+
+
+def _sum_over(value: Tensor, group: Any, largest: bool = False) -> Tensor:
+    if group is not None and dist.is_initialized():
+        dist.all_reduce(value, op=dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=group)
+    return value
+
+
+def _norm_of(tensors: Sequence[Tensor], norm_type: float, mpu: Any = None) -> Tensor:
+    """Return the norm of tensors together, over the model-parallel ranks of an mpu."""
+    group = mpu.get_model_parallel_group() if mpu is not None else None
+    device = tensors[0].device if tensors else default_device()
+    if norm_type == math.inf:
+        largest = [tensor.detach().abs().max().float() for tensor in tensors]
+        return _sum_over(torch.stack(largest).max() if largest else torch.zeros((), device=device), group, True)
+    parts = [tensor.detach().float().norm(norm_type).pow(norm_type) for tensor in tensors]
+    total = torch.stack(parts).sum() if parts else torch.zeros((), device=device)
+    return _sum_over(total, group).pow(1.0 / norm_type)
+
+
+def _own(tensors: Iterable[Any], mpu: Any) -> list[Any]:
+    """Leave out what another model-parallel rank counts: what is not split counts on the first alone."""
+    first = mpu is None or mpu.get_model_parallel_rank() == 0
+    return [
+        tensor
+        for tensor in tensors
+        if not getattr(tensor, "ds_pipe_replicated", False) and (first or is_model_parallel_parameter(tensor))
+    ]
+
+
+def _each(parameters: Any) -> list[Any]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)
+
+
+def _valid(norm: Tensor) -> float:
+    return float(norm) if math.isfinite(float(norm)) else -1.0
+
+
+def get_weight_norm(parameters: Any, norm_type: float = 2, mpu: Any = None) -> float:
+    """Return the norm of tensors; -1 where it is not finite.  Collective over an mpu's model-parallel ranks."""
+    return _valid(_norm_of(_own(_each(parameters), mpu), float(norm_type), mpu))
+
+
+def get_flattened_grad_norm(
+    parameters: Any, norm_type: float = 2, mpu: Any = None, grad_norm_mask: Any = None
+) -> float:
+    """Return the norm of the gradients of parameters; -1 where it is not finite.
+
+    grad_norm_mask: for each parameter, ranges [start, stop) of elements that do not count.
+    """
+    grads = []
+    for place, param in enumerate(param for param in _each(parameters) if param.grad is not None):
+        grad = param.grad.detach()
+        if grad_norm_mask is not None and len(grad_norm_mask[place]):
+            grad = grad.clone()
+            for start, stop in grad_norm_mask[place].tolist():
+                grad[start:stop] = 0
+        grads.append(grad)
+    return _valid(_norm_of(grads, float(norm_type), mpu))
+
+
+def get_grad_zeros(parameters: Any, mpu: Any = None) -> float:
+    """Return how many elements of the gradients are zero."""
+    grads = [param.grad for param in _own(_each(parameters), mpu) if param.grad is not None]
+    zeros = torch.tensor(float(sum(grad.numel() - int(torch.count_nonzero(grad)) for grad in grads)))
+    return float(_sum_over(zeros, mpu.get_model_parallel_group() if mpu is not None else None))
+
+
+def get_global_norm_of_tensors(
+    input_tensors: Iterable[Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
+) -> Tensor:
+    """Return the norm of tensors over the model-parallel ranks; -1 where it is not finite."""
+    norm = _norm_of(list(input_tensors), float(norm_type), mpu)
+    if moe_ep_group is not None:
+        norm = _sum_over(norm.pow(norm_type), moe_ep_group).pow(1.0 / norm_type)
+    mask_nan_or_inf_with_val_inplace(norm)
+    return norm
+
+
+def clip_tensors_by_global_norm(
+    input_tensors: Sequence[Tensor],
+    max_norm: float = 1.0,
+    global_norm: Any = None,
+    mpu: Any = None,
+    eps: float = 1e-6,
+) -> Any:
+    """Multiply tensors in place so that their norm together is at most `max_norm`; returns the norm before."""
+    norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
+    factor = float(max_norm) / (float(norm) + eps)
+    if factor < 1:
+        for tensor in input_tensors:
+            tensor.detach().mul_(factor)
+    return norm
+
+
+def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2, mpu: Any = None) -> Tensor:
+    """Clip gradients that every data-parallel rank has whole; returns their norm, averaged over those ranks.
+
+    Collective over the data-parallel ranks.  Sharded gradients are clipped by the key `gradient_clipping`.
+    """
+    given = [param for param in _each(parameters) if param.grad is not None]
+    grads = [param.grad for param in (given if mpu is None else _own(given, mpu))]
+    norm = _norm_of(grads, float(norm_type), mpu)
+    norm = _sum_over(norm / max(1, groups.get_data_parallel_world_size()), groups.get_data_parallel_group())
+    factor = torch.clamp(float(max_norm) / (norm + 1e-6), max=1.0)
+    for param in given:
+        param.grad.detach().mul_(factor.to(param.grad.device))
+    return norm
+
+
+class CheckOverflow:
+    """Ask whether gradients are not finite, on any rank that shares the model.
+
+    param_groups: lists of parameters.  zero_reduce_scatter: gradients are sharded, so every rank is asked.
+    """
+
+    def __init__(
+        self,
+        param_groups: Iterable[Iterable[nn.Parameter]] | None = None,
+        mpu: Any = None,
+        zero_reduce_scatter: bool = False,
+        deepspeed: Any = None,
+    ) -> None:
+        self.mpu, self.zero_reduce_scatter, self.deepspeed = mpu, zero_reduce_scatter, deepspeed
+        self.params = [param for group in param_groups or () for param in group]
+        self.has_moe_params = any(map(is_moe_param, self.params))
+
+    def check(self, param_groups: Iterable[Iterable[nn.Parameter]] | None = None) -> bool:
+        """Return whether a gradient of these parameters (or those of the constructor) is not finite."""
+        params = self.params if param_groups is None else [param for group in param_groups for param in group]
+        return self.has_overflow(params)
+
+    def has_overflow_serial(self, params: Iterable[nn.Parameter]) -> bool:
+        """Return it for this rank alone."""
+        return any(param.grad is not None and bool(has_inf_or_nan(param.grad)) for param in params)
+
+    def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
+        """Return it for all ranks that hold pieces or experts of the model."""
+        params = list(params)
+        experts = any(map(is_moe_param, params)) if has_moe_params is None else has_moe_params
+        return self._agreed(self.has_overflow_serial(params), experts or self.zero_reduce_scatter)
+
+    def check_using_norm(self, norm_group: Iterable[Any], reduce_overflow: bool = True) -> bool:
+        """Return whether a norm is not one, on any rank where that is asked for."""
+        return self._agreed(any(map(is_invalid_grad_norm, norm_group)), reduce_overflow or self.has_moe_params)
+
+    def _agreed(self, found: bool, everywhere: bool) -> bool:
+        flag = torch.tensor([float(found)], device=default_device())
+        if everywhere and dist.is_initialized():
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        elif self.mpu is not None:
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.mpu.get_model_parallel_group())
+        return bool(flag.item())
+
+
+# -- tensors cut over ranks
+
+
+class PartitionedTensor:
+    """A tensor of which each rank of a group keeps a run of elements.  Collective: all pass the same values."""
+
+    def __init__(self, tensor: Tensor, group: Any, partition_meta: Any = None) -> None:
+        self.group = group
+        self.num_parts, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.orig_size, self.orig_device = list(tensor.size()), tensor.device
+        self.partition = partition_uniform(tensor.numel(), self.num_parts)
+        start, stop = self.partition[self.rank : self.rank + 2]
+        self.local_data = tensor.detach().reshape(-1)[start:stop].clone()
+
+    @classmethod
+    def from_meta(cls, meta: Tensor, local_part: Tensor, group: Any, device: Any = None) -> PartitionedTensor:
+        """Return the partitioned tensor that `to_meta` described and `local_part` is this rank's part of."""
+        assert meta.dtype == torch.long
+        found, numbers = cls.__new__(cls), meta.tolist()
+        dims = numbers[0]
+        found.group, found.orig_size = group, numbers[1 : 1 + dims]
+        found.num_parts, found.rank, *found.partition = numbers[1 + dims :]
+        assert (found.num_parts, found.rank) == (dist.get_world_size(group), dist.get_rank(group))
+        found.orig_device = torch.device(device) if device is not None else local_part.device
+        found.local_data = local_part.detach()
+        return found
+
+    def to_meta(self) -> Tensor:
+        """Return sizes and boundaries as one tensor: [dims, *size, parts, rank, *boundaries]."""
+        numbers = [len(self.orig_size), *self.orig_size, self.num_parts, self.rank, *self.partition]
+        return torch.tensor(numbers, dtype=torch.long, device=self.orig_device)
+
+    def full(self, device: Any = None) -> Tensor:
+        """Return the whole tensor, on every rank.  Collective in the group."""
+        longest = max(stop - start for start, stop in self._bounds())
+        own = self.local_data.new_zeros(longest)
+        own[: self.local_data.numel()] = self.local_data
+        parts = [torch.empty_like(own) for _ in range(self.num_parts)]
+        dist.all_gather(parts, own, group=self.group)
+        kept = [part[: stop - start] for part, (start, stop) in zip(parts, self._bounds(), strict=True)]
+        return torch.cat(kept).view(self.orig_size).to(device or self.orig_device)
+
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        return iter(list(zip(self.partition[:-1], self.partition[1:], strict=True)))
+
+    def data(self) -> Tensor:
+        """Return this rank's elements, flat."""
+        return self.local_data
+
+    def local_size(self) -> torch.Size:
+        """Return the shape of this rank's elements."""
+        return self.local_data.size()
+
+    def full_size(self) -> list[int]:
+        """Return the shape of the whole tensor."""
+        return self.orig_size
+
+
+def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
+    """Return the tensors, and behind them zeros that make their elements a multiple of `alignment`."""
+    missing = -sum(tensor.numel() for tensor in tensor_list) % alignment
+    return [*tensor_list, *([tensor_list[0].new_zeros(missing)] if missing else [])]
+
+
+# -- memory
+
+
+def memory_status(msg: str, print_rank: int = -1, reset_max: bool = False) -> None:
+    """Log this process's memory."""
+    if print_rank in (-1, dist.get_rank() if dist.is_initialized() else 0):
+        see_memory_usage(msg, force=True)
+
+
+def get_ma_status() -> int:
+    """Return the bytes in use on the device."""
+    return allocated_bytes(default_device())
+
+
+def empty_cache() -> None:
+    """Give a GPU's unused memory back."""
+    if default_device().type == "cuda":
+        torch.cuda.empty_cache()
