@@ -1087,9 +1087,11 @@ class _Keys(TypedDict, total=False):
     amp: AmpKeywords | Auto | None
     """NVIDIA Apex."""
     precision: str | Auto | None
-    """Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 when they overflow; a dtype: switches
-    that section on; null: the sections decide.
+    """Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits do not hold them; a
+    dtype: switches that section on; null: the sections decide.
     """
+    precision_window: float | Auto | None
+    """Ours. Steps from one decision of precision auto about its units to the next."""
     auto_cast: bool | Auto | None
     """Ours. Cast floating inputs to the compute dtype."""
     zero_optimization: ZeroOptimizationKeywords | Auto | None

@@ -1406,10 +1406,18 @@ class Config(Section):
     amp: Amp = section(Amp, "NVIDIA Apex.")
     precision: Literal["auto", "fp32", "fp16", "bf16"] | None = effective(
         None,
-        "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 when they overflow; a dtype: "
-        "switches that section on; null: the sections decide.",
+        "Ours. auto: bf16 where the hardware has it, else fp16, units lifted to fp32 while 16 bits do not hold them; a "
+        "dtype: switches that section on; null: the sections decide.",
         example="auto",
         auto_is_value=True,
+    )
+    precision_window: int = effective(
+        16,
+        "Ours. Steps from one decision of precision auto about its units to the next.",
+        unit="steps",
+        example=2,
+        needs={"precision": "auto"},
+        ge=1,
     )
     auto_cast: bool = effective(True, "Ours. Cast floating inputs to the compute dtype.", example=False)
     # ZeRO

@@ -33,7 +33,7 @@ from ..sharding.wrap import check_room, open_tiers, wrap_model
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client, OptimizerParts, optimizer_parts
-from .pieces import cut_along_axes, cut_large_layers, refuse_tiles_on, refuse_whole_states
+from .pieces import cut_along_axes, cut_large_layers, refuse_auto_on, refuse_tiles_on, refuse_whole_states
 from .planning import plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -82,6 +82,7 @@ def assemble(
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     with AllRanks(world, "looking at the model's parameters"):
         refuse_tiles_on(config, mesh)
+        refuse_auto_on(config, mesh)
         refuse_owned(model, "tp" if mesh.tp > 1 else None)
         tie_shared(model)
     comm = world.lay_out(mesh)

@@ -243,6 +243,7 @@ class Observer:
             step_seconds=seconds,
             loss_scale=optimizer.scaler.scale if optimizer.scaler is not None else 1.0,
             skipped=optimizer.overflow,
+            promoted=len(optimizer.fallback.promoted) if optimizer.fallback is not None else 0,
         )
         if self.device.type == "cpu":  # nothing to wait for, and no tensor to keep
             self._read_loss()
@@ -708,7 +709,9 @@ class Engine(StandsForModule):
         )
         moved = what_moved(links_of(self.runtime.comm_ctx.tiers, comm.meter))
         early = self.optimizer.speculative if self.optimizer is not None else None
-        return where_steps_went(comm.meter, advice) + moved + (early.explain() if early is not None else [])
+        adaptive = self.optimizer.fallback if self.optimizer is not None else None
+        told = [part.explain() for part in (early, adaptive) if part is not None]
+        return where_steps_went(comm.meter, advice) + moved + [line for lines in told for line in lines]
 
     @contextmanager
     def timeline(self) -> Iterator[Timeline]:

@@ -231,6 +231,16 @@ def refuse_tiles_on(config: Config, mesh: Mesh) -> None:
             )
 
 
+def refuse_auto_on(config: Config, mesh: Mesh) -> None:
+    """Raise NotBuiltError where precision "auto" may lift units of one stage and not of another."""
+    if mesh.pp > 1 and config.precision == "auto" and policy_of(config).compute is not None:
+        raise NotBuiltError(
+            "precision auto on a mesh with stages (pp).",
+            "Units are a stage's own, and messages between stages and the loss scale are all stages'.",
+            'name the precision ("bf16", "fp16"), or leave out pp.',
+        )
+
+
 def _choose_tiles(config: Config, model: nn.Module) -> CutChoice:
     limit = config.zero_optimization.tile_above
     assert limit is not None

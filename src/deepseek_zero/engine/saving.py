@@ -188,6 +188,9 @@ def save_checkpoint(
     trainer["scaler"] = engine.parts.scaler.state_dict() if engine.parts.scaler is not None else None
     delay = engine.optimizer.delayed if engine.optimizer is not None else None
     trainer["owed"] = delay.state_dict() if delay is not None else None
+    adaptive = engine.optimizer.fallback if engine.optimizer is not None else None
+    if adaptive is not None:
+        trainer["precision"] = adaptive.state_dict()
     schedule = engine.lr_scheduler
     trainer["lr_scheduler"] = schedule.state_dict() if hasattr(schedule, "state_dict") else None
     loader = engine.training_dataloader
@@ -316,6 +319,8 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
         engine.optimizer.updater.updates = engine.global_steps - engine.skipped_steps
         if engine.optimizer.delayed is not None:
             engine.optimizer.delayed.load_state_dict(_without_implementation_options(saved.get("owed")))
+    if engine.optimizer is not None and engine.optimizer.fallback is not None:
+        engine.optimizer.fallback.load_state_dict(saved.get("precision"))
     if restore.moments and engine.parts.scaler is not None and saved["scaler"] is not None:
         engine.parts.scaler.load_state_dict(saved["scaler"])
     if engine.optimizer is not None and restore.moments:

@@ -319,6 +319,7 @@ def step_settings_of(config: Config, granularity: tuple[str, ...], device: torch
         granularity=granularity,
         check_finite=config.bf16.check_grad_overflow if config.bf16.enabled else config.check_grad_overflow,
         precision_fallback=config.precision == "auto",
+        precision_window=config.precision_window,
     )
 
 

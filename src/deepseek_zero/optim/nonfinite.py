@@ -1,11 +1,8 @@
-"""Gradients that are not finite: which unit they begin in, what is logged, and when a unit leaves 16 bits.
+"""Gradients that are not finite: which unit they begin in, and what is logged.
 
 The verdict on a step is sharded.py's: it is made of the norm, which all ranks agree on anyway.  After a step that was
 not finite the units' borders are watched for one step; if that step is not finite either, the ranks agree on the unit
-where a number first stopped being finite.
-
-Under precision "auto" a unit that is named `PATIENCE` times in a row, or once at the smallest loss scale, computes in
-fp32 from then on.  All ranks promote the same unit at the same step.
+where a number first stopped being finite.  What follows for that unit is adaptive_precision.py's.
 """
 
 from __future__ import annotations
@@ -100,55 +97,8 @@ class NonFiniteReport:
         ]
         orders = [[*forward[1:], forward[0]], [*backward[1:], backward[0]]]  # the root is blamed last
         row = torch.tensor([orders[k].index(unit) if unit is not None else NOBODY for k, unit in enumerate(seen)])
-        agreed = runtime.comm.all_gather_rows(row, "where numbers stop being finite").amin(dim=0).tolist()
+        agreed = runtime.comm_of_units.all_gather_rows(row, "where numbers stop being finite").amin(dim=0).tolist()
         for order, place in zip(orders, agreed, strict=True):
             if place != NOBODY:
                 return runtime.units[order[int(place)]]
         return None
-
-
-PATIENCE = 3  # skipped steps in a row that name the same unit; a loss scale that is merely too high recovers sooner
-
-
-class PrecisionFallback:
-    """Counts the units that skipped steps name; promotes units to fp32 at step boundaries."""
-
-    def __init__(self, runtime: Runtime) -> None:
-        self.runtime = runtime
-        self.changed = False  # whether the last step promoted a unit
-        self._suspect: Unit | None = None
-        self._count = 0
-
-    def after_step(self, unit: Unit | None, skipped: bool, scaler: LossScaler | None) -> Unit | None:
-        """Take the unit that a step named; return the unit that was promoted, if any. Collective when one is."""
-        self.changed = False
-        if not skipped:
-            self._suspect, self._count = None, 0
-            return None
-        if unit is None or unit.is_promoted:
-            return None
-        self._count = self._count + 1 if unit is self._suspect else 1
-        self._suspect = unit
-        at_minimum = scaler is not None and scaler.dynamic and scaler.scale <= scaler.settings.min_loss_scale
-        if self._count < PATIENCE and not at_minimum:
-            return None
-        self.runtime.promote_to_fp32(unit)
-        self.changed = True
-        self._suspect, self._count = None, 0
-        log_once(
-            f"precision auto: '{unit.name}' made a non-finite number of finite ones, step after step; it computes in "
-            "fp32 from now on.  Its new plan:\n" + "\n".join(unit.explain()),
-            logging.WARNING,
-        )
-        return unit
-
-    @property
-    def promoted(self) -> list[str]:
-        """Names of the units that compute in fp32."""
-        return [unit.name for unit in self.runtime.units if unit.is_promoted]
-
-    def restore(self, names: Sequence[str]) -> None:
-        """Promote the units that were promoted when a checkpoint was saved. Collective; every unit must be sharded."""
-        for unit in self.runtime.units:
-            if unit.name in names and not unit.is_promoted:
-                self.runtime.promote_to_fp32(unit)

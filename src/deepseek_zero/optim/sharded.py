@@ -39,7 +39,8 @@ from ..sharding.param_group import ParamGroup
 from ..sharding.runtime import Runtime
 from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
-from .nonfinite import NonFiniteReport, PrecisionFallback
+from .adaptive_precision import AdaptivePrecision
+from .nonfinite import NonFiniteReport
 from .registry import granularity_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
 from .updater import (
@@ -85,6 +86,7 @@ class StepSettings:
     undo_bytes: int = 0
     delay_after: int | None = None
     precision_fallback: bool = False  # precision "auto"
+    precision_window: int = 16  # steps from one decision about precision to the next
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.overflow = False
         self.steps = self._idle_steps = 0  # calls of step; those without a gradient on any rank
         self.nonfinite = NonFiniteReport(runtime, scaler, watches=settings.precision_fallback)
-        self.fallback = PrecisionFallback(runtime) if settings.precision_fallback else None
+        self.fallback = AdaptivePrecision(runtime, settings.precision_window) if settings.precision_fallback else None
         self.last: StepResult | None = None
         self.uncut = whole = [
             number < len(settings.granularity) and settings.granularity[number] != "element"
@@ -433,6 +435,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
+            if self.fallback is not None and not is_idle:
+                self.fallback.before_update(is_finite=verdict.is_finite)
             hypers = hypers_of(self.inner) if self.delayed is not None or self.speculative is not None else None
             self._conclude(None if skip else Decision(factor, self.updater.updates + 1, hypers))
             tell_schedules_of_step(self.inner)
@@ -444,7 +448,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     verdict.by_group, is_finite=verdict.is_finite, skipped=self.overflow, step=self.steps
                 )
             if self.fallback is not None:
-                promoted = self.fallback.after_step(origin, self.overflow, self.scaler)
+                promoted = self.fallback.after_step(origin, self.overflow, self.scaler, self.steps)
         scale_before = self.loss_scale
         if self.scaler is not None and promoted is None and not is_idle:
             self.scaler.update(self.overflow)

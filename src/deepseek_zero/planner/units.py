@@ -46,7 +46,8 @@ class GroupPlan:
     key: what they have in common; None where only sizes matter.  predivide: what partial gradients are divided by
     before they travel.  replicas: ranks that have sums of the same slices, to be added up once a step.
     secondary_ranks: that hold the slices of a second copy of the weight.  near: ranks of one host among those that
-    hold the slices, where sums are formed by host; 1: in the order of ranks.
+    hold the slices, where sums are formed by host; 1: in the order of ranks.  low: while the group is promoted, its
+    specs in 16 bits.
     """
 
     plan: ShardPlan
@@ -56,6 +57,7 @@ class GroupPlan:
     replicas: int = 1
     secondary_ranks: int = 1
     near: int = 1
+    low: ShardPlan | None = None
 
     @classmethod
     def of_size(cls, plan: ShardPlan, padded_numel: int, ranks: int) -> GroupPlan:
@@ -152,7 +154,11 @@ class GroupPlan:
 
     def promoted(self) -> GroupPlan:
         """Return the same group with an fp32 weight and gradient."""
-        return replace(self, plan=self.plan.promoted())
+        return replace(self, plan=self.plan.promoted(), low=self.plan)
+
+    def demoted(self) -> GroupPlan:
+        """Return the same group as it was before `promoted`."""
+        return self if self.low is None else replace(self, plan=self.low, low=None)
 
     def with_grad_dtype(self, dtype: torch.dtype) -> GroupPlan:
         """Return the same group with gradients that are kept in this dtype."""
@@ -179,6 +185,11 @@ class UnitPlan:
     @property
     def trained(self) -> list[GroupPlan]:
         return [group for group in self.groups if group.plan.grad is not None]
+
+    @property
+    def is_promoted(self) -> bool:
+        """Whether precision "auto" has it compute in fp32 for now."""
+        return any(group.low is not None for group in self.groups)
 
     @property
     def gathered_numel(self) -> int:

@@ -40,11 +40,19 @@ WIDTH, FEW = 11.0, 12  # inches; rows up to which each has its number of bytes
 
 @dataclass(frozen=True)
 class UnitPlace:
-    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded."""
+    """One unit on one rank: bytes by state and where it rests.  is_gathered: its weight is sharded.  is_promoted: it
+    computes in fp32 in a run of 16 bits (precision "auto").
+    """
 
     name: str
     nbytes: Mapping[tuple[str, Tier], int]
     is_gathered: bool
+    is_promoted: bool = False
+
+    @property
+    def label(self) -> str:
+        """Its name in the picture."""
+        return f"{self.name} (fp32)" if self.is_promoted else self.name
 
     @property
     def total(self) -> int:
@@ -54,7 +62,8 @@ class UnitPlace:
 def places_of(plan: Plan) -> list[UnitPlace]:
     """What of each unit lies where on this rank."""
     return [
-        UnitPlace(unit.name, plan.bytes_of_unit(number), bool(unit.sharded)) for number, unit in enumerate(plan.units)
+        UnitPlace(unit.name, plan.bytes_of_unit(number), bool(unit.sharded), unit.is_promoted)
+        for number, unit in enumerate(plan.units)
     ]
 
 
@@ -121,7 +130,7 @@ def draw_plan(
     points = 72 * height / rows
     size = max(6.0, min(9.0, 0.8 * points))
     shown = range(0, rows, math.ceil(1.1 * size / points))
-    left.set_yticks(shown, [f"{order[row]}  {places[order[row]].name}" for row in shown], fontsize=size)
+    left.set_yticks(shown, [f"{order[row]}  {places[order[row]].label}" for row in shown], fontsize=size)
     left.set_ylim(rows - 0.5, -0.5)
     save_figure(figure, path)
 

@@ -24,7 +24,7 @@ CSV_NAME = "metrics.csv"
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's."""
+    """One optimizer step.  Bytes are this rank's; tokens per second are the whole world's.  promoted: units in fp32."""
 
     step: int
     loss: float
@@ -37,6 +37,7 @@ class StepRecord:
     loss_scale: float = 1.0
     skipped: bool = False
     held_out_loss: float | None = None
+    promoted: int = 0
 
 
 class RecordWriter:

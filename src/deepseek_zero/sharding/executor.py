@@ -131,6 +131,12 @@ class Unit:
         for group in self.trained:
             group.promote_to_fp32(self.name)
 
+    def demote(self) -> None:
+        """Compute in 16 bits again. Collective; the unit must be sharded."""
+        self.is_promoted = False
+        for group in self.trained:
+            group.demote(self.name)
+
     # -- weights
 
     def unshard(self) -> None:

@@ -215,14 +215,34 @@ class ParamGroup:
         """Store weight and gradient in fp32 from now on, cut from the master. Collective; gradients are dropped."""
         if self.master is None or self.plan.weight.dtype == torch.float32:
             return
-        values, rank = self.master.values(), self.master.rank
+        values = self.master.values()
         self.planned = self.planned.promoted()
+        self._store_anew(values, what)
+
+    def demote(self, what: str) -> None:
+        """Store weight and gradient again as before `promote_to_fp32`, cut from the master. Collective; gradients are
+        dropped.
+        """
+        if self.master is None or self.planned.low is None:
+            return
+        values = self.master.values()
+        self.planned = self.planned.demoted()
+        self._store_anew(values, what)
+
+    def _store_anew(self, values: FlatBuffer, what: str) -> None:
+        """Store a weight of these master's values as it is planned now. Collective."""
+        assert self.master is not None
         self._allocate_weight(what)
-        values.guard = self.guard
-        beneath = None if self.plan.sends_differences else weight_shard(self.weight, self.plan, rank)
-        self.master = replace(self.master, buffer=values, weight=beneath, is_split=False)
-        self.master.copy_to_weight(0, values.memory.numel())
-        self.placeholder, self._views = self.placeholder.float(), []
+        if self.plan.master_is_split:
+            self.master = build_master(self.weight, self.plan, self.comm_ctx)
+            assert self.master is not None
+            self.master.write_consuming(0, values.memory.numel(), values.memory)
+        else:
+            values.guard = self.guard
+            beneath = None if self.plan.sends_differences else weight_shard(self.weight, self.plan, self.master.rank)
+            self.master = replace(self.master, buffer=values, weight=beneath, is_split=False)
+            self.master.copy_to_weight(0, values.memory.numel())
+        self.placeholder, self._views = self.placeholder.to(self.plan.weight.dtype), []
         set_placeholders(self.members, self.placeholder)
         self.gradient = Gradient(self)
         for member in self.members:

@@ -44,7 +44,7 @@ from ..base.errors import UsageError
 from ..base.meter import BETWEEN
 from ..base.nested import cast_inputs, map_inputs, map_tensors, tensors_in
 from ..comm.agreement import agree
-from ..comm.collectives import propagate_errors
+from ..comm.collectives import Comm, propagate_errors
 from ..planner.plan import Plan
 from ..planner.spec import Compression, PlanSettings
 from ..planner.units import plan_group
@@ -168,6 +168,16 @@ class Runtime:
         """Compute a unit in fp32 from now on.  Collective; raises if the unit is not sharded."""
         unit.promote_to_fp32()
         self.forward.any_promoted = True
+
+    def demote(self, unit: Unit) -> None:
+        """Compute a promoted unit in 16 bits again.  Collective; raises if the unit is not sharded."""
+        unit.demote()
+        self.forward.any_promoted = any(each.is_promoted for each in self.units)
+
+    @property
+    def comm_of_units(self) -> Comm:
+        """The ranks whose units are the same ones, whatever part of them each has: all but those of other stages."""
+        return self.comm if "pp" in self.comm.along else self.comm.whole
 
     def unit_of(self, group: ParamGroup) -> Unit:
         return next(unit for unit in self.units if group in unit.groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,14 @@ def test_a_unit_has_the_bytes_that_the_plan_counts(stage: int, tier: Tier) -> No
     assert place.nbytes["moments", tier] == 2 * 4096 * 4
     assert place.is_gathered is (stage == 3)
     assert ("master", tier) not in place.nbytes, "in fp32 it is the weight"
+
+
+def test_a_promoted_unit_says_so_in_its_label() -> None:
+    plan = plan_of(3)
+    (unit,) = plan.units
+    lifted = replace(unit, groups=tuple(group.promoted() if group.plan.grad else group for group in unit.groups))
+    assert [place.label for place in places_of(plan)] == ["blocks.0"]
+    assert [place.label for place in places_of(replace(plan, units=(lifted,)))] == ["blocks.0 (fp32)"]
 
 
 def test_the_strip_is_the_list_of_actions_in_columns() -> None:

@@ -221,6 +221,25 @@ def test_a_group_that_is_promoted_computes_in_fp32_from_its_masters(stage: int, 
 
 
 @on_ranks
+@pytest.mark.parametrize("stage", range(4))
+@pytest.mark.parametrize("policy", [BF16, Policy(torch.bfloat16, master="fp32"), Policy(torch.float16)], ids=str)
+def test_a_group_that_is_demoted_again_is_what_it_was(policy: Policy, stage: int, size: int) -> None:
+    def body(rank: Rank) -> None:
+        group = built(rank, stage, policy)
+        planned, before = group.planned, gathered(group) if stage == 3 else shown(group)
+        group.promote_to_fp32("it")
+        group.demote("it")
+        assert group.planned == planned
+        assert same(gathered(group) if stage == 3 else shown(group), before)
+        assert torch.equal(masters(group), flat(FIRST))
+        group.demote("it")
+        assert group.planned == planned
+
+    run_ranks(size, body)
+    run_ranks(size, body, seed=2, reads_in_place=True)
+
+
+@on_ranks
 def test_weights_are_a_column_of_the_table(size: int) -> None:
     def body(rank: Rank) -> list[Any]:
         return [built(rank, stage).plan.weight.placement for stage in range(4)]

@@ -1,0 +1,113 @@
+"""What windows of evidence decide, of units that are stand-ins: who is promoted, who is demoted, and when again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import deepseek_zero
+from deepseek_zero.base.errors import NotBuiltError
+from deepseek_zero.optim.adaptive_precision import BAD, GOOD, LARGEST, AdaptivePrecision, Evidence
+
+FINE = Evidence(100, 100, 0, 1.0)
+LOSING = Evidence(100, 100, 11, 1.0)
+BETWEEN = Evidence(100, 100, 8, 1.0)  # not bad enough to promote, not good enough to demote
+VANISHED = Evidence(100, 0, 0, 0.0)
+ABSENT = Evidence(0, 0, 0, 0.0)
+HUGE = Evidence(100, 100, 0, 2 * LARGEST)
+
+
+class Run:
+    """Two units, of which a script of evidence is read."""
+
+    def __init__(self, dtype: torch.dtype = torch.float16) -> None:
+        self.units = [self._unit("root"), self._unit("block")]
+        self.settings = SimpleNamespace(policy=SimpleNamespace(compute=dtype))
+        self.adaptive = AdaptivePrecision(self, window=1)  # type: ignore[arg-type]
+
+    @staticmethod
+    def _unit(name: str) -> Any:
+        return SimpleNamespace(name=name, trained=[None], is_promoted=False, explain=list)
+
+    def promote_to_fp32(self, unit: Any) -> None:
+        assert not unit.is_promoted
+        unit.is_promoted = True
+
+    def demote(self, unit: Any) -> None:
+        assert unit.is_promoted
+        unit.is_promoted = False
+
+    def play(self, windows: Sequence[Evidence], *, root: Evidence = FINE, named: bool = False) -> list[bool]:
+        """Return whether the block is promoted behind each window."""
+        found = []
+        for evidence in windows:
+            self.adaptive._look = lambda evidence=evidence: [root, evidence]  # type: ignore[method-assign]
+            step = len(found) + 1
+            if named:  # a skipped step before the one that is looked at
+                self.adaptive.before_update(is_finite=False)
+                self.adaptive.after_step(self.units[1], True, None, step)
+            self.adaptive.before_update(is_finite=True)
+            self.adaptive.after_step(None, False, None, step)
+            found.append(self.units[1].is_promoted)
+        return found
+
+
+@pytest.mark.parametrize("bad", [LOSING, VANISHED])
+def test_two_bad_windows_in_a_row_promote(bad: Evidence) -> None:
+    run = Run()
+    assert run.play([bad, FINE, bad, BETWEEN, bad]) == [False] * 5
+    assert run.play([bad]) == [True]
+    assert run.adaptive.promoted == ["block"] and len(run.adaptive.decisions) == 1
+
+
+def test_eight_good_windows_in_a_row_demote_and_each_new_promotion_doubles_them() -> None:
+    run = Run()
+    run.play([LOSING] * BAD)
+    assert run.play([FINE] * (GOOD - 1) + [BETWEEN] + [FINE] * GOOD) == [True] * (2 * GOOD - 1) + [False]
+    assert run.play([LOSING] * BAD) == [False, True]
+    assert run.play([FINE] * 2 * GOOD) == [True] * (2 * GOOD - 1) + [False]
+
+
+@pytest.mark.parametrize("evidence", [LOSING, BETWEEN, HUGE, VANISHED, ABSENT])
+def test_a_unit_stays_promoted_where_16_bits_would_not_hold_it_or_nothing_is_known(evidence: Evidence) -> None:
+    run = Run()
+    run.play([LOSING] * BAD)
+    assert run.play([evidence] * 3 * GOOD) == [True] * 3 * GOOD
+
+
+def test_a_unit_without_a_gradient_and_a_run_without_any_are_left_alone() -> None:
+    assert not any(Run().play([ABSENT] * 4))
+    assert not any(Run().play([VANISHED] * 4, root=VANISHED))
+
+
+def test_windows_in_which_a_skipped_step_named_a_unit_are_bad() -> None:
+    run = Run(torch.bfloat16)
+    assert run.play([FINE, FINE], named=True) == [False, True]
+    assert run.play([FINE] * 2 * GOOD, named=True) == [True] * 2 * GOOD
+    assert run.play([FINE] * GOOD) == [True] * (GOOD - 1) + [False]
+
+
+def test_bf16_has_the_range_of_fp32() -> None:
+    assert not any(Run(torch.bfloat16).play([LOSING, VANISHED] * 4))
+
+
+def test_what_decides_goes_on_from_a_state() -> None:
+    windows = [LOSING] * 3 + [FINE] * 12 + [LOSING] * 3
+    whole = Run().play(windows)
+    for place in range(len(windows)):
+        run, again = Run(), Run()
+        before = run.play(windows[:place])
+        again.units[1].is_promoted = run.units[1].is_promoted
+        again.adaptive.load_state_dict(run.adaptive.state_dict())
+        assert before + again.play(windows[place:]) == whole
+        assert [each.is_promoted for each in again.adaptive.decisions] == [True, False, True]
+
+
+def test_stages_are_refused_by_name() -> None:
+    config = {"precision": "auto", "bf16": {"enabled": True}}
+    with pytest.raises(NotBuiltError, match="precision auto on a mesh with stages"):
+        deepseek_zero.plan(torch.nn.Linear(2, 2), config, ranks=2, mesh={"pp": 2})
