@@ -22,9 +22,6 @@ _WIDTHS = OtherOptimizer(
 )
 # by name in lower case
 OTHER_OPTIMIZERS = {
-    "onebitadam": OtherOptimizer(
-        "its compressed communication is a later part", "take Adam with zero_quantized_gradients"
-    ),
     "zerooneadam": OtherOptimizer(
         _REMOVED, "take OneBitAdam, or Adam with zero_quantized_gradients, which needs no warm-up"
     ),

@@ -42,7 +42,7 @@ MAX_TAG_BYTES = 200  # a file system's 255, less what the hidden names of a save
 WEIGHT, BUFFER, MOMENT, WHOLE = "weight", "buffer", "moment", "whole"
 DELAYED = "owed"  # a reduced gradient whose update comes a step late
 REPLICA = "replica"  # a live weight that follows its master by differences, and is not its cast
-ERRORS = "errors"  # what codes have left out of a rank's gradients, each rank's own
+OWN = "own"  # what codes have left out of a rank's gradients or momenta, each rank's own
 VALUE, RNG = "value", "rng"  # a tensor among the manifest's plain values; a random generator's state, each rank's own
 
 
@@ -61,8 +61,8 @@ class SavedChunk:
     """Elements [start, stop) of one state of one parameter or buffer.  key: the optimizer's name of a moment, else
     empty.
 
-    One of kind "errors" is of a whole group, named by its first parameter; its key says how the group lies.  A chunk of
-    kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
+    One of kind "own" is of a whole group, named by its first parameter; its key says what it is and how the group lies.
+    A chunk of kind "whole" is an optimizer state with a shape of its own (Adafactor's rows), never cut.  One of kind
     "owed" belongs to a gradient whose update comes a step late.  rank: of the world, whose file it is in.  part: of
     what these are the elements, in its own order; None: of the whole parameter.
     """

@@ -29,14 +29,14 @@ from ..sharding.param_group import ParamGroup, ParamInfo
 from ..sharding.runtime import Runtime
 from .catalogue import existing_folder
 from .contents import Contents, Loaded, LoadSettings
-from .format import BUFFER, DELAYED, ERRORS, MANIFEST, MOMENT, REPLICA, RNG, WEIGHT, WHOLE, Manifest
+from .format import BUFFER, DELAYED, MANIFEST, MOMENT, OWN, REPLICA, RNG, WEIGHT, WHOLE, Manifest
 from .layouts import StateRange, StateReader
 from .lockstep import run_and_gather
 from .piece import Piece, names_of_all, persistent_buffers, predecessor
 from .read import CheckpointReader, plain_values
 from .rng import restore_rng
 from .safetensors_file import dtype_named
-from .state import errors_of, exact_extents
+from .state import exact_extents, place_of
 from .verify import FileSubset, first_few, raise_faults, verify
 
 NEW_MOMENTS = "moments into new memory"
@@ -149,22 +149,22 @@ def _restore_rng(folder: Path, manifest: Manifest, runtime: Runtime, stack: Exit
     restore_rng({chunk.name: reader.value(RNG, chunk.name) for chunk in own}, runtime.comm_ctx.pool.device)
 
 
-def _restore_errors(folder: Path, manifest: Manifest, runtime: Runtime, stack: ExitStack) -> None:
-    """Write what codes had left out of this rank's gradients, where the same rank of the same mesh saved it; elsewhere
-    it is dropped, with a line.
+def _restore_own_states(folder: Path, manifest: Manifest, optimizer: ShardedOptimizer, stack: ExitStack) -> None:
+    """Restore what codes had left out of this rank's gradients or momenta, where the same rank of the same mesh saved
+    it; elsewhere it is dropped, with a line.
     """
-    mesh, rank = runtime.plan.mesh, runtime.comm.whole.rank
-    saved = [chunk for chunk in manifest.chunks if chunk.kind == ERRORS]
-    is_same = manifest.mesh == dict(zip(AXES, mesh.sizes, strict=True))
-    reader = CheckpointReader(folder, [chunk for chunk in saved if chunk.rank == rank and is_same], stack)
-    piece, is_whole = Piece.of(runtime), bool(saved)
-    for group in runtime.trained_groups if saved else ():
-        errors, (name, key) = group.gradient.ensure_errors(), errors_of(group, piece)
-        if errors is not None and reader.has(ERRORS, name, key):
-            errors.memory.copy_(reader.value(ERRORS, name, key))
-        elif errors is not None:
-            is_whole = False
-    if saved and not is_whole and runtime.settings.compression.feedback is not None:
+    runtime, saved = optimizer.runtime, [chunk for chunk in manifest.chunks if chunk.kind == OWN]
+    if not saved or not (optimizer.exchanges or runtime.settings.compression.feedback is not None):
+        return
+    is_same = manifest.mesh == dict(zip(AXES, runtime.plan.mesh.sizes, strict=True))
+    own = [chunk for chunk in saved if is_same and chunk.rank == runtime.comm.whole.rank]
+    reader, piece, known = CheckpointReader(folder, own, stack), Piece.of(runtime), 0
+    for group in runtime.trained_groups:
+        name, lies = place_of(group, piece)
+        keys = [key for key in reader.keys(OWN, name) if key.endswith(f" {lies}")]
+        optimizer.restore_own_states(group, {key.split()[0]: reader.value(OWN, name, key) for key in keys})
+        known += len(keys)
+    if not known or known < len(own):
         log_first(
             f"{folder.name} was saved on another mesh or with other codes: what these had left out of gradients is "
             "dropped"
@@ -286,7 +286,7 @@ def _restore_all(
         if optimizer is not None:
             restore_optimizer(reader, manifest, plain["groups"], optimizer, states)
             restore_delayed_gradients(reader, optimizer)
-            _restore_errors(folder, manifest, contents.runtime, stack)
+            _restore_own_states(folder, manifest, optimizer, stack)
         if settings.rng:
             _restore_rng(folder, manifest, contents.runtime, stack)
     return ""

@@ -22,7 +22,7 @@ from ..planner.spec import R
 from ..sharding.param_group import ParamGroup, ParamInfo
 from ..tiers.tier import Extent
 from .contents import Contents
-from .format import DELAYED, ERRORS, MOMENT, REPLICA, WEIGHT, WHOLE, SavedChunk
+from .format import DELAYED, MOMENT, OWN, REPLICA, WEIGHT, WHOLE, SavedChunk
 from .piece import Piece
 from .safetensors_file import dtype_name
 
@@ -74,7 +74,7 @@ def write_groups(contents: Contents, *, skip_frozen: bool, elsewhere: Collection
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     chunks = Chunks(Piece.of(runtime), runtime.comm.whole.rank, frozenset(elsewhere))
-    yield from (_error_items(group, chunks) for group in runtime.trained_groups)
+    yield from (_own_items(group, chunks) for group in runtime.trained_groups)
     if runtime.comm_ctx.replicas is not None and runtime.comm_ctx.replicas.comm.rank > 0:
         return  # the first replica has written the same
     shards_by_group: dict[int, list[MasterShard]] = {}
@@ -163,12 +163,11 @@ def _delayed_gradient_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
     return write_group
 
 
-def _error_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
-    """List what codes have left out of this rank's gradients."""
-    errors, write_group = group.gradient.errors, WriteGroup([])
-    if errors is not None:
-        name, key, memory = *errors_of(group, chunks.piece), errors.memory
-        chunk = SavedChunk(ERRORS, name, key, 0, memory.numel(), chunks.rank)
+def _own_items(group: ParamGroup, chunks: Chunks) -> WriteGroup:
+    """List the states of a group that are this rank's own."""
+    write_group, (name, lies) = WriteGroup([]), place_of(group, chunks.piece)
+    for state, memory in group.own_states().items():
+        chunk = SavedChunk(OWN, name, f"{state} {lies}", 0, memory.numel(), chunks.rank)
         read = partial(_elements_of, memory)
         write_group.items.append(WriteItem(chunk, memory.dtype, (memory.numel(),), read, group))
     return write_group
@@ -178,8 +177,8 @@ def _elements_of(memory: Tensor, low: int, high: int) -> Tensor:
     return memory[low:high]
 
 
-def errors_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
-    """Return the name and the key under which what codes have left out of a group is saved."""
+def place_of(group: ParamGroup, piece: Piece) -> tuple[str, str]:
+    """Return the name under which a rank's own states of a group are saved, and a word that says how it lies."""
     planned = group.planned
     lies = f"{planned.layout} {planned.near} {planned.predivide} {planned.plan.feedback}"
     return piece.name(group.members[0]), f"{crc32(lies.encode()):08x}"

@@ -326,6 +326,7 @@ def _restore_counters(engine: Trainer, loaded: Loaded, restore: Restore) -> None
     if engine.optimizer is not None and restore.moments:
         saved_scale = saved["scaler"]["scale"] if saved["scaler"] is not None else 1.0
         engine.optimizer.scale_errors(engine.optimizer.loss_scale / saved_scale)
+        engine.optimizer.follow_exchange(anew=True)
     if hasattr(engine.training_dataloader, "load_state_dict") and saved.get("data") is not None:
         engine.training_dataloader.load_state_dict(saved["data"])
     if restore.schedule and engine.lr_scheduler is not None and saved["lr_scheduler"] is not None:

@@ -25,6 +25,7 @@ from deepseek_zero.base.other_optimizers import OTHER_OPTIMIZERS
 from deepseek_zero.optim.lamb import Lamb
 from deepseek_zero.optim.lion import Lion
 from deepseek_zero.optim.muon import Muon
+from deepseek_zero.optim.one_bit_adam import OneBitAdam
 
 from .updater import raw_step, undecorated
 
@@ -101,6 +102,12 @@ _NAMED: dict[str, _Named] = {
     "lion": _Named(Lion, {}, {"fp32_optimizer_states": True, "set_grad_none": True}),
     "lamb": _Named(Lamb, {}, {"amsgrad": False, "eps_inside_sqrt": False, "set_grad_none": True}),
     "muon": _Named(Muon),
+    "onebitadam": _Named(
+        OneBitAdam,
+        {},
+        {"amsgrad": False, "bias_correction": True, "eps_inside_sqrt": False},
+        frozenset({"cuda_aware", "comm_backend_name"}),  # of a backend that nothing here has
+    ),
 }
 _TORCH: dict[str, type[Optimizer]] = {
     name.lower(): value
@@ -152,7 +159,7 @@ def resolve_optimizer(name: str, params: Mapping[str, Any]) -> OptimizerSpec:
         )
     _refuse_max_grad_norm(params)
     named = _NAMED.get(key) or _Named(_TORCH[key])
-    cls = _adam_class(key, params) if named.switches else named.cls
+    cls = _adam_class(key, params) if named.switches is _ADAM_SWITCHES else named.cls
     granularity = granularity_of(cls)
     owner = f"optimizer {shown(name)}"
     own = _without_deepspeed_names(owner, named, params)

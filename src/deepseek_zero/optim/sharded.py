@@ -30,6 +30,7 @@ from ..base.log import log_once
 from ..comm.agreement import agree
 from ..comm.collectives import Pending, propagate_errors
 from ..planner.layout import MAX_IN_FLIGHT
+from ..planner.spec import R
 from ..planner.update import ParamGroupPlan, ShardRange, UpdatePlan, UpdateSettings, shard_ranges
 from ..precision.compact import StochasticRounding
 from ..precision.feedback import Feedback
@@ -41,6 +42,7 @@ from ..sharding.sharded_parameter import owner_of
 from ..sharding.ties import without_twins
 from .adaptive_precision import AdaptivePrecision
 from .nonfinite import NonFiniteReport
+from .one_bit_adam import OneBitAdam
 from .registry import granularity_of
 from .speculative import SpeculationPolicy, SpeculativeStep, unsupported_optimizer, works_by_shard
 from .updater import (
@@ -170,6 +172,9 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         self.updater = Updater(self.inner, self.scratch, self.moments, settings.flow, runtime.comm.meter.clock)
         late = settings.delay_after
         self.delayed = DelayedUpdate(runtime.trained_groups, late) if late is not None else None
+        self._own_states: dict[int, dict[str, Tensor]] = {}  # of a checkpoint, by id of the group, until they are used
+        if self.exchanges:
+            refuse_beside_exchange(runtime, settings, self.inner.param_groups)
         self.speculative = _early_of(self)
         _prefer_fused(self.inner)
         adopt_step_hooks(self, self.inner)
@@ -283,6 +288,12 @@ class ShardedOptimizer(ScalesItself, Optimizer):
 
     def refuse_regrouping(self) -> None:
         """Raise if updates are under way that an unfrozen parameter could not join."""
+        if isinstance(self.inner, OneBitAdam) and self.inner.takes_momenta:
+            raise UsageError(
+                "a parameter joins the optimizer behind OneBitAdam's freeze_step.",
+                "It has no second moment, which is not formed any more.",
+                "let it be trained from the start, or load the last checkpoint with another optimizer.",
+            )
         if self.speculative is not None or self.delayed is not None:
             raise UsageError(
                 "a parameter that was frozen when the model was wrapped was unfrozen, under super_offload or "
@@ -455,6 +466,11 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         if runtime.settings.compression.feedback is not None:
             self._follow_errors(runtime.settings.compression.feedback, skip=skip)
             self.scale_errors(self.loss_scale / scale_before)
+        if self.exchanges:
+            for group in groups:
+                if group.momentum is not None:
+                    group.momentum.settle(keep=not skip)
+            self.follow_exchange()
 
     def _follow_errors(self, feedback: Feedback, *, skip: bool) -> None:
         """Forget what codes left out of gradients that are not used, and every so many updates."""
@@ -466,6 +482,55 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Let what codes left out of gradients follow the loss scale.  Local; every rank does so."""
         for group in self.runtime.trained_groups if factor != 1.0 else ():
             group.gradient.scale_errors(factor)
+
+    # -- momenta that are exchanged instead of gradients (sharding/momentum.py)
+
+    @property
+    def exchanges(self) -> bool:
+        """Return whether there comes a time when momenta are exchanged."""
+        return isinstance(self.inner, OneBitAdam) and self.runtime.comm_ctx.comm.size > 1
+
+    def follow_exchange(self, *, anew: bool = False) -> None:
+        """Exchange momenta from the step on that the optimizer names, between two steps.  Collective.
+
+        anew: states have been loaded, by which it may begin again, or end.
+        """
+        if not self.exchanges:
+            return
+        assert isinstance(self.inner, OneBitAdam)
+        due = self.updater.updates >= self.inner.freeze_step
+        if due == self.inner.takes_momenta and not anew:
+            return
+        with torch.no_grad(), propagate_errors(self.runtime.comm):
+            for group in self.runtime.trained_groups:
+                if due and group.layout.slice_numel:
+                    own, saved = self._own_momentum(group), self._own_states.pop(id(group), {})
+                    group.exchange_momenta(self.inner.beta1, own, saved if "signs" in saved else {})
+                else:
+                    group.reduce_gradients()
+        self.inner.takes_momenta = due
+        self._own_states.clear()
+        self.runtime.comm_ctx.pool.clear()  # buffers for messages of gradients
+        self.scratch.drop("grads")  # momenta need no cast
+
+    def _own_momentum(self, group: ParamGroup) -> Tensor:
+        """Return the optimizer's momentum of this rank's slice, flat, with zeros where it has none."""
+        found = torch.zeros(group.layout.slice_numel, device=self.runtime.comm_ctx.pool.device)
+        for shard in self.shards():
+            if shard.group is group and self.inner.state.get(shard.param):
+                first = shard.start - (shard.rank * len(found) if shard.master.placement is R else 0)
+                low, high = max(0, first), min(len(found), first + shard.numel)
+                if low < high:
+                    found[low:high].copy_(self.moments.read(shard, "exp_avg").reshape(-1)[low - first : high - first])
+        return found
+
+    def restore_own_states(self, group: ParamGroup, saved: dict[str, Tensor]) -> None:
+        """Take from a checkpoint what codes had left out of this rank's gradients or momenta.  Local."""
+        errors = group.gradient.ensure_errors()
+        if errors is not None and "gradients" in saved:
+            errors.memory.copy_(saved["gradients"])
+        if self.exchanges:
+            self._own_states[id(group)] = saved
 
     def _report_idle(self, verdict: Verdict) -> None:
         """Report that no rank has a gradient: raise `UsageError` on all if a loss had no graph, else warn; nothing
@@ -720,6 +785,35 @@ def update_settings_of(
         by_unit=updates_in_backward(settings),
         undo_bytes=settings.undo_bytes if undoes else 0,
     )
+
+
+def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UsageError, on every rank, that names all that an exchange of momenta cannot be used with."""
+    plan = runtime.settings
+    rows = [group.plan for group in runtime.trained_groups]
+    found = {
+        f"stage {plan.stage}": plan.stage > 1,
+        "fp16": plan.policy.compute is torch.float16,
+        "gradient_clipping": settings.max_norm > 0,
+        "codes of gradients (zero_quantized_gradients, compression.auto)": plan.compression.codes_gradients,
+        "communication_data_type": plan.policy.reduce is not None,
+        "optimizer.moments": plan.policy.moments != "fp32",
+        "precision 'auto'": settings.precision_fallback,
+        "offload_optimizer": any(row.is_offloaded for row in rows),
+        "ZeroOptimizer": settings.keep_grads,
+        "vertical_micro_batches": plan.layerwise_micro_batches > 1,
+        "ranks_per_host above 1": any(group.planned.near > 1 for group in runtime.trained_groups),
+        "other axes than dp_shard": runtime.comm.whole is not runtime.comm_ctx.comm,
+        "several values of betas[0] or freeze_step": len({(each["betas"][0], each["freeze_step"]) for each in groups})
+        > 1,
+    }
+    if refused := [name for name, is_there in found.items() if is_there]:
+        raise UsageError(
+            f"OneBitAdam cannot be used with {', '.join(refused)}.",
+            "From freeze_step on all ranks send each other signs of momenta, at stages 0 and 1; nobody has sums of "
+            "gradients.",
+            "leave that out, or take Adam with zero_quantized_gradients, which goes with all of it.",
+        )
 
 
 def unknown_parameter() -> UsageError:

@@ -89,6 +89,11 @@ class Scratch:
         for key in [key for key in self.kept if key[0] not in ("nothing", "undo")]:
             self._count(key[1], -self.kept.pop(key).nbytes, "")
 
+    def drop(self, what: str) -> None:
+        """Free the buffers of that name."""
+        for key in [key for key in self.kept if key[0] == what]:
+            self._count(key[1], -self.kept.pop(key).nbytes, "")
+
     def placeholder(self, shape: torch.Size, dtype: torch.dtype, home: torch.device) -> Tensor:
         """Return a tensor of that shape without values: NaN, of 4 bytes in all."""
         key = "nothing", home

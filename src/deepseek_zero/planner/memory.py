@@ -59,6 +59,8 @@ def group_bytes(group: GroupPlan, moments_per_element: int, states: Sequence[str
         found["secondary"] = spec_bytes(plan.secondary, group.padded_numel, group.secondary_ranks)
     if plan.feedback is not None and "grad" in states:
         found["errors"] = plan.feedback.nbytes(group.errors_numel)
+    if plan.exchange is not None and "grad" in states:
+        found["errors"] = group.exchange_bytes
     return found
 
 
@@ -95,6 +97,7 @@ _ADAM = Moments(2, 1, {"amsgrad": 1})
 MOMENTS: dict[str, Moments] = {
     "Adam": _ADAM,
     "AdamW": _ADAM,
+    "OneBitAdam": _ADAM,
     "NAdam": Moments(2, 2),  # step and the product of its momentum schedule
     "RAdam": Moments(2, 1),
     "Adamax": Moments(2, 1),

@@ -148,6 +148,8 @@ class _StepReplay:
         return [(group.summand_dtype, group.padded_numel) for group in unit.trained if _is_cut(group)]
 
     def _travel(self, group: GroupPlan) -> Size:
+        if group.plan.exchange is not None:
+            return group.plan.exchange.dtype, group.ranks * group.exchange_length
         wire, _ = group.hop_wires
         return wire.dtype, wire.length(group.padded_numel)
 
@@ -171,12 +173,14 @@ class _StepReplay:
 
     def _messages(self, group: GroupPlan) -> Messages:
         """How the sum of one group's gradients is cut."""
+        if group.plan.exchange is not None:
+            return Messages(group.layout.slice_numel, 1)
         most = group.grad_wire.message_numel
         return messages_of(group.layout.slice_numel, group.layout.ranks, self.settings.bucket_numel, most)
 
     def _is_copied(self, group: GroupPlan) -> bool:
         """Whether a gradient travels as another than it is collected."""
-        return group.hop_wires[0] != Cast(group.summand_dtype)
+        return group.plan.exchange is not None or group.hop_wires[0] != Cast(group.summand_dtype)
 
     def _is_staged(self, group: GroupPlan) -> bool:
         """Whether a sum is kept in another memory than the one it is made in."""
@@ -190,6 +194,8 @@ class _StepReplay:
 
     def _rooms(self, group: GroupPlan) -> tuple[Size, ...]:
         """What one message from every other rank is received in."""
+        if group.plan.exchange is not None:
+            return () if self.in_place else ((group.plan.exchange.dtype, group.exchange_length * (group.ranks - 1)),)
         return message_rooms(
             self._messages(group).numel,
             group.hop_wires,

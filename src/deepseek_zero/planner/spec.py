@@ -31,7 +31,7 @@ from functools import cached_property
 import torch
 
 from ..base.mesh import INNER_AXES, SHARD_AXES
-from ..precision.codecs import Blocks, Cast, Codec
+from ..precision.codecs import Blocks, Cast, Codec, Signs
 from ..precision.feedback import Feedback
 from ..precision.policy import Policy
 from ..tiers.budget import NO_LIMIT
@@ -116,6 +116,7 @@ class ShardPlan:
     the weight by chance, `master_is_rounded`).  moments_kept: bits they are kept in (precision/compact.py).
     is_delayed: updates come one step late.  secondary: the second copy of a sharded weight, from which it is gathered
     while it stays as it is.  feedback: how each rank keeps what codes leave out of its gradients; None: it does not.
+    exchange: momenta travel so, both ways, instead of gradients; None: gradients are reduced.
     """
 
     weight: Spec
@@ -127,6 +128,7 @@ class ShardPlan:
     delayed_update: bool = False
     secondary: Spec | None = None
     feedback: Feedback | None = None
+    exchange: Signs | None = None
 
     @property
     def master_is_rounded(self) -> bool:
@@ -178,6 +180,12 @@ class ShardPlan:
         weight = replace(self.weight, dtype=torch.float32)
         return replace(self, weight=weight, grad=grad, master=self.moments, secondary=secondary)
 
+    def exchanging(self, codec: Signs | None) -> ShardPlan:
+        """The same row with momenta that are exchanged as the codec says, in fp32 where gradients are; None: `self`."""
+        if codec is None or self.grad is None:
+            return self
+        return replace(self, grad=replace(self.grad, dtype=torch.float32), exchange=codec)
+
     def rows(self) -> dict[str, str]:
         """State -> its row in words, "-" for none."""
         found = {"weight": self.weight, "grad": self.grad, "master": self.master, "moments": self.moments}
@@ -188,6 +196,8 @@ class ShardPlan:
             words["grad"] += f" + {self.delayed_grad}"
         if self.feedback is not None:
             words["grad"] += f" + errors {self.feedback.codec}"
+        if self.exchange is not None:
+            words["grad"] += f", momenta sent as {self.exchange}"
         if self.secondary is not None:
             words["weight"] += f" + {self.secondary}"
         if self.moments_format != "fp32":

@@ -96,6 +96,21 @@ class GroupPlan:
         return self.plan.grad.wire.dtype if isinstance(self.plan.grad.wire, Cast) else self.plan.weight.dtype
 
     @property
+    def exchange_length(self) -> int:
+        """Return the bytes of one message of momenta, a slice's; 0 where gradients are reduced."""
+        return 0 if self.plan.exchange is None else self.plan.exchange.length(self.layout.slice_numel)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Return what a rank keeps for an exchange of momenta: what signs leave out of its own and of its slice's mean,
+        the signs of all ranks, and those that come.
+        """
+        if self.plan.exchange is None:
+            return 0
+        kept = (self.padded_numel + self.layout.slice_numel) * torch.float32.itemsize
+        return kept + 2 * self.ranks * self.exchange_length
+
+    @property
     def errors_numel(self) -> int:
         """Return of how many values a rank keeps what codes leave out: its summands, or its part of its host's sums."""
         return self.padded_numel // self.near if self.plan.feedback is not None else 0

@@ -3,7 +3,7 @@
     G, gather      slice x (N-1), as weights are sent; from a second copy cut among I ranks, slice x N/I x (I-1)
     S, reduce      slice x (N-1), as gradients are sent; at stage 0 once more, in the dtype gradients are kept in;
                    by host, of H hosts with L ranks, slice x H x (L-1) inside, and slice x (H-1) between hosts, in
-                   fp32 or as codes
+                   fp32 or as codes; of momenta that are exchanged as signs, slice x (N-1) twice, at any stage
     A, all-reduce  2 x slice/R x (R-1), where R ranks hold the same slices, in the dtype gradients are kept in
     refresh        slice x (N-1), once, as weights are sent, where the optimizer works on slices of a weight that is
                    whole
@@ -161,6 +161,8 @@ def _reduce_bytes(group: GroupPlan, *, inside: bool = False) -> int:
     """
     plan, near = group.plan, _near_slices(group)
     assert plan.grad is not None and plan.master is not None
+    if plan.exchange is not None:
+        return 2 * (group.ranks - 1) * group.exchange_length
     is_whole = plan.grad.placement is not S and plan.master.placement is R
     whole = _to_others(group, Cast(plan.grad.dtype), inside=inside) if is_whole else 0
     if not near:

@@ -12,8 +12,11 @@ use their full range, so nothing is clipped.
 Scales of 17 bits (`EXACT_SCALE_BITS`) are for values that rest as codes: a code's 7 bits times such a scale fit in
 fp32, so that what is decoded, in any dtype of `CODED`, encodes to the same codes and scales again.
 
-A message is all codes, then all scales, in one flat tensor.  Every operation is elementwise IEEE fp32, a product is
-rounded before it is added to anything, and tiles are whole blocks: devices, tiles and transports change no bit.
+`Signs` has a bit for each value and one scale for a whole message, the root of the mean square of what it holds.
+
+A message is all codes, then all scales, in one flat tensor.  Every operation of the others is elementwise IEEE fp32, a
+product is rounded before it is added to anything, and tiles are whole blocks: devices, tiles and transports change no
+bit.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -215,6 +219,77 @@ def work_room(codec: Blocks, numel: int, device: torch.device) -> Tensor:
     """Return scratch in which a codec works on so many values at once, or on tiles of them."""
     tile = min(numel, 4 * DECODED_AT_ONCE.on(device))
     return torch.empty(max(tile, LEAST_SCRATCH * codec.granule), dtype=torch.float32, device=device)
+
+
+@dataclass(frozen=True)
+class Signs:
+    """The codec of signs: a value is s where x >= 0 and -s where it is not, s = sqrt(sum of x^2 / count).
+
+    The sum is in float64, so that its order does not show in s.  A message that holds a NaN or an infinity comes back
+    without a finite value.
+    """
+
+    dtype: ClassVar[torch.dtype] = torch.uint8  # of a message
+
+    def length(self, numel: int) -> int:
+        """Return how many bytes so many values take on their way; numel: a multiple of 32."""
+        return numel // 8 + torch.float32.itemsize
+
+    def nbytes(self, numel: int) -> int:
+        """Return how many bytes so many values take on their way."""
+        return self.length(numel)
+
+    def encode(self, values: Tensor, message: Tensor, count: int) -> None:
+        """Write the values into a message.  Local.
+
+        values: flat fp32.  message: uint8, of `length(len(values))`, aligned to four bytes.  count: of values that are
+        no padding, which is zero.
+        """
+        tile, squares = DECODED_AT_ONCE.on(values.device), values.new_zeros((), dtype=torch.float64)
+        for low in range(0, values.numel(), tile):
+            part = values[low : low + tile]
+            message[low // 8 : (low + part.numel()) // 8].copy_(_packed_bits(part >= 0))
+            wide = part.double()
+            squares += torch.dot(wide, wide)
+        message[-torch.float32.itemsize :].view(torch.float32).copy_((squares / max(count, 1)).sqrt())
+
+    def decode(self, message: Tensor, start: int, stop: int, out: Tensor) -> None:
+        """Write values [start, stop) of a message, multiples of 8, into `out`, flat fp32.  Local."""
+        scale, tile = message[-torch.float32.itemsize :].view(torch.float32), DECODED_AT_ONCE.on(out.device)
+        for low in range(start, stop, tile):
+            high = min(low + tile, stop)
+            into = out[low - start : high - start]
+            into.copy_(_bits_of(message[low // 8 : high // 8])).mul_(2.0).sub_(1.0).mul_(scale)
+
+    def __str__(self) -> str:
+        return "signs"
+
+
+_PLACES = tuple(1 << place for place in range(7, -1, -1))  # of the bits of a byte, as numpy packs them
+
+
+def _packed_bits(bits: Tensor) -> Tensor:
+    """Return booleans, a multiple of 8, as bytes."""
+    if bits.device.type == "cpu":  # several times as fast as torch's operations
+        return torch.from_numpy(np.packbits(bits.numpy()))
+    return _packed_there(bits)
+
+
+def _packed_there(bits: Tensor) -> Tensor:
+    places = torch.tensor(_PLACES, dtype=torch.uint8, device=bits.device)
+    return (bits.view(-1, 8) * places).sum(1, dtype=torch.uint8)
+
+
+def _bits_of(packed: Tensor) -> Tensor:
+    """Return the bits of bytes, a number 0 or 1 for each."""
+    if packed.device.type == "cpu":
+        return torch.from_numpy(np.unpackbits(packed.numpy()))
+    return _bits_there(packed)
+
+
+def _bits_there(packed: Tensor) -> Tensor:
+    places = torch.tensor(_PLACES, dtype=torch.uint8, device=packed.device)
+    return packed.unsqueeze(1).bitwise_and(places).ne(0).view(-1)
 
 
 Codec = Cast | Blocks

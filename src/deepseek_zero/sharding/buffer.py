@@ -432,7 +432,7 @@ class Message:
         """Write these elements into a piece of a message.  place: of the first one among those of which errors are
         kept.  Local.
         """
-        scratch = _scratch(self.pool)
+        scratch = lend_scratch(self.pool)
         if self.errors is None:
             self.wire.encode(values, piece, scratch)
         else:
@@ -441,13 +441,13 @@ class Message:
 
     def decode(self, low: int, out: Tensor) -> None:
         """Write the elements from the flat index `low` on, a whole message, into `out`.  Local."""
-        scratch = _scratch(self.pool)
+        scratch = lend_scratch(self.pool)
         self.wire.decode(self.piece(low, low + out.numel()), 0, out.numel(), out, scratch)
         self.pool.give(scratch)
 
     def add(self, low: int, out: Tensor) -> None:
         """Add the elements from the flat index `low` on, a whole message, to `out`, in fp32, rounded once.  Local."""
-        scratch, piece = _scratch(self.pool), self.piece(low, low + out.numel())
+        scratch, piece = lend_scratch(self.pool), self.piece(low, low + out.numel())
         half = scratch.numel() // 2
         for start in range(0, out.numel(), half):
             stop = min(start + half, out.numel())
@@ -457,7 +457,7 @@ class Message:
 
     def sum(self, received: Sequence[Tensor], into: Tensor, *, divisor: float, add: bool) -> None:
         """Add up a message from each rank (`ordered_sum`).  Local."""
-        wire, scratch = self.wire, _scratch(self.pool)
+        wire, scratch = self.wire, lend_scratch(self.pool)
         if isinstance(wire, Blocks):
             end = 2 * (scratch.numel() // (2 + wire.decode_scratch) // BLOCK * BLOCK)
             ordered_sum(
@@ -502,7 +502,7 @@ def move_differences(source: FlatBuffer, target: FlatBuffer, comm_ctx: CommConte
     return pending.then(add)
 
 
-def _scratch(pool: Pool) -> Tensor:
+def lend_scratch(pool: Pool) -> Tensor:
     """Return lent room for sums and codecs to work in."""
     return pool.take(SUM_TILE_NUMEL.on(pool.device), torch.float32)
 
@@ -664,16 +664,16 @@ class MessageRoom:
         comm, hosts, length = self.comm_ctx.comm, self.comm_ctx.hosts, pieces[0].numel()
         numel = high - low
         if hosts is None:
-            (boxes,) = _inboxes(self._lent[0] if self._lent else None, comm, length)
+            (boxes,) = boxes_in(self._lent[0] if self._lent else None, comm, length)
             return comm.exchange(pieces, boxes, "reduce", what, add_up)
         near, across = hosts.near, hosts.across
         sums, *inboxes = self._lent
         wire = self.arriving.wire
         sent = inboxes.pop(0) if isinstance(wire, Blocks) else sums
         near_inbox = None if near.reads_in_place else inboxes.pop(0)
-        near_boxes = _inboxes(near_inbox, near, length, across.size)
+        near_boxes = boxes_in(near_inbox, near, length, across.size)
         far_length = wire.length(numel)
-        (far_boxes,) = _inboxes(inboxes[0] if inboxes else None, across, far_length)
+        (far_boxes,) = boxes_in(inboxes[0] if inboxes else None, across, far_length)
         across.wait_until_read(sent)  # the last part's, by ranks that read in place
         of_hosts = torch.split(sums[: across.size * numel], numel)
         outgoing = torch.split(sent[: across.size * far_length], far_length)
@@ -699,7 +699,7 @@ class MessageRoom:
             self.comm_ctx.pool.give(tensor)
 
 
-def _inboxes(room: Tensor | None, comm: Comm, length: int, count: int = 1) -> list[list[Tensor | None]]:
+def boxes_in(room: Tensor | None, comm: Comm, length: int, count: int = 1) -> list[list[Tensor | None]]:
     """Return boxes for so many exchanges, by rank, out of one buffer; without one, pieces are read in place."""
     if room is None or comm.size == 1:
         return [[None] * comm.size for _ in range(count)]

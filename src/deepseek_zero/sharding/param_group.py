@@ -41,6 +41,7 @@ from .buffer import (
     move_differences,
 )
 from .init import take_values
+from .momentum import SIGNS, Momentum
 from .secondary import SecondaryWeight
 from .sharded_gradient import Part, ShardedGradient, own_part_of, sharded_gradient
 from .sharded_parameter import ShardedParameter, clear_owner, owner_of, set_owner
@@ -95,6 +96,8 @@ class ParamGroup:
         self.weight: FlatBuffer
         self.master: MasterWeight | None = None
         self.secondary: SecondaryWeight | None = None
+        self.momentum: Momentum | None = None  # that ranks exchange instead of reducing gradients
+        self._reduced_plan = plan  # while they do, the row of the plan by which gradients are reduced
         self.unsharded: FlatBuffer | None = None
         self.is_idle = False  # every member was frozen after it was wrapped: nothing to reduce
         self.weight_is_written = False  # by a load, where it is a state beside its master
@@ -303,6 +306,30 @@ class ParamGroup:
             assert self.weight.symmetric is None, "what lies in pages that others read in place does not travel"
             self.planned, self.weight.spec = planned, planned.plan.weight
             self.gradient.follow_wires()
+
+    def exchange_momenta(self, beta1: float, own: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Exchange momenta from now on instead of reducing gradients, between two steps.  Collective within "reduce".
+
+        own, saved: as `Momentum` takes them.
+        """
+        if self.momentum is None:
+            self._reduced_plan = self.plan
+            self.gradient.drop_buffers()
+        self.planned = replace(self.planned, plan=self._reduced_plan.exchanging(SIGNS))
+        self.momentum = Momentum(self.planned, self.comm_ctx, beta1, own, saved, self.members[0].name)
+
+    def reduce_gradients(self) -> None:
+        """Reduce gradients again, between two steps; every rank does so.  Local."""
+        if self.momentum is not None:
+            self.momentum = None
+            self.planned = replace(self.planned, plan=self._reduced_plan)
+            self.gradient.drop_buffers()
+
+    def own_states(self) -> dict[str, Tensor]:
+        """Return the states that are each rank's own, and belong to no element of the model, by name."""
+        errors = self.gradient.errors
+        kept = {} if errors is None else {"gradients": errors.memory}
+        return kept if self.momentum is None else {**kept, **self.momentum.states()}
 
     def set_pending(self, update: PendingUpdate | None) -> None:
         """Flush this update before any read of the group's states; None: nothing is pending."""
@@ -782,6 +809,12 @@ class Gradient:
         if group.plan.feedback is not None:
             group.guard.before_write()
             partial.errors = self.ensure_errors()
+        if group.momentum is not None and self._carried_sum is not None:
+            raise UsageError(
+                f"the gradient of '{group.members[0].name}' comes in two parts behind OneBitAdam's freeze_step.",
+                "Momenta are exchanged once a step, when all of its gradient is here.",
+                "say with gradient_accumulation_steps how many backwards a step has.",
+            )
         self._partial, self._arrived = None, set()
         if group.plan.grad.placement is P:
             return self._reduce_in_place(partial, what)
@@ -861,6 +894,12 @@ class Gradient:
         """Replace this rank's slice of the partial gradient by the sum (stage 1), then every slice (stage 0)."""
         group = self.group
         own, waits = self._own(partial), group.comm_ctx.replicas is not None
+        if group.momentum is not None:
+            group.guard.before_write()
+            pending = group.momentum.exchange(partial, own, what)
+            self._enter(GradState.REDUCING)
+            self._reduction = pending.then(self._summed)
+            return self._reduction
         if waits:  # slices first are summed over the replicas, then, at stage 0, gathered
             cut = partial.shard(group.comm_ctx.comm.rank)
             target = FlatBuffer(group.layout, replace(partial.spec, placement=S), cut)

@@ -155,7 +155,7 @@ def test_what_the_class_refuses_at_construction_is_a_config_error() -> None:
         resolve_optimizer("Adam", {"lr": -1}).build([torch.ones(1)])
 
 
-@pytest.mark.parametrize("name", ["OneBitAdam", "ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"])
+@pytest.mark.parametrize("name", ["ZeroOneAdam", "OneBitLamb", "MuAdam", "MuAdamW", "MuSGD"])
 def test_a_known_name_that_is_not_built_says_so(name: str) -> None:
     with pytest.raises(NotBuiltError, match=f"optimizer '{name}' is not built: "):
         resolve_optimizer(name, {"freeze_step": 10})
@@ -168,11 +168,23 @@ def test_a_known_name_that_is_not_built_says_so(name: str) -> None:
         ("AdamW", {"fp32_optimizer_states": False}),
         ("Lamb", {"eps_inside_sqrt": True}),
         ("Adagrad", {"amsgrad": True}),
+        ("OneBitAdam", {"amsgrad": True}),
+        ("OneBitAdam", {"eps_inside_sqrt": True}),
     ],
 )
 def test_a_value_that_is_not_built_is_never_ignored(name: str, params: dict[str, Any]) -> None:
     with pytest.raises(NotBuiltError, match=next(iter(params))):
         resolve_optimizer(name, params)
+
+
+def test_one_bit_adam_takes_deepspeeds_parameters_and_needs_a_warm_up() -> None:
+    ignored = {"cuda_aware": True, "comm_backend_name": "nccl", "amsgrad": False}
+    spec = resolve_optimizer("OneBitAdam", {"lr": 0.1, "betas": [0.8, 0.9], "freeze_step": 400, **ignored})
+    assert spec.granularity == "element" and spec.defaults == {"lr": 0.1, "betas": (0.8, 0.9), "freeze_step": 400}
+    built = spec.build([torch.nn.Parameter(torch.ones(2))])
+    assert (built.freeze_step, built.beta1) == (400, 0.8) and built.param_groups[0]["weight_decay"] == 0.0
+    with pytest.raises(ConfigError, match="freeze_step is 0"):
+        resolve_optimizer("OneBitAdam", {"freeze_step": 0})
 
 
 @pytest.mark.parametrize("name", ["LBFGS", "SparseAdam"])

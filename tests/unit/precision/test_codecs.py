@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from deepseek_zero.precision.codecs import LEAST_SCRATCH, SMALLEST_SCALE, Blocks, Cast
+from deepseek_zero.precision import codecs
+from deepseek_zero.precision.codecs import LEAST_SCRATCH, SMALLEST_SCALE, Blocks, Cast, Signs
 from deepseek_zero.precision.feedback import Feedback
 
 CODECS = [Blocks(8, 256), Blocks(4, 128), Blocks(8, 32), Blocks(4, 512)]
@@ -158,3 +159,32 @@ def test_what_is_left_out_is_sent_later_whatever_the_tile_and_nothing_is_kept_of
     assert decoded(wire, message, numel)[640:768].isnan().all()
     left = decoded(kept, errors.memory, 2 * numel)[numel:]
     assert left.isfinite().all() and not left[640:768].any() and left[:640].any()
+
+
+def test_signs_are_a_bit_each_and_one_scale_whatever_packs_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, numel = Signs(), 1 << 17
+    values = torch.randn(numel)
+    values[numel - 100 :] = 0.0  # padding, which is positive
+    values[:2] = torch.tensor([0.0, -0.0])
+    scale = (values.double().square().sum() / (numel - 100)).sqrt().float()
+    assert codec.length(numel) == numel // 8 + 4
+    messages = []
+    for packed_bits, bits_of in ((codecs._packed_bits, codecs._bits_of), (codecs._packed_there, codecs._bits_there)):
+        monkeypatch.setattr(codecs, "_packed_bits", packed_bits)
+        monkeypatch.setattr(codecs, "_bits_of", bits_of)
+        messages.append(torch.zeros(codec.length(numel), dtype=torch.uint8))
+        codec.encode(values, messages[-1], numel - 100)
+        out = torch.empty(numel)
+        codec.decode(messages[-1], 0, numel, out)
+        assert torch.equal(out, torch.where(values >= 0, scale, -scale))
+        codec.decode(messages[-1], 32, 72, out[:40])
+        assert torch.equal(out[:40], torch.where(values[32:72] >= 0, scale, -scale))
+    assert torch.equal(*messages)
+    for strange in (float("nan"), float("inf"), -float("inf")):
+        values[5] = strange
+        codec.encode(values, messages[0], numel)
+        codec.decode(messages[0], 0, numel, out)
+        assert not out.isfinite().any()
+    codec.encode(torch.zeros(1024), messages[0][: codec.length(1024)], 0)
+    codec.decode(messages[0][: codec.length(1024)], 0, 1024, out[:1024])
+    assert not out[:1024].any()

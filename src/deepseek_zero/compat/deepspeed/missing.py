@@ -41,7 +41,8 @@ INFERENCE = "inference engines are not planned; a stage 3 engine's eval() and ge
 KERNELS = "compiled kernels are not planned: nothing here needs a compiler"
 ONE_OPTIMIZER = "one optimizer serves every stage and precision; isinstance() of DeepSpeedOptimizer, or engine getters"
 GATHERS = "gathering is the engine's business; zero.GatheredParameters is the way in"
-COMPRESSED = "compressed communication is a later part"
+COMPRESSED = "zero_quantized_weights and zero_quantized_gradients are the way in"
+ONE_BIT = "`optimizer.type` OneBitAdam is the way in; DeepSpeed has removed the other two"
 UNIVERSAL = "every checkpoint loads at any number of ranks and any stage, so there is nothing to convert"
 BY_CONFIG = "the configuration decides; see docs/reference/config.md"
 DATA = "curricula and data efficiency are not planned"
@@ -106,7 +107,7 @@ MISSING: dict[str, Rows] = {
         (N, "ZenFlow is not planned; " + SHED, "ZenFlowCPUAdam ZenFlowSelectiveAdamW ZenFlowSelectiveAdamW_stage3"),
     ),
     "deepspeed.runtime": (
-        (L, COMPRESSED, "comm compression"),
+        (N, COMPRESSED, "comm compression"),
         (N, ONE_OPTIMIZER, "bf16_optimizer"),
         (N, "the disk tier serves (offload device nvme)", "swap_tensor"),
         (N, INFERENCE, "hybrid_engine"),
@@ -122,7 +123,7 @@ MISSING: dict[str, Rows] = {
     ),
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
     "deepspeed.runtime.fp16": (
-        (L, COMPRESSED, "onebit"),
+        (N, ONE_BIT, "onebit"),
         (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
     ),
     "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),

@@ -1,0 +1,118 @@
+"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam until its second moment is settled, then momenta sent as signs.
+
+For `freeze_step` steps this is AdamW, to the bit.  From then on the second moment stays as it is, and of P elements and
+N ranks
+
+    every rank      c = e + beta1 m + (1 - beta1) g        sends signs of c, keeps e = c - signs(c)
+    owner of each   a = f + mean over ranks of signs(c)    sends signs of a, keeps f = a - signs(a)
+    every rank      m = signs(a)
+
+with one scale for each message.  The exchange is sharding/momentum.py's; it leaves m where the gradient would be, and
+`takes_momenta` says so.  A rank alone has m = beta1 m + (1 - beta1) g.  The update is
+
+    p = p - lr (weight_decay p + m / (1 - beta1^t) / (sqrt(v / (1 - beta2^freeze_step)) + eps))
+
+An element whose v is zero had no gradient in all that time, and gets no update: every sign is a step for it, too, and
+nothing would bound that.  Built by registry.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW
+
+from ..base.errors import ConfigError
+
+
+class OneBitAdam(AdamW):
+    """AdamW with a second moment that is frozen after `freeze_step` steps.
+
+    takes_momenta: `.grad` is the momentum of all ranks; set by whoever exchanges them.
+    """
+
+    granularity: ClassVar[Literal["element"]] = "element"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        freeze_step: int = 100_000,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+    ) -> None:
+        if freeze_step < 1:
+            raise ConfigError(
+                f"OneBitAdam: freeze_step is {freeze_step}.",
+                "Its second moment comes from the gradients of the first steps.",
+                "give about a fifth of all steps, at least 1.",
+            )
+        super().__init__(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
+        self.defaults["freeze_step"] = freeze_step
+        for group in self.param_groups:
+            group.setdefault("freeze_step", freeze_step)
+        self.takes_momenta = False
+
+    @property
+    def freeze_step(self) -> int:
+        """Return how many steps are plain Adam's."""
+        return int(self.param_groups[0]["freeze_step"])
+
+    @property
+    def beta1(self) -> float:
+        return float(self.param_groups[0]["betas"][0])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient; gradients are left as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        held = [group["params"] for group in self.param_groups]
+        frozen = [[param for param in params if self._is_frozen(param)] for params in held]
+        try:
+            for group, params, late in zip(self.param_groups, held, frozen, strict=True):
+                later = set(map(id, late))
+                group["params"] = [param for param in params if id(param) not in later]
+            if any(group["params"] for group in self.param_groups):
+                inspect.unwrap(AdamW.step)(self)
+        finally:
+            for group, params in zip(self.param_groups, held, strict=True):
+                group["params"] = params
+        for group, late in zip(self.param_groups, frozen, strict=True):
+            for param in late:
+                self._update(param, group)
+        return loss
+
+    def _is_frozen(self, param: Tensor) -> bool:
+        """Return whether the second moment of a parameter with a gradient is not changed any more."""
+        steps = self.state[param]["step"] if self.state.get(param) else 0
+        return param.grad is not None and (self.takes_momenta or float(steps) >= self.freeze_step)
+
+    def _update(self, param: Tensor, group: dict[str, Any]) -> None:
+        state = self._state_of(param)
+        grad, mean, square = param.grad, state["exp_avg"], state["exp_avg_sq"]
+        assert grad is not None
+        state["step"] += 1
+        (beta1, beta2), lr = group["betas"], float(group["lr"])
+        if self.takes_momenta:
+            mean.copy_(grad)
+        else:
+            mean.lerp_(grad, 1 - beta1)
+        scale = torch.sqrt(square).div_(math.sqrt(1 - beta2 ** group["freeze_step"])).add_(group["eps"])
+        update = torch.div(mean, scale, out=scale).masked_fill_(square == 0, 0.0)
+        param.mul_(1 - lr * group["weight_decay"]).sub_(update.mul_(lr / (1 - beta1 ** float(state["step"]))))
+
+    def _state_of(self, param: Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), device=param.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(param), torch.zeros_like(param)
+        return state

@@ -1,0 +1,152 @@
+"""The momentum of one group that ranks exchange as signs, instead of reducing its gradients (optim/one_bit_adam.py).
+
+Of a group of P elements whose slices N ranks own, in each step every rank sends each owner signs of its own new
+momentum, and every owner sends all ranks signs of their mean: 2 (N - 1) messages of P/N bits and a scale.  What signs
+leave out stays where they were made, and is added the next time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..comm.collectives import Pending, ordered_sum
+from ..planner.units import GroupPlan
+from ..precision.codecs import Signs
+from .buffer import CommContext, FlatBuffer, boxes_in, lend_scratch
+
+SIGNS = Signs()
+
+
+class Momentum:
+    """The momentum of one group.  Making one is collective within "reduce".
+
+    worker: what signs have left out of this rank's momenta, (padded numel,) fp32.  server: out of the means of its
+    slice, (slice numel,) fp32.  signs: the momentum, every owner's message one after another.
+    """
+
+    def __init__(
+        self,
+        planned: GroupPlan,
+        comm_ctx: CommContext,
+        beta1: float,
+        own: Tensor,
+        saved: Mapping[str, Tensor],
+        what: str,
+    ) -> None:
+        """own: this rank's slice of the momentum so far.  saved: `states` of the same rank before, or nothing."""
+        self.layout, self.comm_ctx, self.beta1 = planned.layout, comm_ctx, beta1
+        comm, device = comm_ctx.comm, comm_ctx.pool.device
+        self._length = SIGNS.length(self.layout.slice_numel)
+        self.signs, self._coming = (comm_ctx.world.empty(comm.size * self._length, SIGNS.dtype) for _ in range(2))
+        self.worker = torch.zeros(self.layout.padded_numel, device=device)
+        self.server = torch.zeros(self.layout.slice_numel, device=device)
+        self._has_come = False
+        budget = comm_ctx.tiers.budget
+        budget.reserve_for(self, sum(each.nbytes for each in self.tensors()), f"what signs leave out of {what}")
+        if saved:
+            for name, values in self.states().items():
+                values.copy_(saved[name])
+            return
+        # The first signs are of the momentum itself; what they leave out of it comes with the next means.
+        self.server.copy_(own)
+        self._send_mean(self.signs, what)
+        self.server.mul_(beta1)
+
+    def states(self) -> dict[str, Tensor]:
+        """Return what a run that goes on needs, by name."""
+        return {"worker": self.worker, "server": self.server, "signs": self.signs}
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that is held."""
+        return [*self.states().values(), self._coming]
+
+    def exchange(self, partial_grad: FlatBuffer, into: Tensor, what: str) -> Pending:
+        """Start to exchange momenta: `into` is the new one of all ranks, of this rank's slice or of all elements.
+
+        partial_grad: this rank's own gradient, whole.  into: fp32, maybe a view of it.  Collective within "reduce".
+        """
+        comm, pool, length = self.comm_ctx.comm, self.comm_ctx.pool, self._length
+        sent = pool.take(comm.size * length, SIGNS.dtype)
+        room = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
+        (boxes,) = boxes_in(room, comm, length)
+        pieces, scratch = sent.split(length), lend_scratch(pool)
+        for rank in range(comm.size):
+            low, high = self.layout.bounds(rank)
+            self._add_own(self.worker[low:high], self._piece(self.signs, rank), partial_grad.memory[low:high], scratch)
+        self._clear_padding(self.worker, 0)
+        for rank, piece in enumerate(pieces):
+            low, high = self.layout.bounds(rank)
+            self._sign(self.worker[low:high], piece, rank, scratch)
+        pool.give(scratch)
+
+        def mean(received: Sequence[Tensor]) -> None:
+            room = lend_scratch(pool)
+            ordered_sum(received, self.server, room, divisor=float(comm.size), add=True, decode=SIGNS.decode)
+            pool.give(room)
+
+        def finish() -> None:
+            self._send_mean(self._coming, what)
+            self._has_come = True
+            ranks = range(comm.size) if into.numel() > self.layout.slice_numel else (comm.rank,)
+            for rank, values in zip(ranks, into.split(self.layout.slice_numel), strict=True):
+                SIGNS.decode(self._piece(self._coming, rank), 0, values.numel(), values)
+            self._clear_padding(into, ranks[0])
+
+        def end() -> None:
+            finish()
+            for lent in (sent, room):
+                if lent is not None:
+                    pool.give(lent)
+
+        return comm.exchange(pieces, boxes, "reduce", what, mean).then(end)
+
+    def settle(self, *, keep: bool) -> None:
+        """End a step: the new momentum takes the old one's place, or, of a step that is skipped, is dropped with all
+        that signs have left out.  Local; every rank does so.
+        """
+        if not keep:
+            self.worker.zero_()
+            self.server.zero_()
+        elif self._has_come:
+            self.signs, self._coming = self._coming, self.signs
+        self._has_come = False
+
+    def _piece(self, message: Tensor, rank: int) -> Tensor:
+        return message[rank * self._length : (rank + 1) * self._length]
+
+    def _add_own(self, total: Tensor, old: Tensor, grad: Tensor, scratch: Tensor) -> None:
+        """total += beta1 m + (1 - beta1) g, each product rounded before it is added."""
+        tile, weight = scratch.numel() // 2, (1 - self.beta1) * self.comm_ctx.comm.size / self.comm_ctx.divisor
+        for low in range(0, total.numel(), tile):
+            high = min(low + tile, total.numel())
+            kept, new = scratch[: high - low], scratch[tile : tile + high - low]
+            SIGNS.decode(old, low, high, kept)
+            new.copy_(grad[low:high]).mul_(weight)
+            total[low:high].add_(kept.mul_(self.beta1)).add_(new)
+
+    def _sign(self, values: Tensor, piece: Tensor, owner: int, scratch: Tensor) -> None:
+        """Write signs of values into a piece, and leave what they leave out."""
+        low, high = self.layout.bounds(owner)
+        padding = sum(max(0, min(high, stop) - max(low, start)) for start, stop in self.layout.gaps)
+        SIGNS.encode(values, piece, values.numel() - padding)
+        for start in range(0, values.numel(), scratch.numel()):
+            stop = min(start + scratch.numel(), values.numel())
+            SIGNS.decode(piece, start, stop, scratch[: stop - start])
+            values[start:stop].sub_(scratch[: stop - start])
+
+    def _send_mean(self, message: Tensor, what: str) -> None:
+        """Send all ranks signs of this rank's means, and wait for theirs."""
+        comm, scratch = self.comm_ctx.comm, lend_scratch(self.comm_ctx.pool)
+        self._clear_padding(self.server, comm.rank)
+        self._sign(self.server, self._piece(message, comm.rank), comm.rank, scratch)
+        self.comm_ctx.pool.give(scratch)
+        comm.all_gather(message, "reduce", what).wait()
+
+    def _clear_padding(self, values: Tensor, first: int) -> None:
+        """Let padding be zero in values that begin with this rank's slice."""
+        origin = first * self.layout.slice_numel
+        for low, high in self.layout.gaps:
+            values[max(0, low - origin) : max(0, high - origin)].zero_()
