@@ -85,8 +85,8 @@ def try_transports(device: torch.device, numel: int) -> TriedTransport:
     except PeerError as error:  # every rank has one, where a port is closed
         lacks = f"our own sockets: {error.what}"
     chosen = "tcp" if rates.get("tcp", 0.0) > WORTH_SOCKETS * rates["fastest"] else "fastest"
-    told = [f"{ways[way]} carries {format_bytes(rate)}/s of a rank" for way, rate in rates.items()]
-    return TriedTransport(chosen, f"{', '.join(told)}: {ways[chosen]} it is", lacks, rates[chosen])
+    told = [f"{format_bytes(rate)}/s of a rank by {ways[way]}" for way, rate in rates.items()]
+    return TriedTransport(chosen, f"{', '.join(told)}; taken: {ways[chosen]}", lacks, rates[chosen])
 
 
 @dataclass(frozen=True)

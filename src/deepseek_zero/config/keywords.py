@@ -1104,7 +1104,7 @@ class _Keys(TypedDict, total=False):
     """Ours. The same bits on every run, also on CUDA: torch's deterministic algorithms while the engine lives; an
     operation that has none raises.
     """
-    transport: Literal["fastest", "gloo", "tcp", "auto"] | Auto | None
+    transport: Literal["fastest", "gloo", "tcp", "measured"] | Auto | None
     """Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared memory
     on one host and our own sockets between hosts; or as the first or the third, whichever carries more between hosts
     when it is tried at the start. The same bits.

@@ -1437,13 +1437,12 @@ class Config(Section):
         "operation that has none raises.",
         example=True,
     )
-    transport: Literal["fastest", "gloo", "tcp", "auto"] = effective(
+    transport: Literal["fastest", "gloo", "tcp", "measured"] = effective(
         "fastest",
         "Ours. How CPU ranks exchange: through shared memory on one host and gloo between hosts; gloo only; shared "
         "memory on one host and our own sockets between hosts; or as the first or the third, whichever carries more "
         "between hosts when it is tried at the start. The same bits.",
         example="gloo",
-        auto_is_value=True,
     )
     network: Network = section(Network, "Ours. Where the ranks of a host listen.")
     ranks_per_host: int | None = effective(

@@ -75,7 +75,7 @@ def assemble(
     ranks along "sp".
     """
     way = TriedTransport(config.transport)
-    if config.transport == "auto":
+    if config.transport == "measured":
         way = try_transports(mesh.device, sum(param.numel() for param in model.parameters()))
     world = Comm(mesh.device, transport=way.name)
     world.far_rate = way.rate

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,7 +35,7 @@ from .settings import choices_of, placement_settings_of, step_settings_of
 if TYPE_CHECKING:  # as in engine.py
     from ..config import Config
 
-MEASURED_NUMEL, MEASURED_TIMES = PerDevice(cpu=1 << 20, accelerator=1 << 24), 3  # of codecs, where they are chosen
+MEASURED_NUMEL, MEASURED_TIMES = PerDevice(cpu=1 << 20, accelerator=1 << 24), 5  # of codecs, where they are chosen
 WORTH_FILLING = 0.6  # of what is free: activations, and whatever else runs, need the rest
 
 
@@ -106,12 +105,12 @@ def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:
 
     def seconds(work: Callable[[], None]) -> float:
         found = []
-        for _ in range(MEASURED_TIMES + 1):  # once to have the pages
+        for _ in range(MEASURED_TIMES):
             began = time.perf_counter()
             work()
             synchronize(device)
             found.append(time.perf_counter() - began)
-        return median(found[1:])
+        return min(found)  # what else ran meanwhile, and the first touch of pages, are not the codec's
 
     encode = seconds(lambda: codec.encode(values, message, room))
     return numel / encode, numel / seconds(lambda: codec.decode(message, 0, numel, values, room))

@@ -298,8 +298,6 @@ def test_a_monitor_without_its_package_names_the_package(monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "given, key",
     [
-        (zero(zero_quantized_nontrainable_weights=True), "zero_optimization.zero_quantized_nontrainable_weights"),
-        (zero(compression={"auto": True}), "zero_optimization.compression.auto"),
         (zero(zenflow={"topk_ratio": 0.1}), "zero_optimization.zenflow"),
         ({"expert_parallel": {"enabled": True, "top_k": 2}}, "expert_parallel.enabled"),
         ({"tensor_parallel": {"autotp_size": 2, "kernel_inject": True}}, "tensor_parallel.kernel_inject"),
