@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from ..base.device import has_no_values
 from ..base.errors import UsageError
 from .flex import attend_flex, is_usable
-from .plan import Pattern, Shape, plan_of
+from .plan import Group, Pattern, Shape, best_plan
 from .rows import Bias, attend_by_plan
 
 
@@ -59,20 +59,32 @@ def _attend(
 ) -> Tensor:
     if is_usable(query, value):
         return attend_flex(query, key, value, pattern, scale, biases, first_head)
-    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
-    groups = plan_of(pattern, shape, tile or _tile_for(pattern, query, biases))
+    groups = plan_for(query, key, pattern, biases, first_head, tile)
     return attend_by_plan(query, key, value, groups, scale, biases)
 
 
-def _tile_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> int:
-    """Return how many queries make a tile.
+def plan_for(
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    biases: Sequence[Bias] = (),
+    first_head: int = 0,
+    tile: int | None = None,
+) -> tuple[Group, ...]:
+    """Return the plan by which `attend` computes these. Pure."""
+    shape = Shape(query.shape[1], key.shape[1], query.shape[2], key.shape[2], first_head)
+    return best_plan(pattern, shape, (tile,) if tile else _tiles_for(pattern, query, biases))
+
+
+def _tiles_for(pattern: Pattern, query: Tensor, biases: Sequence[Bias]) -> tuple[int, ...]:
+    """Return how many queries may make a tile.
 
     bf16 and fp16 have larger fixed costs per call in backward. Where nothing is left out but the future, which the
     kernel does by itself, all of them do.
     """
     if pattern.layout is None and pattern.behind is None and not biases:
-        return max(query.shape[2], 1)
-    return 256 if query.dtype.itemsize < 4 else 128
+        return (max(query.shape[2], 1),)
+    return (256,) if query.dtype.itemsize < 4 else (128, 256)
 
 
 def _check(query: Tensor, key: Tensor, value: Tensor, biases: Sequence[Bias]) -> None:

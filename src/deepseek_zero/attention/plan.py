@@ -7,10 +7,12 @@ one shape share it. Nothing here is as large as queries times keys.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -19,9 +21,10 @@ from .layouts import Dense, Layout, Span
 
 SMALLEST_TILE = 32  # queries; the kernel takes so many at a time
 _FULL = 0.75  # a tile of which so much is seen is not worth cutting
-_TILE_COST = 4096  # pairs of a query and a key that cost as much as starting on another tile
-_SPAN_COST = 64  # keys that cost as much as beginning a span
-_KEPT_MASK_NUMEL = 1 << 18  # larger masks are made again each time
+_TILE_COST = 12_000  # pairs of a query and a key that take as long as a tile's calls do
+_SPAN_COST = 3_000  # and as joining keys of another span, and taking their gradients apart
+_PAIR_COSTS = {256: 0.88}  # what a pair takes in larger tiles, in pairs of smaller ones
+_KEPT_BYTES = 32 << 20  # of masks; a mask that takes a quarter of it is made again each time
 
 
 @dataclass(frozen=True)
@@ -81,44 +84,65 @@ class Mask:
 
     def seen(self) -> Tensor:
         """Return it as a bool of (queries, keys)."""
-        parts = [self._near(length, offset) for length, offset in self.spans]
-        found = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        found = self._blocks()
+        place, before = torch.arange(self.queries, dtype=torch.int32)[:, None], 0
+        for length, offset in self.spans:
+            if offset is not None:
+                away = torch.arange(offset, offset + length, dtype=torch.int32)[None] - place
+                part = found[:, before : before + length]
+                if self.ahead is not None:
+                    part &= away <= self.ahead
+                if self.behind is not None:
+                    part &= away >= -self.behind
+            before += length
+        return found
+
+    def _blocks(self) -> Tensor:
         if self.bits is None:
-            return found
+            return torch.ones(self.queries, self.keys, dtype=torch.bool)
         columns, before = [], 0
         for (length, _), first in zip(self.spans, self.first_tokens, strict=True):
-            place = torch.arange(first, first + length) // self.block
-            columns.append(place + before)
-            before += int(place[-1]) + 1
+            columns.append(torch.arange(first, first + length) // self.block + before)
+            before += (first + length - 1) // self.block + 1
+        bits = torch.frombuffer(bytearray(self.bits), dtype=torch.bool).view(-1, before)
         rows = torch.arange(self.first_token, self.first_token + self.queries) // self.query_block
-        bits = torch.frombuffer(bytearray(self.bits), dtype=torch.uint8).bool().view(-1, before)
-        return found & bits[rows][:, torch.cat(columns)]
-
-    def _near(self, length: int, offset: int | None) -> Tensor:
-        seen = torch.ones(self.queries, length, dtype=torch.bool)
-        if offset is not None:
-            away = torch.arange(offset, offset + length)[None] - torch.arange(self.queries)[:, None]
-            if self.ahead is not None:
-                seen &= away <= self.ahead
-            if self.behind is not None:
-                seen &= away >= -self.behind
-        return seen
+        return bits.index_select(1, torch.cat(columns)).index_select(0, rows)
 
     def added(self, dtype: torch.dtype) -> Tensor:
         """Return it as numbers to add to scores: 0, or -inf where a key is not seen."""
-        return _kept(self, dtype) if self.queries * self.keys <= _KEPT_MASK_NUMEL else _added(self, dtype)
+        return _MASKS.of(self, dtype)
 
 
-def _added(mask: Mask, dtype: torch.dtype) -> Tensor:
-    return added(mask.seen(), dtype)
+class _Masks:
+    """Masks that were made, the last used ones, up to `_KEPT_BYTES`."""
 
+    def __init__(self) -> None:
+        self._kept, self._lock, self._bytes = OrderedDict[tuple[Mask, torch.dtype], Tensor](), Lock(), 0
 
-_kept = lru_cache(maxsize=32)(_added)
+    def of(self, mask: Mask, dtype: torch.dtype) -> Tensor:
+        key = (mask, dtype)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                return self._kept[key]
+        made = added(mask.seen(), dtype)
+        if made.nbytes > _KEPT_BYTES // 4:
+            return made
+        with self._lock:
+            if key not in self._kept:
+                self._kept[key] = made
+                self._bytes += made.nbytes
+            while self._bytes > _KEPT_BYTES:
+                self._bytes -= self._kept.popitem(last=False)[1].nbytes
+        return made
 
 
 def added(seen: Tensor, dtype: torch.dtype) -> Tensor:
     """Return 0 where a key is seen and -inf where it is not."""
     return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, -torch.inf)
+
+
+_MASKS = _Masks()
 
 
 @dataclass(frozen=True)
@@ -144,11 +168,11 @@ class Tile:
     def keys(self) -> int:
         return sum(stop - start for start, stop in self.spans)
 
-    @property
-    def cost(self) -> float:
-        """Pairs that are computed, and what else takes time, in pairs."""
-        pairs = self.queries * (self.keys + _SPAN_COST * len(self.spans))
-        return self.count * (_TILE_COST + (pairs / 2 if self.is_square else pairs))
+    def cost_at(self, pair: float) -> float:
+        """Return what it takes in time, in pairs of a query and a key, of which each takes `pair`."""
+        pairs = self.queries * self.keys * pair
+        calls = _TILE_COST + _SPAN_COST * (len(self.spans) - 1)  # of tiles that go as a batch, once
+        return calls + self.count * (pairs / 2 if self.is_square else pairs)
 
     def each(self) -> Iterator[Tile]:
         """Yield the tiles it stands for, one by one."""
@@ -205,6 +229,18 @@ def groups_of(pattern: Pattern, shape: Shape, tile: int, samples: slice = slice(
 plan_of = lru_cache(maxsize=32)(groups_of)
 
 
+@lru_cache(maxsize=32)
+def best_plan(pattern: Pattern, shape: Shape, tiles: tuple[int, ...]) -> tuple[Group, ...]:
+    """Return the plan that costs least, of those with tiles of at most so many queries."""
+    plans = [groups_of(pattern, shape, tile) for tile in tiles]
+    speeds = [_PAIR_COSTS.get(tile, 1.0) for tile in tiles]
+    costs = [
+        sum(len(range(shape.heads)[group.heads]) * tile.cost_at(speed) for group in plan for tile in group.tiles)
+        for plan, speed in zip(plans, speeds, strict=True)
+    ]
+    return plans[costs.index(min(costs))]
+
+
 def _cut(whole: range, many: int) -> list[range]:
     return [whole[start : start + many] for start in range(0, len(whole), many)]
 
@@ -258,7 +294,7 @@ def _best(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -
     if share >= _FULL or not start < middle < stop:
         return [whole]
     halves = _best(pattern, variant, shape, start, middle) + _best(pattern, variant, shape, middle, stop)
-    return halves if sum(each.cost for each in halves) < whole.cost else [whole]
+    return halves if sum(each.cost_at(1.0) for each in halves) < whole.cost_at(1.0) else [whole]
 
 
 def _tile(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> tuple[Tile, float]:

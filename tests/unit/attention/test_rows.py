@@ -20,7 +20,7 @@ from deepseek_zero.attention.layouts import (
     LocalSlidingWindow,
     Variable,
 )
-from deepseek_zero.attention.plan import Pattern, Shape, groups_of, plan_of, whole_mask
+from deepseek_zero.attention.plan import Pattern, Shape, best_plan, groups_of, plan_of, whole_mask
 from deepseek_zero.attention.rows import attend_by_plan
 from deepseek_zero.base.device import cpu_attention
 from deepseek_zero.base.errors import UsageError
@@ -172,7 +172,7 @@ def test_nothing_as_large_as_queries_times_keys_is_held(layout: Layout, padded: 
     length = 2048
     given = tensors(1, 1, 1, length, length, 4, torch.float32)
     biases = [(torch.arange(length) < 2000)[None, None, None]] if padded else []
-    plan_of.cache_clear()
+    best_plan.cache_clear()
     with Largest() as watched:
         attend(*given[:3], Pattern.of(layout), biases=biases).backward(given[3])
     assert watched.numel <= length * length // 8
