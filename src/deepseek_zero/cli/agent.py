@@ -299,9 +299,13 @@ class RankAgent(SimpleElasticAgent):
         self._standstill.look(self._ranks)
         if self._peers is not None:
             self._peers.stopped = self._standstill.told
-            self.elsewhere = self.elsewhere or self._peers.heard_failure()
+            if self.elsewhere is None and (heard := self._peers.heard_failure()) is not None:
+                self.elsewhere = heard
+                logger.warning(f"{heard.headline}; ending the ranks here")
             if self._is_early(death):
                 return RunResult(WorkerState.HEALTHY)
+            if death is not None and not death.secondary:
+                self._peers.begin_to_tell(self._words_of(death))  # before the others here have ended
         if death is not None:
             if self._remaining_restarts > 0:
                 logger.warning(f"{death.headline(self.world_size)}; restarting all ranks of this machine")
@@ -359,7 +363,10 @@ class RankAgent(SimpleElasticAgent):
     def tell_failure(self, death: Death) -> None:
         """Tell the other nodes, if there are any."""
         if self._peers is not None:
-            self._peers.tell_failure(Outcome(death.exit_code, death.headline(self.world_size), death.story()))
+            self._peers.tell_failure(self._words_of(death))
+
+    def _words_of(self, death: Death) -> Outcome:
+        return Outcome(death.exit_code, death.headline(self.world_size), death.story())
 
 
 def run_ranks(

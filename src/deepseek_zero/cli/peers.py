@@ -68,13 +68,17 @@ class PeerWatch:
 
     def tell_failure(self, outcome: Outcome) -> None:
         """Make a failure known to the others; the first one told stays. Waits until they can have read of it."""
-        headline = f"{outcome.headline}, on {self._host}"
-        told = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
-        self._failure = json.dumps(told)
-        self._has_news.set()
+        self.begin_to_tell(outcome)
         self._is_failure_told.wait(FAREWELL_SECONDS)
         if self._node == 0:
             time.sleep(FAREWELL_SECONDS)
+
+    def begin_to_tell(self, outcome: Outcome) -> None:
+        """Make a failure known without waiting; of several of this machine's the first."""
+        headline = f"{outcome.headline}, on {self._host}"
+        told = {"exit_code": outcome.exit_code, "headline": headline, "story": outcome.story}
+        self._failure = self._failure or json.dumps(told)
+        self._has_news.set()
 
     def heard_failure(self) -> Outcome | None:
         """Return what another machine told, if it told of a failure, went away or is silent."""

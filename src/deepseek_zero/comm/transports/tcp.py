@@ -587,6 +587,7 @@ class Links:
         """Look for a new connection until there is one, or evidence that the rank is lost."""
         generation, began = link.generation, time.monotonic()
         answered = max(link.heard, began - SILENT_SECONDS)  # not before: this rank may have stood still itself
+        limit = dead_after() + BEAT_SECONDS / 2  # a cut begins so long after the last sign, on the average
         try:
             while not (self._is_closing or link.gone):
                 now = time.monotonic()
@@ -596,27 +597,27 @@ class Links:
                     time.sleep(PAUSE_SECONDS / 10)  # it is new: the other end has not said where to go on yet
                     continue
                 try:
-                    self._reach(link)
+                    self._reach(link, min(ATTEMPT_SECONDS, max(PAUSE_SECONDS, answered + limit - now)))
                     answered = time.monotonic()
                 except (Refused, ConnectionRefusedError):  # nobody listens there any more, or somebody else
                     self._lose(link, "its process has ended")
                     return
                 except OSError:
-                    if time.monotonic() - answered > (limit := dead_after()):
+                    if time.monotonic() - answered > limit:
                         link.is_silent = True
-                        self._lose(link, f"its host {link.address[0]} has not answered for {limit:g} s")
+                        self._lose(link, f"its host {link.address[0]} has not answered for {dead_after():g} s")
                         return
                 time.sleep(PAUSE_SECONDS)
         finally:
             link.recovering = False
 
-    def _reach(self, link: _Link) -> None:
+    def _reach(self, link: _Link, seconds: float) -> None:
         """Make a new connection, if that is this rank's part, or ask whether the other still lives.
 
         A process that is stopped takes its time to answer, while its host keeps the connection alive. Raises
         ConnectionRefusedError or `Refused` if it does not listen any more, OSError if its host does not answer.
         """
-        connection = dial(link.address, ATTEMPT_SECONDS)
+        connection = dial(link.address, seconds)
         try:
             _end_with_the_host(connection)
             connection.settimeout(None)
