@@ -7,23 +7,26 @@ import os
 import pickle
 import secrets
 import signal
+import socket
 import sys
 import textwrap
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from deepseek_zero.base.errors import PeerError
-from deepseek_zero.base.launch import DEAD_AFTER, SECRET_FILE
+from deepseek_zero.base.errors import PeerError, UsageError
+from deepseek_zero.base.launch import DEAD_AFTER, SECRET_FILE, TLS
 from deepseek_zero.comm.collectives import Comm
 from deepseek_zero.comm.transports import tcp
 from deepseek_zero.comm.transports.tcp import Tcp
 from tests.hosts import Host, Process, hosts
-from tests.models import Gpt, seeded
-from tests.training import Run, start_engine, train_step
+from tests.models import Gpt, batch_of, seeded
+from tests.reference import OPTIMIZERS, Reference
+from tests.training import DTYPES, Run, start_engine, train_step
 
 CPU = torch.device("cpu")
 PORTS = range(29600, 29610)
@@ -148,6 +151,39 @@ def test_nothing_is_unpickled_while_two_hosts_meet_and_train(monkeypatch: pytest
     monkeypatch.setattr("torch.distributed.distributed_c10d._unpickler", forbidden)
     engine = start_engine(run, seeded(Gpt))
     train_step(engine, run, 0)
+
+
+@pytest.mark.ranks(2, hosts=2, fresh=True)
+def test_two_hosts_train_by_tls_to_the_bits_of_one_process_and_nobody_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = dist.get_rank()
+    path = tmp_path / f"secret{rank}"
+    path.touch(mode=0o600)
+    path.write_bytes(b"the secret that both hosts hold.")
+    monkeypatch.setenv(TLS, "1")
+    monkeypatch.setenv(SECRET_FILE, str(path))
+    run = Run(3, optimizer="adamw")
+    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as wire:
+        wire.setblocking(False)
+        wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16 << 20)
+        engine = start_engine(run, seeded(Gpt))
+        losses = train_step(engine, run, 0)
+        heard = bytearray()
+        with suppress(BlockingIOError):
+            while True:
+                heard += wire.recv(1 << 17)
+    weights = engine.module.state_dict()
+    reference = Reference(seeded(Gpt), 2, run.accumulation, False, DTYPES[run.dtype], OPTIMIZERS[run.optimizer])
+    expected, _ = reference.step([[batch_of(0, micro, each) for micro in range(run.accumulation)] for each in (0, 1)])
+    assert all(map(torch.equal, losses, expected[rank]))
+    assert all(torch.equal(weights[name], weight) for name, weight in reference.model.state_dict().items())
+    assert "our own sockets" in str(engine.runtime.comm.capabilities())
+    begins = [weight.flatten()[:8] for weight in seeded(Gpt).state_dict().values()]
+    marks = [bytes(begin.view(torch.uint8).tolist()) for begin in begins if len(set(begin.tolist())) > 4]
+    assert len(heard) > 100_000 and marks and not any(mark in heard for mark in marks)
+    with pytest.raises(UsageError, match="gloo encrypts nothing"):
+        start_engine(Run(3, transport="gloo"), seeded(Gpt))
 
 
 @pytest.mark.ranks(2, hosts=2, dies=[1], timeout=30)

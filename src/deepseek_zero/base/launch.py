@@ -7,6 +7,7 @@
     $DEEPSEEK_ZERO_SECRET_FILE             the launcher, or the user: 32 bytes that the ranks of this job alone know
     $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at which ranks listen
     $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from, as 29600-29700
+    $DEEPSEEK_ZERO_TLS                     the launcher, or the user: 1 encrypts what leaves a host
     $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, as 10.0.0.1:29500
     $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
 
@@ -29,7 +30,7 @@ SAVES, ENDING = ".saves.", ".ending"
 MESH = "DEEPSEEK_ZERO_MESH"
 SECRET_FILE, SECRET_BYTES = "DEEPSEEK_ZERO_SECRET_FILE", 32
 INTERFACE, PORTS = "DEEPSEEK_ZERO_INTERFACE", "DEEPSEEK_ZERO_PORTS"
-STORE = "DEEPSEEK_ZERO_STORE"
+STORE, TLS = "DEEPSEEK_ZERO_STORE", "DEEPSEEK_ZERO_TLS"
 DEAD_AFTER, DEFAULT_DEAD_AFTER, LEAST_DEAD_AFTER = "DEEPSEEK_ZERO_DEAD_AFTER", 10.0, 2.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"  # torch's own
 MESH_OPTIONS = "the launcher's command line"  # in messages, where the mesh comes from that variable
@@ -56,6 +57,11 @@ def checked_dead_after(seconds: float, name: str) -> float:
             f"give {LEAST_DEAD_AFTER:g} s or more, or inf for never.",
         )
     return seconds
+
+
+def uses_tls() -> bool:
+    """Return whether this job's own connections are encrypted."""
+    return os.environ.get(TLS, "") not in ("", "0")
 
 
 def mark(attempt: str, word: str) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_FILE, STORE
+from deepseek_zero.base.launch import SAVED_EXIT_CODE, SECRET_BYTES, SECRET_FILE, STORE, uses_tls
 from deepseek_zero.base.log import logger
 from deepseek_zero.cli.nodes import NodePlan, visible_gpus
 from deepseek_zero.cli.peers import TELL_AFTER, PeerWatch, tell_stopped
@@ -388,6 +388,12 @@ def run_ranks(
         if secret is None and plan.num_nodes == 1:  # other nodes could not know ours
             secret = ranks.make_secret()
             environment = {**environment, SECRET_FILE: ranks.secret_file}
+        elif secret is None and uses_tls():
+            raise UsageError(
+                "--tls needs the job's secret.",
+                "The certificate is made from it, the same on every host.",
+                f"name a file of {SECRET_BYTES} random bytes, mode 0600, the same on every host, in {SECRET_FILE}.",
+            )
         elif secret is None:
             secret = NO_SECRET
         spec = WorkerSpec(

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.text import Text
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, checked_dead_after
+from deepseek_zero.base.launch import DEAD_AFTER, DEFAULT_DEAD_AFTER, MESH, TLS, checked_dead_after
 from deepseek_zero.base.log import logger
 from deepseek_zero.base.world import Nodes, nodes_of
 from deepseek_zero.cli.lifeline import Lifeline
@@ -104,6 +104,9 @@ class RunOptions(LauncherOptions):
         str | None,
         _option("--ports", text="The ports that ranks listen at, FIRST-LAST. Default: any free ones.", panel=WHERE),
     ] = None
+    tls: Annotated[
+        bool, _option("--tls", text="Encrypt what leaves a host: our own sockets, by TLS 1.3.", panel=WHERE)
+    ] = False
     pp: Annotated[int, _option("--pp", text="Pipeline stages, as `mesh.pp` of the configuration.", panel=WHAT)] = 1
     tp: Annotated[
         int, _option("--tp", text="Ranks that share one layer (tensor parallel), as `mesh.tp`.", panel=WHAT)
@@ -188,6 +191,8 @@ def run(options: RunOptions) -> int:
         logger.info(plan.share.note)
     environment = rank_environment(plan, machine) | (child_environment(os.environ) if options.as_deepspeed else {})
     environment |= _listening_environment(options)
+    if options.tls:
+        os.environ[TLS] = environment[TLS] = "1"  # for the launcher's own store, too
     if plan.num_nodes > 1:
         environment[DEAD_AFTER] = f"{options.dead_after:g}"
     if named := [f"{axis}={size}" for axis, size in axes.items() if size > 1]:

@@ -148,6 +148,8 @@ class Board:
         """Take note that an idle connection has ended: with its process, or because its host was silent for minutes."""
         try:
             has_ended = not connection.recv(1)
+        except BlockingIOError:  # a word of TLS's own
+            return
         except OSError as error:
             has_ended = False
             if error.errno == errno.ETIMEDOUT:
@@ -240,9 +242,9 @@ class FarBoard:
         self._idle: socket.socket | None = None
         self._connect(ANSWER_SECONDS)
         if watches:
-            self._idle = self._reach()
-            self._idle.settimeout(ANSWER_SECONDS)
-            introduce(self._idle, secret, Hello(Role.LIFE, rank, 0))
+            idle = self._reach()
+            idle.settimeout(ANSWER_SECONDS)
+            self._idle = introduce(idle, secret, Hello(Role.LIFE, rank, 0))
             ask_for_life(self._idle)
 
     def set(self, key: str, value: str) -> bool:
@@ -281,7 +283,7 @@ class FarBoard:
         connection = self._reach()
         try:
             connection.settimeout(seconds)
-            introduce(connection, self._secret, Hello(self._role, self._rank, 0))
+            connection = introduce(connection, self._secret, Hello(self._role, self._rank, 0))
         except BaseException:
             connection.close()
             raise
@@ -357,6 +359,12 @@ def open_board(
     door, board, secret, dead_after = None, None, None, math.inf
     try:
         secret, dead_after = read_secret(), launch.dead_after()
+        if secret is None and launch.uses_tls() and not hosts.is_one:
+            raise UsageError(
+                f"{launch.TLS} is set, and no secret.",
+                "The job's certificate is made from its secret, and one drawn now would travel as it is.",
+                f"name a file of {launch.SECRET_BYTES} random bytes, the same on every host, in {launch.SECRET_FILE}.",
+            )
         if rank == 0:
             drawn = secrets.token_bytes(launch.SECRET_BYTES) if secret is None else b""
             door = Door(listening_host(hosts), secret or drawn, 0, listening_ports())

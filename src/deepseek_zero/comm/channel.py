@@ -7,7 +7,8 @@
 
 A proof is HMAC-SHA256, with the job's secret, over its own end's name and everything said before; the nonces are fresh,
 so that an old conversation proves nothing.  Every message has a fixed length, so nothing that a stranger sends is
-allocated for.  A connection that has proven nothing within HANDSHAKE_SECONDS is closed.
+allocated for.  A connection that has proven nothing within HANDSHAKE_SECONDS is closed.  With DEEPSEEK_ZERO_TLS=1 it is
+all said within TLS (tls.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import os
 import secrets
 import select
 import socket
+import ssl
 import stat
 import struct
 import sys
@@ -33,8 +35,9 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from ..base.errors import UsageError
-from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE
+from ..base.launch import GLOO_INTERFACE, INTERFACE, PORTS, SECRET_BYTES, SECRET_FILE, uses_tls
 from ..base.log import logger
+from . import tls
 
 HANDSHAKE_SECONDS = 5.0
 MOST_PENDING = 256  # connections that have proven nothing yet; beyond, the oldest is closed
@@ -136,12 +139,14 @@ def _proof(secret: bytes, end: bytes, said: bytes) -> bytes:
     return hmac.new(secret, end + said, hashlib.sha256).digest()
 
 
-def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
-    """Prove this end to a door, and have the door prove itself.
+def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> socket.socket:
+    """Prove this end to a door, and have the door prove itself; return the connection to use from then on.
 
     Waits as long as the connection's own time limit says. Raises `Refused` if it is another's door, OSError if the
     connection breaks.
     """
+    if uses_tls():
+        connection = _encrypted(connection, secret, hello.to)
     said = _HELLO.pack(_MAGIC, hello.role, hello.rank, hello.to, secrets.token_bytes(32))
     connection.sendall(said)
     answer = receive_exactly(connection, _CHALLENGE.size)
@@ -151,6 +156,18 @@ def introduce(connection: socket.socket, secret: bytes, hello: Hello) -> None:
     if not hmac.compare_digest(proof, _proof(secret, b"door", said + answer[:-_PROOF_BYTES])):
         raise Refused(f"what listens there as rank {hello.to} does not hold the job's secret")
     connection.sendall(_proof(secret, b"dialer", said + answer))
+    return connection
+
+
+def _encrypted(connection: socket.socket, secret: bytes, to: int) -> socket.socket:
+    try:
+        return tls.contexts(secret).dialer.wrap_socket(connection)
+    except ssl.SSLCertVerificationError:
+        raise Refused(f"what listens there as rank {to} does not hold the job's secret") from None
+    except ssl.SSLError as error:
+        if error.reason in ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE"):
+            raise Refused("what listens there speaks no TLS: say --tls on every host, or nowhere") from None
+        raise ConnectionResetError(errno.ECONNRESET, f"no TLS: {error}") from None
 
 
 def receive_exactly(connection: socket.socket, count: int) -> bytes:
@@ -293,6 +310,7 @@ def parse_ports(text: str) -> range:
 class _Pending:
     keeper: Doorkeeper
     until: float
+    handshake: Callable[[], None] | None = None  # of TLS, until it is done
     came: bytearray = field(default_factory=bytearray)
 
 
@@ -306,6 +324,7 @@ class Door:
     def __init__(self, host: str, secret: bytes, rank: int, ports: Iterable[int] = (0,)) -> None:
         """ports: to choose from; 0 is any free one. Raises `UsageError` if all are taken."""
         self._secret, self._rank = secret, rank
+        self._tls = tls.contexts(secret).door if uses_tls() else None
         self._listener = _listen(host, ports)
         self.address: Address = self._listener.getsockname()[:2]
         self._admit: dict[Role, Callable[[socket.socket, int], None]] = {}
@@ -387,15 +406,27 @@ class Door:
         except OSError:  # it is gone again, or there are no descriptors left
             return
         connection.setblocking(False)
+        handshake = None
+        if self._tls is not None:
+            try:
+                secured = self._tls.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+            except OSError:  # it is gone again
+                connection.close()
+                return
+            connection, handshake = secured, secured.do_handshake
         if len(self._pending) >= MOST_PENDING:
             self._turn_away(next(iter(self._pending)), "too many at once")
-        self._pending[connection] = _Pending(Doorkeeper(self._secret, self._rank), time.monotonic() + HANDSHAKE_SECONDS)
+        keeper = Doorkeeper(self._secret, self._rank)
+        self._pending[connection] = _Pending(keeper, time.monotonic() + HANDSHAKE_SECONDS, handshake)
         self._sockets[connection.fileno()] = connection
         self._poll.register(connection, select.POLLIN)
 
     def _hear(self, connection: socket.socket) -> None:
         pending = self._pending[connection]
         try:
+            if pending.handshake is not None:
+                pending.handshake()
+                pending.handshake = None
             data = connection.recv(pending.keeper.needs - len(pending.came))
             if not data:
                 raise Refused("it went before it had proven anything")

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..base.capabilities import Capability
-from ..base.errors import ModelMismatchError, PeerError
+from ..base.errors import ModelMismatchError, PeerError, UsageError
+from ..base.launch import TLS, uses_tls
 from ..base.mesh import REDUCE_AXES, SHARD_AXES, Mesh, shares_gpu
 from ..base.meter import Event, Meter
 from .bootstrap import Hosts
@@ -273,6 +274,7 @@ class Comm:
             world = WorldContext.of_this_world()
         if world is not None:
             self._world = self._engine.world = world
+            self._engine.transport = _encrypted_way(transport, world, device)
             self.rank, self.size, self.ranks = world.rank, world.size, world.ranks
             self.name, self._number = WORLD_LANE, 0  # an engine's name and slot are agreed on in the world's own lane
             self._host_transport: Transport = world.gloo
@@ -747,6 +749,21 @@ def scatter(comm: Comm, pieces: Sequence[Tensor], into: Tensor, what: str, sourc
     outgoing = pieces if comm.rank == source else [nothing] * comm.size
     incoming = [into if peer == source != comm.rank else nothing for peer in range(comm.size)]
     comm.exchange(outgoing, incoming, "gather", what).wait()
+
+
+def _encrypted_way(transport: str, world: WorldContext, device: torch.device) -> str:
+    """Return the transport, and where what leaves a host is to be encrypted, the one that does. Raises `UsageError` for
+    another one that was named.
+    """
+    if not uses_tls() or world.hosts.is_one:
+        return transport
+    if transport == "gloo" or device.type != "cpu":
+        raise UsageError(
+            f"{'gloo' if device.type == 'cpu' else 'NCCL'} encrypts nothing, and {TLS} is set.",
+            "Tensors would travel between hosts for everybody to read.",
+            'leave "transport" out, train on CPUs, or give the job a network of its own and leave --tls out.',
+        )
+    return "tcp"
 
 
 def _agreed(comm: Comm, world: WorldContext, nccl: NcclGroups, transport: str) -> tuple[int, int, int]:

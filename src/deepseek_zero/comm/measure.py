@@ -15,6 +15,7 @@ import torch
 from ..base.capabilities import Capability
 from ..base.device import synchronize
 from ..base.errors import PeerError, UsageError
+from ..base.launch import uses_tls
 from ..base.quantities import format_bytes
 from .board import listening_host
 from .channel import interface_of
@@ -75,6 +76,8 @@ def try_transports(device: torch.device, numel: int) -> TriedTransport:
     Collective in the world; every rank gets the same.
     """
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
+    if uses_tls():
+        return TriedTransport("fastest")  # which is our own sockets then: gloo encrypts nothing
     gloo = Comm(device, transport="fastest", trains=False)
     if device.type != "cpu" or not gloo.far_size or numel < WORTH_TRYING_NUMEL:
         return TriedTransport("fastest")

@@ -15,9 +15,10 @@ from queue import SimpleQueue
 import pytest
 
 from deepseek_zero.base.errors import UsageError
-from deepseek_zero.base.launch import SECRET_FILE
-from deepseek_zero.comm import channel
+from deepseek_zero.base.launch import SECRET_FILE, TLS
+from deepseek_zero.comm import channel, tls
 from deepseek_zero.comm.channel import Door, Doorkeeper, Hello, Refused, Role, dial, introduce
+from deepseek_zero.comm.tls import TlsSocket
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 HELLO = Hello(Role.DATA, 3, 0)
@@ -28,6 +29,10 @@ Admitted = SimpleQueue[tuple[socket.socket, int]]
 def door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]:
     """Rank 0's door, and who came in."""
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    yield from opened_door()
+
+
+def opened_door() -> Iterator[tuple[Door, Admitted]]:
     found, admitted = Door("127.0.0.1", SECRET, 0), Admitted()
     found.admit(Role.DATA, lambda connection, rank: admitted.put((connection, rank)))
     yield found, admitted
@@ -194,3 +199,54 @@ def test_a_child_of_a_fork_does_not_keep_the_door_open() -> None:
         os.close(writer)
         os.close(reader)
         os.waitpid(child, 0)
+
+
+# -- TLS (comm/tls.py)
+
+
+@pytest.fixture
+def tls_door(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Door, Admitted]]:
+    monkeypatch.setenv(TLS, "1")
+    yield from opened_door()
+
+
+def test_by_tls_who_holds_the_secret_comes_in_and_nobody_else(tls_door: tuple[Door, Admitted]) -> None:
+    found, admitted = tls_door
+    with introduce(dial(found.address, 5.0), SECRET, HELLO) as connection:
+        assert isinstance(connection, TlsSocket) and connection.version() == "TLSv1.3"
+        connection.sendall(b"data")
+        inside, rank = admitted.get(timeout=5.0)
+        with inside:
+            inside.settimeout(5.0)
+            assert (rank, inside.recv(10)) == (3, b"data")
+            inside.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                inside.recv(1)
+    assert found.strangers == 0
+    with dial(found.address, 5.0) as connection, pytest.raises(Refused, match="does not hold the job's secret"):
+        introduce(connection, OTHER, HELLO)
+    with dial(found.address, 5.0) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 20)
+        assert is_closed(connection, 2.0)
+    assert admitted.empty()
+
+
+def test_one_end_with_tls_and_one_without_never_meet(
+    door: tuple[Door, Admitted], tls_door: tuple[Door, Admitted], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with dial(door[0].address, 5.0) as connection, pytest.raises(ConnectionError):
+        introduce(connection, SECRET, HELLO)
+    monkeypatch.setenv(TLS, "0")
+    with dial(tls_door[0].address, 5.0) as connection, pytest.raises(ConnectionError):
+        introduce(connection, SECRET, HELLO)
+    assert door[1].empty() and tls_door[1].empty()
+
+
+def test_a_jobs_key_is_ed25519_and_the_same_in_every_process() -> None:
+    seed = bytes.fromhex("c5aa8df43f9f837bedb7442f31dcb7b166d38535076f094b85ce3a2e0b4458f7")  # RFC 8032, 7.1, TEST 3
+    assert tls._public_key(seed).hex() == "fc51cd8e6218a1a38da47ed00230f0580816ed13ba3303ac5deb911548908025"
+    assert tls._sign(seed, b"\xaf\x82").hex() == (
+        "6291d657deec24024827e69c3abe01a30ce548a284743a445e3680d7db5ac3ac"
+        "18ff9b538d16f290ae67f760984dc6594a7c15e9716ed28dc027beceea1ec40a"
+    )
+    assert tls._certificate(seed) == tls._certificate(seed) != tls._certificate(bytes(32))

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from deepseek_zero.base.device import storage_users
 from deepseek_zero.base.errors import ModelMismatchError
+from deepseek_zero.base.launch import TLS
 from deepseek_zero.comm.channel import Address, Door, Hello, Role, dial, introduce
 from deepseek_zero.comm.ids import CollectiveId, lane_number
 from deepseek_zero.comm.transports import tcp
@@ -36,6 +37,7 @@ class Wire:
     to: Address
     garble: Callable[[bytes], bytes] = bytes
     silent: threading.Event = field(default_factory=threading.Event)
+    passed: list[bytes] = field(default_factory=list)
     ends: list[socket.socket] = field(default_factory=list)
     connections: int = 0
     is_open: bool = True
@@ -68,6 +70,7 @@ class Wire:
             while data := source.recv(1 << 16):
                 while self.silent.is_set():
                     time.sleep(0.01)
+                self.passed.append(data)
                 target.sendall(self.garble(data))
             target.shutdown(socket.SHUT_WR)
         except OSError:
@@ -150,14 +153,34 @@ def swap(first: Links, second: Links, numel: int, place: int) -> Callable[[], No
     return finish
 
 
+@pytest.fixture(params=["plain", "tls"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the connections are encrypted."""
+    monkeypatch.setenv(TLS, str(int(request.param == "tls")))
+    return str(request.param)
+
+
+def test_what_travels_is_read_on_the_wire_without_tls_and_not_with_it(way: str) -> None:
+    marker = b"marked by nobody"
+    with two_ranks() as (first, second, wire):
+        tensor = torch.frombuffer(bytearray(marker * 40_000), dtype=torch.uint8)
+        boxes = [torch.zeros_like(tensor), torch.zeros_like(tensor)]
+        for wait in [each.start({1 - at: (tensor, boxes[at])}, cid(0)) for at, each in enumerate((first, second))]:
+            until(wait)
+        assert all(torch.equal(box, tensor) for box in boxes)
+        on_the_wire = b"".join(wire.passed)
+    assert len(on_the_wire) > 2 * tensor.numel()
+    assert (marker in on_the_wire, b"dszero" in on_the_wire) == ((True, True) if way == "plain" else (False, False))
+
+
 @pytest.mark.parametrize("numel", [1, SMALL, MEDIUM, MEDIUM + 1, PIECE_BYTES, LARGE])
-def test_tensors_of_any_size_arrive_both_ways_at_once(numel: int) -> None:
+def test_tensors_of_any_size_arrive_both_ways_at_once(numel: int, way: str) -> None:
     with two_ranks() as (first, second, _):
         for each in [swap(first, second, numel, place) for place in range(5)]:
             each()
 
 
-def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after() -> None:
+def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after(way: str) -> None:
     with two_ranks() as (first, second, _):
         outgoing = [torch.randn(300_000).bfloat16(), torch.randn(40_000), torch.arange(7)]
         boxes = [torch.zeros_like(each) for each in outgoing]
@@ -173,7 +196,7 @@ def test_collectives_arrive_in_any_order_and_dtype_and_nothing_is_held_after() -
         assert [storage_users(each) for each in (*boxes, *outgoing)] == [1] * 6, "the pool takes no viewed buffer back"
 
 
-def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver() -> None:
+def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver(way: str) -> None:
     with two_ranks() as (first, second, _):
         tensors = [random(EAGER_BYTES) for _ in range(MANY)]
         sends = [first.start({1: (each, each[:0])}, cid(place)) for place, each in enumerate(tensors)]
@@ -189,6 +212,28 @@ def test_small_tensors_that_nobody_takes_are_bounded_at_their_receiver() -> None
         for wait in sends:
             until(wait)
         assert link.used == EAGER_BUDGET, "and there is room again"
+
+
+def test_a_box_that_is_made_while_its_tensor_comes_unasked_is_filled() -> None:
+    sent = random(SMALL)
+    with two_ranks() as (_, second, _):
+        link, tag, found = second.links[0], tcp.tag_of(cid(0)), torch.zeros_like(sent)
+        payload = bytes(sent.tolist())
+        with second._lock:  # as its thread does when the header and the payload come apart
+            link.header[:] = tcp._header(
+                tcp.Kind.EAGER, link.received + 1, tag, SMALL, zlib.crc32(payload), total=SMALL
+            )
+            second._take_header(link)
+            link.queue.append(tcp._Frame(tcp.Kind.READY, tag + 1))  # another tensor's
+            link.resumed = False  # nothing leaves meanwhile
+            wait = second.start({0: (sent[:0], found)}, cid(0))
+            link.into[:], link.crc = payload, zlib.crc32(payload)
+            for exchange in second._take_payload(link):
+                exchange.end_one()
+            assert [frame.tag for frame in link.queue] == [tag + 1], "it is asked for no more"
+            link.queue.clear()
+        until(wait, 1.0)
+        assert torch.equal(found, sent) and not link.early and not link.boxes and link.used == SMALL
 
 
 def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
@@ -207,7 +252,7 @@ def test_an_engine_that_ends_leaves_nothing_and_takes_no_room() -> None:
             swap(first, second, SMALL, engine * 1000)()  # its receipt says that there is room again
 
 
-def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was() -> None:
+def test_a_connection_that_breaks_again_and_again_goes_on_where_it_was(way: str) -> None:
     with two_ranks() as (first, second, wire):
         for turn in range(6):
             under_way = [swap(first, second, numel, 10 * turn + k) for k, numel in enumerate((LARGE, SMALL, LARGE))]

@@ -17,6 +17,7 @@ import math
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -392,7 +393,7 @@ class Links:
     def _read(self, link: _Link) -> None:
         """Read what has arrived, up to _READ_AT_ONCE bytes. OSError where the connection is of no more use."""
         left = _READ_AT_ONCE
-        while left > 0 and link.connection is not None:
+        while link.connection is not None and (left > 0 or _has_more(link.connection)):
             try:
                 count = link.connection.recv_into(link.into)
             except BlockingIOError:
@@ -452,8 +453,7 @@ class Links:
             raise Refused("a message came damaged")
         self._count(link)
         if isinstance(place, bytearray):
-            link.early[tag] = bytes(place)
-            return ()
+            return self._take_unasked(link, tag, place)
         if kind == Kind.EAGER:
             link.used += length
         if place is None:
@@ -463,6 +463,22 @@ class Links:
             return ()
         link.boxes.pop(tag, None)
         return (place.exchange,)
+
+    def _take_unasked(self, link: _Link, tag: int, came: bytearray) -> Sequence[_Exchange]:
+        """Keep an eager tensor until there is a box for it, or fill the box that was made while it came."""
+        box = link.boxes.pop(tag, None)
+        if box is None:
+            link.early[tag] = bytes(came)
+            return ()
+        link.used += len(came)
+        asked = next((frame for frame in link.queue if frame.tag == tag and frame.kind is Kind.READY), None)
+        if asked is not None and not asked.number:
+            link.queue.remove(asked)  # the other would keep it for a tensor that it has sent already
+        if len(came) != len(box.view):
+            box.exchange.fail(_other_size(link, len(came), len(box.view)))
+            return ()
+        box.view[:] = came
+        return (box.exchange,)
 
     def _count(self, link: _Link) -> None:
         link.received += 1
@@ -622,7 +638,8 @@ class Links:
             _end_with_the_host(connection)
             connection.settimeout(None)
             dials = self._dials(link)
-            introduce(connection, self._secret, Hello(Role.DATA if dials else Role.KNOCK, self.rank, link.rank))
+            hello = Hello(Role.DATA if dials else Role.KNOCK, self.rank, link.rank)
+            connection = introduce(connection, self._secret, hello)
             if dials:
                 self._install(link, connection)
         except BaseException:
@@ -650,6 +667,11 @@ class Links:
         for link in self.links.values():  # or it would look as if this rank still lived when it has ended
             if link.connection is not None:
                 link.connection.close()
+
+
+def _has_more(connection: socket.socket) -> bool:
+    """Return whether a connection by TLS has read what nobody has taken yet; of that the kernel says nothing."""
+    return isinstance(connection, ssl.SSLSocket) and connection.pending() > 0
 
 
 def _end_with_the_host(connection: socket.socket) -> None:
