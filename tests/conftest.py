@@ -20,6 +20,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -50,6 +51,24 @@ def pytest_configure(config: pytest.Config) -> None:
     )
     config.stash[POOLS] = {}
     config.add_cleanup(lambda: [pool.close() for pool in config.stash[POOLS].values()])
+
+
+SEVERAL_PROCESSES = ("tests/ranks/", "tests/clients/", "tests/gpu/", "tests/unit/test_hosts.py")
+
+
+@pytest.hookimpl(optionalhook=True)  # of xdist's
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Say what two workers do at one time (scripts/test): one of them runs every test of several processes, which
+    would fill the machine twice, and the other what remains, file by file.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            return "several processes" if file.startswith(SEVERAL_PROCESSES) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(autouse=True)
