@@ -2,6 +2,7 @@
 
     python -m benchmarks.codec_losses                             # as root, half an hour on two cores
     python -m benchmarks.codec_losses --steps 60 --seeds 1        # a look
+    python -m benchmarks.codec_losses --only OneBitAdam --only "AdamW without clipping"
 
 The hosts are namespaces of this machine (`tests/hosts.py`).  Every codec trains from the same weights on the same
 batches as plain communication, once for each seed; what is compared is the mean loss of the last 50 steps.  Two kinds
@@ -41,8 +42,14 @@ CODECS: dict[str, dict[str, Any]] = {
     "int4 gradients": GRADIENTS,
     "int8 gradients": {"compression": {"gradients": {"bits": 8}}},
     "int8 weights, int4 gradients": {**WEIGHTS, **GRADIENTS},
+    "int4 gradients, errors kept": {**GRADIENTS, "compression": {"gradients": {"error_feedback": "bf16"}}},
+    "int4 gradients, LoCo": {**GRADIENTS, "zeropp_loco_param": {}},
+    "AdamW without clipping": {"stage": 1},
+    "OneBitAdam": {"stage": 1},
 }
+UNCLIPPED = ("AdamW without clipping", "OneBitAdam")  # what the last is compared with, and itself
 BOUND = 0.01  # nats per byte, of the seeds' mean
+ONE_BIT_BOUND = 0.02
 
 
 def train(codec: str, seed: int, steps: int) -> list[float]:
@@ -52,16 +59,19 @@ def train(codec: str, seed: int, steps: int) -> list[float]:
     if zero:  # every matrix is coded, however small the model
         zero = zero | {"compression": zero.get("compression", {}) | {"min_numel": 0}}
     model = GPT(SIZES["main"])
+    hypers: dict[str, Any] = {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if codec == "OneBitAdam":
+        hypers["freeze_step"] = max(1, steps // 4)
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": None,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "gradient_clipping": 0.0 if codec in UNCLIPPED else 1.0,
+        "optimizer": {"type": "OneBitAdam" if codec == "OneBitAdam" else "AdamW", "params": hypers},
         "scheduler": {
             "type": "WarmupCosineLR",
             "params": {"total_num_steps": steps, "warmup_num_steps": max(1, steps // 20), "warmup_min_ratio": 0.01},
         },
-        "ranks_per_host": 1 if codec == FLAT else None,
+        "ranks_per_host": 1 if codec == FLAT or codec in UNCLIPPED else None,
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, **zero},
     }
     engine = dz.initialize(model=model, config=config)[0]
@@ -81,21 +91,21 @@ def train(codec: str, seed: int, steps: int) -> list[float]:
     return [value / mesh.world_size for value in mean.tolist()]
 
 
-def be_a_rank(steps: int, seeds: int) -> None:
+def be_a_rank(steps: int, seeds: int, only: list[str]) -> None:
     """Train with every codec and seed, in turn; rank 0 prints a line of JSON for each."""
     torch.set_num_threads(1)
     dz.init_distributed()
     for seed in range(seeds):
-        for codec in CODECS:
+        for codec in only or CODECS:
             losses = train(codec, seed, steps)
             if dist.get_rank() == 0:
                 print(json.dumps([codec, seed, losses]), flush=True)
 
 
-def run(steps: int, seeds: int) -> dict[str, list[list[float]]]:
+def run(steps: int, seeds: int, only: list[str]) -> dict[str, list[list[float]]]:
     """By codec and seed, the losses of the steps."""
     with hosts(HOSTS) as pair:
-        arguments = ["--steps", steps, "--seeds", seeds]
+        arguments = ["--steps", steps, "--seeds", seeds, *(word for codec in only for word in ("--only", codec))]
         said = run_ranks("benchmarks.codec_losses", pair, PORT, arguments, each=RANKS // HOSTS)
     found: dict[str, list[list[float]]] = {}
     for line in said.splitlines():
@@ -111,7 +121,8 @@ def last(losses: list[float]) -> float:
 
 def table(found: dict[str, list[list[float]]], steps: int) -> str:
     """The page."""
-    plain = [last(losses) for losses in found["plain"]]
+    plain = [last(losses) for losses in found.get("plain", found[next(iter(found))])]
+    unclipped = [last(losses) for losses in found.get(UNCLIPPED[0], ())]
     noise = statistics.stdev(plain) if len(plain) > 1 else float("nan")
     lines = [
         "# What codes on the wire do to a training",
@@ -119,18 +130,21 @@ def table(found: dict[str, list[list[float]]], steps: int) -> str:
         f"Written by `benchmarks/codec_losses.py` on {date.today()}: the main job's model (0.9M parameters) and text,",
         f"ZeRO-3, {RANKS} ranks on {HOSTS} hosts, {steps} steps, {len(plain)} seeds.  Losses are means of the last",
         f"{min(LAST, steps)} steps in nats per byte; between seeds the plain one varies by {noise:.3f} (standard",
-        f"deviation).  Bound: {BOUND} above plain, mean of the seeds.",
+        f"deviation).  Bound: {BOUND} above plain, mean of the seeds; OneBitAdam, frozen after a quarter of the steps,",
+        f"is compared with AdamW at its stage and without clipping, and may be {ONE_BIT_BOUND} above it.",
         "",
         "| codec | loss | above plain, by seed | mean | within the bound |",
         "|---|---|---|---|---|",
     ]
     for codec, runs in found.items():
-        above = [last(losses) - reference for losses, reference in zip(runs, plain, strict=True)]
+        is_one_bit = codec == "OneBitAdam"
+        references = unclipped if is_one_bit else plain
+        above = [last(losses) - reference for losses, reference in zip(runs, references, strict=True)]
         mean = statistics.fmean(above)
         told = ", ".join(f"{each:+.4f}" for each in above)
         lines.append(
             f"| {codec} | {statistics.fmean(map(last, runs)):.4f} | {told} | **{mean:+.4f}** | "
-            f"{'yes' if mean <= BOUND else 'no'} |"
+            f"{'yes' if mean <= (ONE_BIT_BOUND if is_one_bit else BOUND) else 'no'} |"
         )
     return "\n".join([*lines, ""])
 
@@ -155,12 +169,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--only", action="append", default=[], choices=[*CODECS], help="a codec; all if none is named")
     parser.add_argument("--as-rank", action="store_true", help="be one of the ranks")
     given = parser.parse_args()
     if given.as_rank:
-        be_a_rank(given.steps, given.seeds)
+        be_a_rank(given.steps, given.seeds, given.only)
         return
-    found = run(given.steps, given.seeds)
+    found = run(given.steps, given.seeds, given.only)
     given.out.write_text(table(found, given.steps), encoding="utf-8")
     draw(found, given.out.with_suffix(".png"))
     print(given.out.read_text(encoding="utf-8"))

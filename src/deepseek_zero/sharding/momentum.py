@@ -82,12 +82,15 @@ class Momentum:
             self._sign(self.worker[low:high], piece, rank, scratch)
         pool.give(scratch)
 
-        def mean(received: Sequence[Tensor]) -> None:
-            room = lend_scratch(pool)
-            ordered_sum(received, self.server, room, divisor=float(comm.size), add=True, decode=SIGNS.decode)
-            pool.give(room)
+        def add_mean(received: Sequence[Tensor]) -> None:
+            working = lend_scratch(pool)
+            ordered_sum(received, self.server, working, divisor=float(comm.size), add=True, decode=SIGNS.decode)
+            pool.give(working)
 
         def finish() -> None:
+            for lent in (sent, room):
+                if lent is not None:
+                    pool.give(lent)
             self._send_mean(self._coming, what)
             self._has_come = True
             ranks = range(comm.size) if into.numel() > self.layout.slice_numel else (comm.rank,)
@@ -95,13 +98,7 @@ class Momentum:
                 SIGNS.decode(self._piece(self._coming, rank), 0, values.numel(), values)
             self._clear_padding(into, ranks[0])
 
-        def end() -> None:
-            finish()
-            for lent in (sent, room):
-                if lent is not None:
-                    pool.give(lent)
-
-        return comm.exchange(pieces, boxes, "reduce", what, mean).then(end)
+        return comm.exchange(pieces, boxes, "reduce", what, add_mean).then(finish)
 
     def settle(self, *, keep: bool) -> None:
         """End a step: the new momentum takes the old one's place, or, of a step that is skipped, is dropped with all
