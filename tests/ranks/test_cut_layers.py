@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 import deepseek_zero
 from deepseek_zero import zero
+from deepseek_zero.parallel.sequence_model import own_part
 from deepseek_zero.sharding.cut_layers import CutEmbedding, CutLinear, choose_cuts, cut_layers
 from tests.models import Gpt, batch_of, seeded
 from tests.pairwise import cases
 from tests.ranks.test_tiled import watching
 from tests.reference import OPTIMIZERS, Reference
 from tests.training import ALL, DTYPES, Run, train_step
+from tests.unit.parallel.tiny import LENGTH, VOCABULARY, tiny
 
 LIMIT = 900  # of Gpt's layers all but `places` and the attention's projection are larger
 
@@ -134,6 +136,39 @@ def test_files_are_those_of_the_whole_model_and_load_with_other_tiles(build: typ
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert list(found) == list(expected)
     assert not [name for name, value in expected.items() if not torch.equal(found[name], value)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mesh", [{"dp_shard": 2}, {"sp": 2}], ids=str)
+def test_an_unmodified_model_with_a_tied_head_trains_alike_and_is_saved_for_others(
+    mesh: dict[str, int], tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    found = {}
+    for limit in (None, 1000):
+        model = tiny("qwen2")
+        config = Run(3, transport="gloo").config() | {"checkpoint": {"layout": "deepspeed"}}
+        config["zero_optimization"]["tile_above"] = limit
+        optimizer = OPTIMIZERS["sgd"](list(model.parameters()))
+        engine = deepseek_zero.initialize(model=model, optimizer=optimizer, config=config, mesh=mesh)[0]
+        losses = []
+        for step in range(3):
+            tokens = torch.randint(VOCABULARY, (2, LENGTH), generator=torch.Generator().manual_seed(step))
+            batch = {"input_ids": tokens, "labels": tokens}
+            loss = engine(**(own_part(model, batch) if "sp" in mesh else batch)).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        found[limit] = losses, model.state_dict()
+        if limit is not None:
+            assert model.lm_head.tiles[0] is model.model.embed_tokens.tiles[0]
+            engine.export(tmp_path / "whole")
+            assert_same(transformers.Qwen2ForCausalLM.from_pretrained(tmp_path / "whole").state_dict(), found[limit][1])
+            engine.save_checkpoint(tmp_path / "saved", tag="three")
+            engine.load_checkpoint(tmp_path / "saved", tag="three")
+            assert_same(model.state_dict(), found[limit][1])
+        engine.destroy()
+    torch.testing.assert_close(found[1000], found[None], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.ranks(2)
