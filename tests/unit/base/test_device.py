@@ -36,6 +36,7 @@ PRIVATE = (
     "torch.autograd.Variable._execution_engine.queue_callback",
     "torch._C._current_graph_task_id",
     "torch._subclasses.FakeTensorMode",
+    "torch._subclasses.FakeTensor",
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._storage_Use_Count",
     "torch._C.DisableTorchFunctionSubclass",
@@ -63,6 +64,7 @@ OF_OBJECTS: dict[str, object] = {
     "_non_persistent_buffers_set": nn.Module(),
     "_cdata": torch.ones(1).untyped_storage(),
     "_schema": torch.ops.aten.mm.default,
+    "_scaled_dot_product_flash_attention_for_cpu": torch.ops.aten,
     "_optimizer_step_pre_hooks": torch.optim.SGD([torch.ones(1)]),
     "_optimizer_step_post_hooks": torch.optim.SGD([torch.ones(1)]),
 }
