@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import deepseek_zero
-from deepseek_zero.base.errors import UsageError
+from deepseek_zero.base.errors import PeerError, UsageError
 from deepseek_zero.checkpoint import load
 from deepseek_zero.checkpoint.format import Manifest
 from deepseek_zero.comm import context, measure
@@ -196,6 +196,16 @@ def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
         lines = engine.explain().splitlines()
         (between,) = [line for line in lines if line.startswith("between hosts: this rank sends")]
         assert "% of the 114 MiB/s that it carried at the start" in between
+
+        def refused(world: context.WorldContext) -> None:
+            raise PeerError("the ports between the hosts are closed")
+
+        rates = iter([1e8])
+        patch.setattr(context.WorldContext, "connect_far", refused)
+        engine = start(run)
+        assert "gloo between hosts" in str(engine.runtime.comm.capabilities())
+        (fallback,) = [line for line in engine.parts.capabilities.fallbacks if "tried between hosts" in line]
+        assert "taken: gloo (our own sockets: the ports between the hosts are closed)" in fallback
     assert "tried" not in start(run).explain(), "the model is too small to be worth it"
     assert "gloo between hosts" in str(start(run).runtime.comm.capabilities())
 

@@ -65,8 +65,10 @@ class Trained:
     sent: int = 0
 
 
-def train(rank: Rank, dtype: torch.dtype, after: Callable[[Any], None] = lambda runtime: None) -> Trained:
-    runtime = sharded(rank, adapted(), **SETTINGS, policy=POLICIES[dtype])
+def train(
+    rank: Rank, dtype: torch.dtype, after: Callable[[Any], None] = lambda runtime: None, **settings: Any
+) -> Trained:
+    runtime = sharded(rank, adapted(), **SETTINGS, policy=POLICIES[dtype], **settings)
     optimizer, losses = optimizer_over(runtime, sgd), []
     for step in range(STEPS):
         rank.comm.meter.reset()
@@ -123,6 +125,19 @@ def test_training_has_the_bits_of_one_process_whose_frozen_weights_were_rounded(
         assert {(tensor.dtype, tensor.numel()) for tensor in idle} <= lent.keys()
     names = {slot.name for group in found[0].resting for slot in group.layout.slots}
     assert names == set(FROZEN)
+
+
+@pytest.mark.parametrize("settings", [{"secondary_ranks": 2}, {"ranks_per_host": 2}])
+def test_second_copies_and_gathers_by_host_bring_the_same_values(settings: dict[str, int]) -> None:
+    plain, other = (
+        run_ranks(4, lambda rank, more=more: train(rank, torch.bfloat16, **more)) for more in ({}, settings)
+    )
+    for one, two in zip(plain, other, strict=True):
+        assert two.sent == two.runtime.plan.volume().state_bytes
+        is_same = settings.get("ranks_per_host") is None  # by host sums of gradients have other bits
+        for name in one.weights if is_same else FROZEN:
+            assert torch.equal(one.weights[name], two.weights[name]), name
+        assert torch.equal(one.losses[0], two.losses[0])
 
 
 def test_what_is_saved_decoded_has_the_same_codes_when_it_is_written_back() -> None:
