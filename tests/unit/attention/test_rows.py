@@ -24,6 +24,7 @@ from deepseek_zero.attention.plan import Pattern, Shape, best_plan, groups_of, p
 from deepseek_zero.attention.rows import attend_by_plan
 from deepseek_zero.base.device import cpu_attention
 from deepseek_zero.base.errors import UsageError
+from deepseek_zero.report.memory_trace import MemoryTrace
 from tests.unit.attention.dense import apart, dense, seen_of, tensors, with_gradients
 
 BLOCK = 16
@@ -176,6 +177,15 @@ def test_nothing_as_large_as_queries_times_keys_is_held(layout: Layout, padded: 
     with Largest() as watched:
         attend(*given[:3], Pattern.of(layout), biases=biases).backward(given[3])
     assert watched.numel <= length * length // 8
+
+
+def test_65536_tokens_with_a_window_take_128_mib_beyond_the_inputs() -> None:
+    query, key, value, grad = (torch.randn(1, 1, 65536, 64).requires_grad_() for _ in range(4))
+    trace = MemoryTrace(dict, lambda: "step")
+    with trace.recording():
+        out = attend(query, key, value, Pattern.of(None, is_causal=True, window=512))
+        torch.autograd.grad(out, (query, key, value), grad.detach())
+    assert 64 << 20 < trace.peak_bytes <= 128 << 20  # the output and three gradients take 64
 
 
 def test_plans_are_shared_by_equal_layouts_and_by_no_others() -> None:
