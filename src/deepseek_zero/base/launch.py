@@ -8,7 +8,8 @@
     $DEEPSEEK_ZERO_INTERFACE               the launcher, or the user: the interface or address at which ranks listen
     $DEEPSEEK_ZERO_PORTS                   the launcher, or the user: the ports they choose from, as 29600-29700
     $DEEPSEEK_ZERO_TLS                     the launcher, or the user: 1 encrypts what leaves a host
-    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, as 10.0.0.1:29500
+    $DEEPSEEK_ZERO_STORE                   the launcher: where its store listens, and the MASTER_PORT of its ranks, as
+                                           10.0.0.1:29500/29501
     $DEEPSEEK_ZERO_DEAD_AFTER              the launcher: seconds of silence after which another host is lost
 
 The first variable holds a path of the launcher's, another one for each start of the ranks.  Under another launcher it

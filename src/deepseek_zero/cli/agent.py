@@ -287,7 +287,7 @@ class RankAgent(SimpleElasticAgent):
             "TORCHELASTIC_MAX_RESTARTS": group.spec.max_restarts,
             "TORCHELASTIC_RUN_ID": group.spec.rdzv_handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": False,
-            STORE: self._meeting.place,
+            STORE: f"{self._meeting.place}/{group.master_port}",
         }
         return {**self._environment, **{name: str(value) for name, value in values.items()}}
 

@@ -135,12 +135,13 @@ def reach_store(address: Address, secret: bytes, rank: int, *, watches: bool = F
 
 
 def launchers_store() -> BoardStore | None:
-    """Return the store that our launcher keeps for the ranks of this job; None under another launcher.
+    """Return the store that our launcher keeps for the ranks of this job; None under another launcher, also where a
+    rank of ours has started that one: it says another MASTER_PORT.
 
     Raises as `reach_store`, and `UsageError` if the secret cannot be read.
     """
-    place = os.environ.get(launch.STORE)
-    if not place:
+    place, _, master_port = os.environ.get(launch.STORE, "").partition("/")
+    if not place or os.environ.get("MASTER_PORT") != master_port:
         return None
     host, _, port = place.rpartition(":")
     _KEPT.append(reach_store((host, int(port)), read_secret() or NO_SECRET, world.rank()))

@@ -7,14 +7,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from deepseek_zero.base.launch import SECRET_FILE, STORE
 from deepseek_zero.comm.board import Board, FarBoard, Operation
 from deepseek_zero.comm.channel import Door, Refused, Role
-from deepseek_zero.comm.store import BoardStore
+from deepseek_zero.comm.store import BoardStore, launchers_store
 
 SECRET, SOON = b"s" * 32, timedelta(seconds=0.2)
 
@@ -97,6 +99,26 @@ def test_a_request_that_makes_no_sense_ends_its_connection_and_nothing_else(
     assert far._board.ask(Operation.ADD, "n", value) is None
     far._board._quiet_until = 0.0  # type: ignore[union-attr]
     assert far.add("n", 2) == 2
+
+
+def test_ranks_take_their_own_launchers_store_and_no_other(
+    stores: tuple[Board, BoardStore, BoardStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board, near, _ = stores
+    secret = tmp_path / "secret"
+    secret.touch(mode=0o600)
+    secret.write_bytes(SECRET)
+    host, port = board._door.address
+    for name, value in {SECRET_FILE: str(secret), STORE: f"{host}:{port}/29501", "MASTER_PORT": "29501"}.items():
+        monkeypatch.setenv(name, value)
+    near.set("here", b"yes")
+    found = launchers_store()
+    assert found is not None and found.get("here") == b"yes"
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert launchers_store() is None, "a launcher that a rank started"
+    monkeypatch.delenv(STORE)
+    monkeypatch.delenv("MASTER_PORT")
+    assert launchers_store() is None
 
 
 def test_the_store_asks_for_the_secret_and_is_no_board_of_ranks(stores: tuple[Board, BoardStore, BoardStore]) -> None:
