@@ -17,6 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..base.device import has_no_values
 from ..base.errors import NotBuiltError, UsageError
 from .layer import SparseAttention
 from .layouts import Dense
@@ -129,7 +130,7 @@ def _mask(
     if padding is not None:
         padding = nn.functional.pad(padding, (0, max(kv_offset + kv_length - padding.shape[1], 0)))
         padding = padding[:, kv_offset : kv_offset + kv_length]
-        padding = None if bool(padding.all()) else padding
+        padding = None if not has_no_values(padding) and bool(padding.all()) else padding
     is_known, both_ways = _read(mask_function)
     if is_known and both_ways is None and not kv_offset:
         return padding

@@ -282,30 +282,53 @@ def _tiles(pattern: Pattern, variant: int, shape: Shape, size: int) -> list[Tile
     offset, found = shape.keys - shape.queries, list[Tile]()
     edges = [*range(offset - offset % size, shape.keys, size), shape.keys]
     for start, stop in pairwise(edges):
-        found += _best(pattern, variant, shape, max(start, offset), stop)
+        found += _best(_Rows.of(pattern, variant, shape, max(start, offset), stop), max(start, offset), stop)
     return found
 
 
-def _best(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> list[Tile]:
+@dataclass(frozen=True)
+class _Rows:
+    """Some rows of a pattern's layout, asked for once for all tiles that are tried of them.
+
+    seen: the rows from the row `first` on, (rows, blocks); None without a layout.
+    """
+
+    pattern: Pattern
+    shape: Shape
+    first: int = 0
+    seen: Tensor | None = None
+
+    @classmethod
+    def of(cls, pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> _Rows:
+        """Return those of the queries at [start, stop) of the keys."""
+        layout = pattern.layout
+        if layout is None:
+            return cls(pattern, shape)
+        first, blocks = start // layout.query_block, -(-shape.keys // layout.block)
+        return cls(pattern, shape, first, layout.rows(variant, first, -(-stop // layout.query_block), blocks))
+
+
+def _best(rows: _Rows, start: int, stop: int) -> list[Tile]:
     """Return the tile of the queries at [start, stop) of the keys, or several where they read much less together."""
-    whole, share = _tile(pattern, variant, shape, start, stop)
-    step = SMALLEST_TILE if pattern.layout is None else max(SMALLEST_TILE, pattern.layout.query_block)
+    whole, share = _tile(rows, start, stop)
+    layout = rows.pattern.layout
+    step = SMALLEST_TILE if layout is None else max(SMALLEST_TILE, layout.query_block)
     middle = (start + stop) // 2 // step * step
     if share >= _FULL or not start < middle < stop:
         return [whole]
-    halves = _best(pattern, variant, shape, start, middle) + _best(pattern, variant, shape, middle, stop)
+    halves = _best(rows, start, middle) + _best(rows, middle, stop)
     return halves if sum(each.cost_at(1.0) for each in halves) < whole.cost_at(1.0) else [whole]
 
 
-def _tile(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -> tuple[Tile, float]:
+def _tile(rows: _Rows, start: int, stop: int) -> tuple[Tile, float]:
     """Return the tile of the queries at [start, stop) of the keys, and how much of it is seen, not counting edges."""
+    pattern, shape = rows.pattern, rows.shape
     first = 0 if pattern.behind is None else max(start - pattern.behind, 0)
     last = shape.keys if pattern.ahead is None else min(stop + pattern.ahead, shape.keys)
     spans: tuple[Span, ...] = ((first, last),)
     bits, share, layout = None, 1.0, pattern.layout
     if layout is not None:
-        blocks = -(-shape.keys // layout.block)
-        bits, spans = _blocks(layout, variant, pattern, blocks, (start, stop), (first, last))
+        bits, spans = _blocks(rows, layout, (start, stop), (first, last))
         seen = bits.double().mean().item() if bits.numel() else 1.0
         share, bits = (1.0, None) if seen == 1.0 else (seen, bits)
     offset = shape.keys - shape.queries
@@ -329,25 +352,23 @@ def _tile(pattern: Pattern, variant: int, shape: Shape, start: int, stop: int) -
     return Tile(*place, spans, mask), share
 
 
-def _blocks(
-    layout: Layout, variant: int, pattern: Pattern, blocks: int, queries: Span, keys: Span
-) -> tuple[Tensor, tuple[Span, ...]]:
+def _blocks(rows: _Rows, layout: Layout, queries: Span, keys: Span) -> tuple[Tensor, tuple[Span, ...]]:
     """Return the spans of the keys in a range that a tile's rows see, and which blocks of them each row sees.
 
-    blocks: of the whole sequence, which a layout may depend on.  A block that the rule by token leaves out of a row
-    anyway counts as seen: it needs no bit.
+    A block that the rule by token leaves out of a row anyway counts as seen: it needs no bit.
     """
-    (start, stop), (first, last) = queries, keys
+    (start, stop), (first, last), ahead = queries, keys, rows.pattern.ahead
     row, end = start // layout.query_block, -(-stop // layout.query_block)
     block, beyond = first // layout.block, -(-last // layout.block)
-    seen = layout.rows(variant, row, end, blocks)[:, block:beyond]
+    assert rows.seen is not None
+    seen = rows.seen[row - rows.first : end - rows.first, block:beyond]
     edges = torch.diff(seen.any(0).to(torch.int8), prepend=torch.zeros(1), append=torch.zeros(1)).nonzero().flatten()
-    runs = [(int(a) + block, int(b) + block) for a, b in edges.view(-1, 2)]
+    runs = [(a + block, b + block) for a, b in edges.view(-1, 2).tolist()]
     spans = tuple((max(a * layout.block, first), min(b * layout.block, last)) for a, b in runs)
     bits = torch.cat([seen[:, a - block : b - block] for a, b in runs], 1) if runs else seen[:, :0]
-    if pattern.ahead is not None and runs:
+    if ahead is not None and runs:
         begins = torch.cat([torch.arange(a, b) for a, b in runs]) * layout.block
-        ends = torch.arange(row, end) * layout.query_block + layout.query_block - 1 + pattern.ahead
+        ends = torch.arange(row, end) * layout.query_block + layout.query_block - 1 + ahead
         bits = bits | (begins[None] > ends[:, None])
     return bits, spans
 

@@ -19,6 +19,7 @@ from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.sequence_model import SequenceSettings, own_part, share_sequences
+from deepseek_zero.pipeline import find_chain
 from tests.in_process import Rank, run_ranks
 from tests.unit.attention.dense import seen_of
 from tests.unit.parallel.tiny import VOCABULARY, batch, tiny
@@ -282,6 +283,11 @@ def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str,
     loss = model(**inputs).loss
     loss.backward()
     return loss.detach(), {name: each.grad for name, each in model.named_parameters()}
+
+
+def test_a_pipeline_finds_the_blocks_of_a_model_that_attends_by_a_layout() -> None:
+    inputs = {"input_ids": tokens(), "labels": tokens(), "attention_mask": torch.ones_like(tokens())}
+    assert len(find_chain(sparse("llama"), (), inputs).blocks) == 2
 
 
 def test_gathered_keys_are_refused_along_sp() -> None:
