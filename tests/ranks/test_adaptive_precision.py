@@ -100,7 +100,7 @@ def switches(engine: Any) -> list[tuple[int, str, bool]]:
 
 
 @pytest.mark.ranks(2)
-def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_that_of_fp32() -> None:
+def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_that_of_fp32(tmp_path: Path) -> None:
     losses = {}
     for kind in KINDS:
         engine = start(kind, 3, 1e-6)
@@ -113,6 +113,9 @@ def test_a_layer_whose_gradient_fp16_loses_is_promoted_alone_and_the_loss_is_tha
             told = engine.explain()
             assert "'parts.0' in fp32" in told and "100.0% of its gradient is below fp16's range" in told
             assert engine.observer.record.promoted == 1
+            engine.export(tmp_path / "whole")
+            engine.load_weights(tmp_path / "whole")  # says nothing of precision
+            assert engine.optimizer.fallback.promoted == ["parts.0"]
         engine.destroy()
     assert losses["auto"] == pytest.approx(losses["fp32"], rel=0.01)
     assert losses["fp16"] > 1.05 * losses["fp32"]

@@ -113,13 +113,13 @@ def repeat_codes(manifest: Manifest, runtime: Runtime) -> None:
         runtime.send_as(replace(found, why=f"{said}, as the run that was gone on with had chosen"))
 
 
-def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] = ()) -> None:
+def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted: Sequence[str] | None = None) -> None:
     """Run `fill` on every rank, which writes new weights, masters and moments, and bring the run into the state between
     two steps.  Collective.
 
     Gathered weights, gradients and updates that were deferred belong to the old values and are dropped; weights follow
-    their masters afterwards.  lifted: units that compute in fp32.  CheckpointError on every rank where `fill` fails on
-    one: then the engine's values are undefined.
+    their masters afterwards.  lifted: the units that compute in fp32 from now on; None: those that do.  CheckpointError
+    on every rank where `fill` fails on one: then the engine's values are undefined.
     """
     runtime, optimizer = contents.runtime, contents.optimizer
     with torch.no_grad():
@@ -127,7 +127,7 @@ def replace_states(contents: Contents, tag: str, fill: Callable[[], str], lifted
         runtime.discard_step()
         if optimizer is not None:
             discard_deferred(optimizer)
-            if optimizer.fallback is not None:
+            if optimizer.fallback is not None and lifted is not None:
                 optimizer.fallback.restore(lifted)
         for group in runtime.trained_groups:
             group.gradient.forget_errors()
