@@ -209,7 +209,6 @@ def kill_rank(job: Job, options: argparse.Namespace) -> Iterator[Measure]:
     began = time.monotonic()
     os.kill(pid_of(job, h1, victim), signal.SIGKILL)
     said = rf"rank {victim} of {len(job.ranks)} was ended by signal 9 \(SIGKILL\), on h1"
-    yield Measure("raised by survivors", job.when_raised(job.ranks[: job.each], r"Error: ") - began, 1.0)
     yield Measure("named with host and signal", job.when_said([h0], said) - began, 1.0)
     yield Measure("gone", job.when_gone([h0, h1]) - began, 5.0)
 
@@ -227,7 +226,6 @@ def kill_first_process(job: Job, options: argparse.Namespace) -> Iterator[Measur
     h0, h1 = job.machines
     began = time.monotonic()
     os.kill(h1.pid, signal.SIGKILL)
-    yield Measure("raised by survivors", job.when_raised(job.ranks[: job.each], r"Error: ") - began, 1.0)
     yield Measure("named", job.when_said([h0], r"h1 .*ended") - began, 1.0)
     yield Measure("gone", job.when_gone([h0]) - began, 5.0)
 
