@@ -965,6 +965,13 @@ class Gradient:
         """Return a flat view of the reduced gradient of this rank's master; None before a backward."""
         return self._own(self.buffer) if self.buffer is not None and self._has_sum else None
 
+    def own_summand(self, number: int) -> Tensor | None:
+        """Return a view of what this rank has collected for a member, flat; None where that is nothing yet."""
+        if self._partial is None or number not in self._arrived:
+            return None
+        slot = self.group.members[number].slot
+        return self._partial.memory[slot.start : slot.stop]
+
     def read(self, low: int, high: int) -> Tensor | None:
         """Return elements [low, high) of `reduced`, to be read only: offloaded ones are not written a second time."""
         if self.buffer is None or not self._has_sum:

@@ -398,6 +398,10 @@ class DeepSpeedEngine(Engine):
         """Take weights from safetensors (Hugging Face's folder, or a file), each rank its slices alone.  Collective."""
         exporting.load_weights(self.runtime, path, strict)
 
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """Return where DeepSpeed keeps this rank's optimizer states; they are found by name here."""
+        return str(Path(checkpoints_path, str(tag), f"zero_pp_rank_{self.mesh.rank}_mp_rank_00_optim_states.pt"))
+
     # -- memory and speed
 
     def empty_partition_cache(self) -> None:

@@ -42,6 +42,12 @@ def initialize(ep_size: int = 1, mpu: Any = None) -> None:
         )
 
 
+def _create_expert_and_data_parallel(
+    expert_parallel_size_: int, use_data_before_expert_parallel_: bool = False
+) -> None:
+    """Nothing to do: experts marked in a model are whole on every rank, and all ranks answer for them."""
+
+
 def tell_of(engine: Engine) -> None:
     """Have these functions answer from this engine's mesh, while it lives.  Local."""
     _Process.engine = weakref.ref(engine)

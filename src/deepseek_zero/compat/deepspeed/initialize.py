@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Adam, AdamW
 
 from ...base.errors import UsageError
 from ...base.given import refuse, whole_number
@@ -36,7 +37,7 @@ from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
-from .optimizer import DeepSpeedZeroOptimizer
+from .optimizer import NamedOptimizer
 from .parameters import ParameterOffload, show_ds_names
 
 if TYPE_CHECKING:
@@ -128,7 +129,9 @@ def initialize(
     engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.optimizer is not None:
-        engine.optimizer.__class__ = DeepSpeedZeroOptimizer
+        engine.optimizer.__class__ = NamedOptimizer
+        if isinstance(engine.optimizer.inner, Adam):
+            vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if engine.runtime.settings.stage == 3:
         show_ds_names(engine.runtime)
         if engine.optimizer is not None:

@@ -86,7 +86,7 @@ MISSING: dict[str, Rows] = {
     "deepspeed.accelerator": ((N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),),
     "deepspeed.checkpoint": (
         (N, UNIVERSAL, "ds_to_universal universal_checkpoint enable_universal_checkpoint DeepSpeedCheckpoint"),
-        (N, UNIVERSAL, "ZeROCheckpoint reshape_meg_2d_parallel get_model_3d_descriptor SubparamShape merge_state"),
+        (N, UNIVERSAL, "ZeROCheckpoint get_model_3d_descriptor SubparamShape merge_state"),
     ),
     "deepspeed.checkpointing": (
         (L, TENSOR, "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"),
@@ -108,7 +108,6 @@ MISSING: dict[str, Rows] = {
     ),
     "deepspeed.runtime": (
         (N, COMPRESSED, "comm compression"),
-        (N, ONE_OPTIMIZER, "bf16_optimizer"),
         (N, "the disk tier serves (offload device nvme)", "swap_tensor"),
         (N, INFERENCE, "hybrid_engine"),
         (N, DATA, "data_pipeline progressive_layer_drop"),
@@ -124,7 +123,7 @@ MISSING: dict[str, Rows] = {
     "deepspeed.runtime.dataloader": ((N, "engine.deepspeed_io makes loaders", "DeepSpeedDataLoader"),),
     "deepspeed.runtime.fp16": (
         (N, ONE_BIT, "onebit"),
-        (N, ONE_OPTIMIZER, "fused_optimizer unfused_optimizer"),
+        (N, ONE_OPTIMIZER, "unfused_optimizer"),
     ),
     "deepspeed.runtime.pipe": ((N, "stages exchange messages of the engine's own", "p2p"),),
     "deepspeed.sequence": (
@@ -136,7 +135,7 @@ MISSING: dict[str, Rows] = {
     ),
     "deepspeed.runtime.zero": (
         (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
-        (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload linear"),
+        (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload"),
         (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
         (N, "Muon is an optimizer by name (`optimizer.type`)", "muon"),
         (N, TIERS, "offload_states"),
@@ -145,7 +144,6 @@ MISSING: dict[str, Rows] = {
         (N, GATHERS, "AllGatherHandle AllGatherCoalescedHandle free_param shutdown_init_context restore_init_context"),
         (N, GATHERS, "InsertPostInitMethodToModuleSubClasses DeepSpeedTensorOverride"),
     ),
-    "deepspeed.runtime.zero.stage3": ((N, ONE_OPTIMIZER, "DeepSpeedZeroOptimizer_Stage3"),),
     "deepspeed.utils": (
         (N, LOW_LEVEL, "get_full_hp_param get_full_hp_grad set_full_hp_param set_full_hp_grad link_hp_params"),
         (N, LOW_LEVEL, "get_hp_fragment_mapping map_to_flat_opt_states"),

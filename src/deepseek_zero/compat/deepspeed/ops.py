@@ -7,43 +7,58 @@ by a tier (OPS).  A builder's `load()` would hand out a C++ module, and says why
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, NoReturn
-
-from torch.optim import Optimizer
 
 from ...base.errors import NotBuiltError
 from ...optim.registry import resolve_optimizer
+from ...optim.sharded import ShardedOptimizer
 
 
-def DeepSpeedCPUAdam(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Make an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
-    return resolve_optimizer("Adam", {"lr": lr, **options}).build(model_params)
+class _Made(type):
+    """A class of DeepSpeed's that makes one of torch's optimizers, or ours, and knows what it makes."""
+
+    rule: str
+    lr: float
+
+    def __call__(cls, *params: Any, **options: Any) -> Any:
+        given = params[0] if params else options.pop("model_params", options.pop("params", None))
+        return resolve_optimizer(cls.rule, {"lr": params[1] if len(params) > 1 else cls.lr, **options}).build(given)
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        found = instance.inner if isinstance(instance, ShardedOptimizer) else instance
+        return any(kind.__name__.removesuffix("W") == cls.rule for kind in type(found).__mro__)
 
 
-def FusedAdam(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Make an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
-    return resolve_optimizer("Adam", {"lr": lr, **options}).build(params)
+class DeepSpeedCPUAdam(metaclass=_Made):
+    """Makes an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
+
+    rule, lr = "Adam", 1e-3
 
 
-def DeepSpeedCPUAdagrad(model_params: Iterable[Any], lr: float = 1e-2, **options: Any) -> Optimizer:
-    """Make an Adagrad."""
-    return resolve_optimizer("Adagrad", {"lr": lr, **options}).build(model_params)
+class FusedAdam(DeepSpeedCPUAdam):
+    """Makes an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
 
 
-def DeepSpeedCPULion(model_params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Make a Lion."""
-    return resolve_optimizer("Lion", {"lr": lr, **options}).build(model_params)
+class DeepSpeedCPUAdagrad(metaclass=_Made):
+    """Makes an Adagrad."""
+
+    rule, lr = "Adagrad", 1e-2
 
 
-def FusedLion(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Make a Lion."""
-    return resolve_optimizer("Lion", {"lr": lr, **options}).build(params)
+class DeepSpeedCPULion(metaclass=_Made):
+    """Makes a Lion."""
+
+    rule, lr = "Lion", 1e-3
 
 
-def FusedLamb(params: Iterable[Any], lr: float = 1e-3, **options: Any) -> Optimizer:
-    """Make a LAMB."""
-    return resolve_optimizer("Lamb", {"lr": lr, **options}).build(params)
+class FusedLion(DeepSpeedCPULion):
+    """Makes a Lion."""
+
+
+class FusedLamb(metaclass=_Made):
+    """Makes a LAMB."""
+
+    rule, lr = "Lamb", 1e-3
 
 
 # Builder: (DeepSpeed's name of the op, what serves here or "")

@@ -73,7 +73,7 @@ class _NoScale:
     last_overflow_iter = scale_factor = scale_window = min_loss_scale = None
 
 
-class DeepSpeedZeroOptimizer(ShardedOptimizer):
+class NamedOptimizer(ShardedOptimizer):
     """The sharded optimizer under DeepSpeed's names."""
 
     @property
@@ -122,3 +122,58 @@ class DeepSpeedZeroOptimizer(ShardedOptimizer):
     def clip_grad(self) -> float:
         """The largest norm of the gradients; 0: not clipped."""
         return self.settings.max_norm
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """Copies of this rank's masters in fp32, one flat tensor per group."""
+        self.finish()
+        parts = [
+            [shard.master.read(shard.start, shard.stop).float().cpu() for shard in each]
+            for each in self.shards_by_group
+        ]
+        return [torch.cat([torch.zeros(0), *(part.reshape(-1) for part in each)]) for each in parts]
+
+    single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
+
+
+class _Kind(type):
+    """A class of DeepSpeed's optimizers, by what an engine was asked for: there is one optimizer."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, NamedOptimizer) and bool(cls.fits(instance, instance.runtime.settings.stage))  # type: ignore[attr-defined]
+
+
+class DeepSpeedZeroOptimizer(metaclass=_Kind):
+    """An optimizer of stage 1 or 2."""
+
+    @staticmethod
+    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
+        """Return whether it is one."""
+        return stage in (1, 2)
+
+
+class DeepSpeedZeroOptimizer_Stage3(metaclass=_Kind):
+    """An optimizer of stage 3."""
+
+    @staticmethod
+    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
+        """Return whether it is one."""
+        return stage == 3
+
+
+class FP16_Optimizer(metaclass=_Kind):
+    """An optimizer of stage 0 in fp16."""
+
+    @staticmethod
+    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
+        """Return whether it is one."""
+        return stage == 0 and optimizer.runtime.settings.policy.compute is torch.float16
+
+
+class BF16_Optimizer(metaclass=_Kind):
+    """An optimizer of stage 0 in bf16."""
+
+    @staticmethod
+    def fits(optimizer: NamedOptimizer, stage: int) -> bool:
+        """Return whether it is one."""
+        return stage == 0 and optimizer.runtime.settings.policy.compute is torch.bfloat16

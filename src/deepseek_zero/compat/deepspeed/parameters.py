@@ -185,9 +185,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """Return a parameter's whole reduced gradient, in its shape, between backward and step; None at any other
     time.  Collective.
 
-    Under fp16 it is still multiplied by the loss scale, as it is held.
+    Under fp16 it is still multiplied by the loss scale, as it is held.  Inside no_sync, where nothing is reduced yet,
+    it is this rank's own.
     """
-    return full_grad(param)
+    found, owner = full_grad(param), owner_of(param)
+    if found is not None or not isinstance(owner, ParamGroup) or owner.plan.grad is None:
+        return found
+    own = owner.gradient.own_summand(owner.index[id(param)])
+    return own.view(param.shape).float().clone() if own is not None else None
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:

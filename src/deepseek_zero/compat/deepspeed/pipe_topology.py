@@ -99,6 +99,20 @@ class PipeModelDataParallelTopology(ProcessTopology):
         super().__init__(["pipe", "data", "model"], [num_pp, num_dp, num_mp])
 
 
+def _prime_factors(N: int) -> list[int]:
+    """Return the prime factors of a positive number, rising."""
+    if N <= 0:
+        raise ValueError("Values must be strictly positive.")
+    found, factor = [], 2
+    while N > 1:
+        if N % factor:
+            factor += 1
+        else:
+            found.append(factor)
+            N //= factor
+    return found
+
+
 class PipelineParallelGrid:
     """Where this rank stands in a topology, and with whom; an `mpu` for programs written for one.
 
@@ -150,6 +164,9 @@ class PipelineParallelGrid:
                 if self.global_rank in ranks:
                     self._made[name] = made
         return self._made[name]
+
+    def _is_grid_valid(self) -> bool:
+        return self._topo.world_size() == self.world_size
 
     def get_stage_id(self) -> int:
         """Return this rank's stage."""

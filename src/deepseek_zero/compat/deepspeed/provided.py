@@ -27,6 +27,15 @@ PROVIDED: dict[str, dict[str, str]] = {
             "get_accelerator is_current_accelerator_supported set_accelerator"
         ),
     },
+    "deepspeed.checkpoint.reshape_3d_utils": {
+        "deepseek_zero.compat.deepspeed.checkpoint_shapes": "model_3d_desc",
+    },
+    "deepspeed.checkpoint.reshape_meg_2d": {
+        "deepseek_zero.compat.deepspeed.checkpoint_shapes": "meg_2d_parallel_map reshape_meg_2d_parallel",
+    },
+    "deepspeed.checkpoint.reshape_utils": {
+        "deepseek_zero.compat.deepspeed.checkpoint_shapes": "partition_data",
+    },
     "deepspeed.checkpoint.utils": {
         "deepseek_zero.compat.deepspeed.utils": (
             "clone_tensors_for_torch_save get_layer_ckpt_name_for_rank get_model_ckpt_name_for_rank "
@@ -90,6 +99,12 @@ PROVIDED: dict[str, dict[str, str]] = {
             "_parse_hostfile encode_world_info fetch_hostfile main parse_args parse_inclusion_exclusion "
             "parse_resource_filter"
         ),
+    },
+    "deepspeed.module_inject.autotp_config": {
+        "deepseek_zero.compat.deepspeed.autotp": "AutoTPConfig PartitionType TPLayerSpec",
+    },
+    "deepspeed.module_inject.tp_plan_converter": {
+        "deepseek_zero.compat.deepspeed.autotp": "TPPlanConverter",
     },
     "deepspeed.moe.utils": {
         "deepseek_zero.compat.deepspeed.moe": (
@@ -197,6 +212,12 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.base_optimizer": {
         "deepseek_zero.compat.deepspeed.constants": "DeepSpeedOptimizer ZeROOptimizer",
     },
+    "deepspeed.runtime.bf16_optimizer": {
+        "deepseek_zero.compat.deepspeed.optimizer": "BF16_Optimizer",
+    },
+    "deepspeed.runtime.comm.coalesced_collectives": {
+        "deepseek_zero.compat.deepspeed.runtime_utils": "reduce_scatter_coalesced",
+    },
     "deepspeed.runtime.config": {
         "deepseek_zero": "DeepSpeedConfigError",
         "deepseek_zero.compat.deepspeed.config_classes": (
@@ -231,6 +252,9 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.engine": {
         "deepseek_zero.compat.deepspeed.engine": "DeepSpeedEngine",
     },
+    "deepspeed.runtime.fp16.fused_optimizer": {
+        "deepseek_zero.compat.deepspeed.optimizer": "FP16_Optimizer",
+    },
     "deepspeed.runtime.fp16.loss_scaler": {
         "deepseek_zero.compat.deepspeed.loss_scaler": (
             "CONSECUTIVE_HYSTERESIS CreateLossScaler DELAYED_SHIFT DynamicLossScaler INITIAL_LOSS_SCALE "
@@ -258,7 +282,7 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.pipe.topology": {
         "deepseek_zero.compat.deepspeed.pipe_topology": (
-            "PipeDataParallelTopology PipelineParallelGrid PipeModelDataParallelTopology ProcessTopology"
+            "_prime_factors PipeDataParallelTopology PipelineParallelGrid PipeModelDataParallelTopology ProcessTopology"
         ),
     },
     "deepspeed.runtime.precision_config": {
@@ -300,11 +324,19 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.leaf_module_config": {
         "deepseek_zero.compat.deepspeed.config_classes": "DeepSpeedZeroLeafModuleConfig",
     },
+    "deepspeed.runtime.zero.linear": {
+        "deepseek_zero.compat.deepspeed.linear": (
+            "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap"
+        ),
+    },
     "deepspeed.runtime.zero.offload_config": {
         "deepseek_zero.compat.deepspeed.config_classes": (
             "DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadStateTypeEnum"
         ),
         "deepseek_zero.compat.deepspeed.constants": "OffloadDeviceEnum",
+    },
+    "deepspeed.runtime.zero.parameter_offload": {
+        "deepseek_zero.compat.deepspeed.linear": "ensure_zero_ordered_dict ZeROOrderedDict",
     },
     "deepspeed.runtime.zero.partition_parameters": {
         "deepseek_zero.compat.deepspeed.parameters": "ZeroParamStatus ZeroParamType",
@@ -316,6 +348,7 @@ PROVIDED: dict[str, dict[str, str]] = {
             "estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold "
             "estimate_zero3_model_states_mem_needs_all_live model_to_params"
         ),
+        "deepseek_zero.compat.deepspeed.optimizer": "DeepSpeedZeroOptimizer_Stage3",
         "deepseek_zero.compat.deepspeed.utils": "unwrap_model_for_generation",
     },
     "deepspeed.runtime.zero.stage_1_and_2": {
@@ -342,8 +375,9 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.utils.groups": {
         "deepseek_zero.compat.deepspeed.groups": (
-            "_clone_world_group _get_data_parallel_group _get_data_parallel_group_ranks _get_data_parallel_rank "
-            "_get_data_parallel_world_size _get_expert_model_parallel_world_size _get_model_parallel_world_size "
+            "_clone_world_group _create_expert_and_data_parallel _get_data_parallel_group "
+            "_get_data_parallel_group_ranks _get_data_parallel_rank _get_data_parallel_world_size "
+            "_get_expert_model_parallel_world_size _get_model_parallel_world_size "
             "_get_sequence_data_parallel_group _get_sequence_data_parallel_rank "
             "_get_sequence_data_parallel_world_size _get_sequence_parallel_group _get_sequence_parallel_rank "
             "_get_sequence_parallel_world_size get_data_parallel_group get_data_parallel_rank "

@@ -332,6 +332,24 @@ class PartitionedTensor:
         return self.orig_size
 
 
+def reduce_scatter_coalesced(tensors: Sequence[Tensor], group: Any = None) -> list[Tensor]:
+    """Return this rank's part of the mean of each tensor over the ranks, flat; the last ranks' parts may be shorter.
+
+    Collective in the group; one message for all tensors.
+    """
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    lengths = [-(-tensor.numel() // ranks) for tensor in tensors]
+    boxes = torch.zeros(ranks, sum(lengths), dtype=tensors[0].dtype, device=tensors[0].device)
+    for box in range(ranks):
+        parts = zip(boxes[box].split(lengths), tensors, lengths, strict=True)
+        for into, tensor, length in parts:
+            part = tensor.detach().reshape(-1)[box * length : (box + 1) * length]
+            into[: part.numel()].copy_(part).div_(ranks)
+    dist.all_reduce(boxes, group=group)
+    found = zip(boxes[rank].split(lengths), tensors, lengths, strict=True)
+    return [part[: max(0, min(length, tensor.numel() - rank * length))] for part, tensor, length in found]
+
+
 def align_dense_tensors(tensor_list: Sequence[Tensor], alignment: int) -> list[Tensor]:
     """Return the tensors, and behind them zeros that make their elements a multiple of `alignment`."""
     missing = -sum(tensor.numel() for tensor in tensor_list) % alignment

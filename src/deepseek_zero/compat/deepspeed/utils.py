@@ -202,8 +202,9 @@ def parse_range_list(range_str: str) -> list[int]:
     found: list[int] = []
     for part in range_str.split(","):
         first, _, last = part.strip().partition("-")
-        found += range(int(first), int(last or first) + 1)
-    if found != sorted(set(found)):
+        numbers = range(int(first), int(last or first) + 1)
+        found += numbers or [-1]  # a range that falls
+    if found != sorted(set(found)) or found[:1] == [-1]:
         raise ValueError(f"the list {range_str!r} does not rise; write it as in 0,2-4.")
     return found
 

@@ -1,0 +1,104 @@
+"""DeepSpeed's arithmetic of a checkpoint's shape: which ranks' files a smaller grid of stages and tp ranks joins.
+
+Here every checkpoint loads at any shape; programs that plan with these numbers get them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def partition_data(data_list: list[Any], num_partitions: int) -> list[list[Any]]:
+    """Return a list cut into runs of one length."""
+    assert len(data_list) % num_partitions == 0
+    size = len(data_list) // num_partitions
+    return [data_list[start : start + size] for start in range(0, len(data_list), size)]
+
+
+class meg_2d_parallel_map:
+    """What stands at each place (pipeline stage, tp rank)."""
+
+    def __init__(self, pp_degree: int, tp_degree: int) -> None:
+        self.pp_degree, self.tp_degree = pp_degree, tp_degree
+        self.map: dict[tuple[int, int], list[Any]] = {}
+
+    def simple_init(self) -> None:
+        """Put each rank at its place, stage by stage."""
+        self.map = {divmod(rank, self.tp_degree): [rank] for rank in range(self.pp_degree * self.tp_degree)}
+
+    def add_data(self, pp_index: int, tp_index: int, data: list[Any]) -> None:
+        """Put more at a place."""
+        assert pp_index < self.pp_degree and tp_index < self.tp_degree and isinstance(data, list)
+        self.map.setdefault((pp_index, tp_index), []).extend(data)
+
+    def get_data(self, pp_index: int | None = None, tp_index: int | None = None) -> list[Any]:
+        """Return what stands at a place; None: at all places along that axis."""
+        assert (pp_index or 0) < self.pp_degree and (tp_index or 0) < self.tp_degree
+        stages = range(self.pp_degree) if pp_index is None else [pp_index]
+        ranks = range(self.tp_degree) if tp_index is None else [tp_index]
+        return [each for stage in stages for rank in ranks for each in self.map[stage, rank]]
+
+
+def reshape_meg_2d_parallel(
+    old_pp_degree: int, old_tp_degree: int, new_pp_degree: int, new_tp_degree: int, verbose: bool = False
+) -> meg_2d_parallel_map:
+    """Return which old ranks each place of a smaller grid joins; tp is joined first."""
+    assert new_pp_degree <= old_pp_degree and new_tp_degree <= old_tp_degree
+    old = meg_2d_parallel_map(old_pp_degree, old_tp_degree)
+    old.simple_init()
+    joined = meg_2d_parallel_map(old_pp_degree, new_tp_degree)
+    for stage in range(old_pp_degree):
+        for rank, part in enumerate(partition_data(old.get_data(pp_index=stage), new_tp_degree)):
+            joined.add_data(stage, rank, part)
+    found = meg_2d_parallel_map(new_pp_degree, new_tp_degree)
+    for rank in range(new_tp_degree):
+        for stage, part in enumerate(partition_data(joined.get_data(tp_index=rank), new_pp_degree)):
+            found.add_data(stage, rank, part)
+    return found
+
+
+class model_3d_desc:
+    """How many stages, tp ranks and data-parallel ranks a checkpoint was written by."""
+
+    def __init__(self, pp_degree: int = 1, tp_degree: int = 1, dp_degree: int = 1) -> None:
+        self.pp_degree, self.tp_degree, self.dp_degree = pp_degree, tp_degree, dp_degree
+
+    def _axes(self) -> dict[str, int]:
+        return {"PP": self.pp_degree, "TP": self.tp_degree, "DP": self.dp_degree}
+
+    def reshape(self, target_3d_desc: model_3d_desc, verbose: bool = False) -> list[meg_2d_parallel_map]:
+        """Return, for each data-parallel rank of the target, which ranks' files its places join."""
+        valid, errors = self.can_reshape(target_3d_desc)
+        assert valid, ",".join(errors)
+        sizes = self.pp_degree, self.tp_degree, target_3d_desc.pp_degree, target_3d_desc.tp_degree
+        first, ranks = reshape_meg_2d_parallel(*sizes, verbose), self.pp_degree * self.tp_degree
+        found = [meg_2d_parallel_map(first.pp_degree, first.tp_degree) for _ in range(target_3d_desc.dp_degree)]
+        for (stage, rank), joined in first.map.items():
+            replicas = [each + replica * ranks for each in joined for replica in range(self.dp_degree)]
+            for target, part in zip(found, partition_data(replicas, target_3d_desc.dp_degree), strict=True):
+                target.add_data(stage, rank, part)
+        return found
+
+    def get_desc(self) -> str:
+        """Return the shape as text."""
+        return f"PP,TP,DP = ({self.pp_degree}, {self.tp_degree}, {self.dp_degree})"
+
+    def world_size(self) -> int:
+        """Return the number of ranks."""
+        return self.pp_degree * self.tp_degree * self.dp_degree
+
+    def is_valid(self, pp_index: int, tp_index: int, dp_index: int) -> tuple[bool, list[str]]:
+        """Return whether there is such a place, and what is wrong with it."""
+        places = zip(self._axes().items(), (pp_index, tp_index, dp_index), strict=True)
+        errors = [f"{axis} indexing error: index {at} >= degree {size}" for (axis, size), at in places if at >= size]
+        return not errors, errors
+
+    def can_reshape(self, target_3d_desc: model_3d_desc) -> tuple[bool, list[str]]:
+        """Return whether the target is nowhere larger, and where it is."""
+        pairs = zip(self._axes().items(), target_3d_desc._axes().values(), strict=True)
+        errors = [
+            f"Expansion reshape not supported - {axis}: {size} ---> {wanted}"
+            for (axis, size), wanted in pairs
+            if wanted > size
+        ]
+        return not errors, errors
