@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: train test check clients bench bench-full bench-growth bench-tiers bench-checkpoint clean
+.PHONY: train test check clients bench bench-full bench-growth bench-tiers bench-checkpoint peer-tests clean
 
 train: $(STAMP)  ## train a GPT on real text with ZeRO-3 on two processes
 	@$(BIN)/deepseek-zero run --nproc 2 examples/pretrain_text.py
@@ -17,6 +17,11 @@ check: $(STAMP)  ## style, types, layers, exported names, spelling
 clients: $(STAMP)  ## every client of DeepSpeed's, unmodified: half an hour on two cores
 	@$(BIN)/python -m pip install -q -c constraints.txt -e '.[clients]'
 	@PATH="$(CURDIR)/$(BIN):$$PATH" DEEPSEEK_ZERO_ALL_CLIENTS=1 DEEPSEEK_ZERO_TESTS_MUST_RUN=1 scripts/test tests/clients
+
+peer-tests: $(STAMP)  ## DeepSpeed's own tests behind our drop-in: make peer-tests ARCHIVE=tests.tar.xz [ONLY=regex]
+	@$(PYTHON) -m venv .venv/peer
+	@.venv/peer/bin/python -m pip install -q -e . 'pytest<8.4' parameterized tensorboard transformers accelerate peft einops
+	@.venv/peer/bin/python scripts/peer_tests "$(ARCHIVE)" "$(ONLY)"
 
 bench: $(STAMP)  ## this library, its peers and the floor side by side on two CPU ranks: GPT-125M, 20 minutes
 	@$(BIN)/python -m benchmarks.bench --budget-minutes 20

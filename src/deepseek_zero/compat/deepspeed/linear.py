@@ -56,20 +56,3 @@ class LinearModuleForZeroStage3(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Return the product with the weight, and the bias."""
         return zero3_linear_wrap(input, self.weight, self.bias)
-
-
-class ZeROOrderedDict(dict[str, Any]):
-    """The dict of parameters that DeepSpeed puts into a module; here a parameter gathers itself where it is used."""
-
-    def __init__(self, parent_module: nn.Module, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._parent_module, self._in_forward = parent_module, False
-
-
-def ensure_zero_ordered_dict(module: nn.Module) -> None:
-    """Put a ZeROOrderedDict into a module that has a plain dict; what it had stays as `_original_parameters`."""
-    plain = module.__dict__.get("_parameters")
-    if plain is None or isinstance(plain, ZeROOrderedDict):
-        return
-    module.__dict__.setdefault("_original_parameters", plain)
-    module._parameters = ZeROOrderedDict(module, plain)

@@ -335,9 +335,6 @@ PROVIDED: dict[str, dict[str, str]] = {
         ),
         "deepseek_zero.compat.deepspeed.constants": "OffloadDeviceEnum",
     },
-    "deepspeed.runtime.zero.parameter_offload": {
-        "deepseek_zero.compat.deepspeed.linear": "ensure_zero_ordered_dict ZeROOrderedDict",
-    },
     "deepspeed.runtime.zero.partition_parameters": {
         "deepseek_zero.compat.deepspeed.parameters": "ZeroParamStatus ZeroParamType",
         "deepseek_zero.compat.deepspeed.utils": "zero_wrapper_for_fp_tensor_constructor",

@@ -1,0 +1,143 @@
+"""Configurations that DeepSpeed accepts are not refused behind its name: every key of the grammar, and those of clients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from deepseek_zero.config import Config
+from deepseek_zero.config.fields import Status, off_default_config, rows
+from deepseek_zero.config.load import load
+
+# Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's own.
+REFUSED_THERE = {"amp", "elasticity", "sparse_attention", "compression_training", "nebula", "eigenvalue"}
+
+AUTO = "auto"
+ZERO_3: dict[str, Any] = {
+    "stage": 3,
+    "overlap_comm": True,
+    "contiguous_gradients": True,
+    "sub_group_size": 1e9,
+    "reduce_bucket_size": AUTO,
+    "stage3_prefetch_bucket_size": AUTO,
+    "stage3_param_persistence_threshold": AUTO,
+    "stage3_max_live_parameters": 1e9,
+    "stage3_max_reuse_distance": 1e9,
+    "stage3_gather_16bit_weights_on_model_save": True,
+}
+FP16: dict[str, Any] = {
+    "enabled": AUTO,
+    "loss_scale": 0,
+    "loss_scale_window": 1000,
+    "initial_scale_power": 16,
+    "hysteresis": 2,
+    "min_loss_scale": 1,
+}
+BATCH: dict[str, Any] = {
+    "train_batch_size": AUTO,
+    "train_micro_batch_size_per_gpu": AUTO,
+    "gradient_accumulation_steps": AUTO,
+    "gradient_clipping": AUTO,
+}
+CLIENTS: dict[str, dict[str, Any]] = {
+    "Accelerate's plugin": {
+        "train_batch_size": AUTO,
+        "train_micro_batch_size_per_gpu": AUTO,
+        "gradient_accumulation_steps": 1,
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {"device": "none", "nvme_path": None},
+            "offload_param": {"device": "none", "nvme_path": None},
+            "stage3_gather_16bit_weights_on_model_save": False,
+        },
+        "gradient_clipping": 1.0,
+        "steps_per_print": float("inf"),
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": True},
+        "zero_allow_untested_optimizer": True,
+    },
+    "Transformers' stage 3": {
+        **BATCH,
+        "fp16": FP16,
+        "optimizer": {"type": "AdamW", "params": {"lr": AUTO, "betas": AUTO, "eps": AUTO, "weight_decay": AUTO}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": AUTO, "warmup_max_lr": AUTO, "warmup_num_steps": AUTO},
+        },
+        "zero_optimization": {
+            **ZERO_3,
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+            "offload_param": {"device": "cpu", "pin_memory": True},
+        },
+        "steps_per_print": 2000,
+        "wall_clock_breakdown": False,
+    },
+    "LLaMA-Factory's stage 2": {
+        **BATCH,
+        "zero_allow_untested_optimizer": True,
+        "fp16": FP16,
+        "bf16": {"enabled": AUTO},
+        "zero_optimization": {
+            "stage": 2,
+            "allgather_partitions": True,
+            "allgather_bucket_size": 5e8,
+            "overlap_comm": False,
+            "reduce_scatter": True,
+            "reduce_bucket_size": 5e8,
+            "contiguous_gradients": True,
+            "round_robin_gradients": True,
+        },
+    },
+    "Axolotl's stage 1": {
+        **BATCH,
+        "zero_optimization": {"stage": 1, "overlap_comm": True},
+        "bf16": {"enabled": AUTO},
+        "fp16": {**FP16, "auto_cast": False, "initial_scale_power": 32},
+        "wall_clock_breakdown": False,
+        "compile": {"disable": False, "backend": "inductor"},
+    },
+    "a post-training script's": {
+        **BATCH,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            **ZERO_3,
+            "offload_optimizer": {"device": "none", "pin_memory": True},
+            "zero_hpz_partition_size": 1,
+            "zero_quantized_weights": False,
+            "zero_quantized_gradients": False,
+            "memory_efficient_linear": False,
+        },
+        "prescale_gradients": False,
+        "steps_per_print": 1e5,
+        "wall_clock_breakdown": False,
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "checkpoint": {"use_node_local_storage": False},
+        "hybrid_engine": {"enabled": False},
+    },
+}
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_clients_configuration_is_taken(client: str) -> None:
+    load(CLIENTS[client], unknown="warn")
+
+
+def test_no_key_of_the_grammar_is_refused_behind_the_name() -> None:
+    refused = {}
+    for row in rows(Config):
+        if (row.status is Status.LATER and not row.instead) or row.path.split(".")[0] in REFUSED_THERE or row.requires:
+            continue  # refused by name, with its reason, on the configuration page
+        try:
+            load(off_default_config(Config, row.path), unknown="warn")
+        except Exception as error:
+            refused[row.path] = str(error)
+    assert not refused
+
+
+def test_what_deepspeed_reads_leniently_is_read_so() -> None:
+    words = "{ train_batch_size: 8  # a comment\n  bf16: { enabled: true }\n  optimizer: { type: Adam\n  params: { lr: 0.1 } }\n}"
+    pytest.importorskip("hjson")
+    raw = load(words, unknown="warn")
+    assert raw.values["train_batch_size"] == 8 and raw.values["optimizer"]["type"] == "Adam"
+    assert load({"a_key_of_another_program": 1, "train_batch_size": 2}, unknown="warn").values["train_batch_size"] == 2
