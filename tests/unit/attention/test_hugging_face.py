@@ -17,6 +17,9 @@ from deepseek_zero.attention.plan import Pattern
 from deepseek_zero.base.errors import ConfigError, NotBuiltError, UsageError
 from deepseek_zero.base.mesh import Mesh
 from deepseek_zero.compat.deepspeed.parameters import safe_get_full_grad
+from deepseek_zero.config import Facts, resolve
+from deepseek_zero.config.load import load
+from deepseek_zero.engine.settings import sparse_attention_of
 from deepseek_zero.parallel.apply import parallelize
 from deepseek_zero.parallel.sequence_model import SequenceSettings, own_part, share_sequences
 from deepseek_zero.pipeline import find_chain
@@ -277,6 +280,15 @@ def test_ranks_along_tp_and_sp_have_their_heads_layouts(name: str, mesh: Mesh, l
         if mesh.sp == 1:
             whole_norm = expected[1]["model.norm.weight" if name == "llama" else "bert.embeddings.LayerNorm.weight"]
             assert whole_norm is not None and close(norm, whole_norm)
+
+
+def test_an_engine_tells_each_rank_which_heads_are_its_own() -> None:
+    config = resolve(load({"sparse_attention": HEADS}), Facts())
+    for rank in range(8):
+        here = Mesh(tp=2, sp=2).on_world(8, rank)
+        found = sparse_attention_of(config, here)
+        assert found is not None and found.layout == layout_of("fixed", {k: v for k, v in HEADS.items() if k != "mode"})
+        assert (found.ranks, found.index) == (4, here.coordinates["tp"] * 2 + here.coordinates["sp"])
 
 
 def step(model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor | None]]:
