@@ -184,7 +184,6 @@ def test_codes_are_chosen_by_measurement_and_a_resume_repeats_the_choice(tmp_pat
 def test_transports_are_tried_at_the_start_and_both_figures_said() -> None:
     run = Run(3, transport="measured")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(measure, "WORTH_TRYING_NUMEL", 1)
         engine = start(run)
         told = [line for line in engine.explain().splitlines() if "tried between hosts" in line]
         assert len(told) == 1 and "by gloo" in told[0] and "by our own sockets" in told[0]

@@ -88,12 +88,6 @@ def remember_names(model: nn.Module, names: dict[str, str], tiles: Mapping[str, 
     model.__dict__[WHOLE_NAMES], model.__dict__[OWN_NAMES] = names, {**names, **(tiles or {})}
 
 
-def tiles_of(model: nn.Module) -> dict[str, str]:
-    """Map the name of each tile's parameter (planner/rows.py) to that of the whole one."""
-    found = ((name, rows_of(param)) for name, param in model.named_parameters())
-    return {name: rows.name for name, rows in found if rows is not None}
-
-
 def remember_same_names(model: nn.Module, names: tuple[str, ...]) -> None:
     """Let a model know which of its parameters have a name that another stage's parameter has too.  Local."""
     model.__dict__[SAME_NAMES] = names

@@ -230,8 +230,9 @@ class _Engine:
             return HOP_SECONDS
         return min(base.POLL_SECONDS, LIFE_SECONDS) if self.spans_hosts else base.POLL_SECONDS
 
-    @property
+    @functools.cached_property
     def spans_hosts(self) -> bool:
+        """Whether its ranks are on several hosts; asked by every wait."""
         return self.world is not None and not self.world.hosts.is_one
 
 

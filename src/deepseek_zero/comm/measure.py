@@ -26,7 +26,7 @@ FIRST_BYTES, MOST_BYTES, GROWTH = 1 << 19, 1 << 26, 4  # of a whole buffer; it g
 LONG_ENOUGH = 0.08  # seconds, beside which the start of a message is nothing; all of it takes less than half a second
 INTERFACES = Path("/sys/class/net")
 BRIEFLY = 0.04  # the same, where two ways are tried
-WORTH_TRYING_NUMEL, WORTH_SOCKETS = 1_000_000, 1.05
+WORTH_SOCKETS = 1.05
 
 
 def far_rate(comm: Comm, what: str, long_enough: float = LONG_ENOUGH) -> float:
@@ -68,18 +68,18 @@ class TriedTransport:
         return [Capability("tried between hosts", self.tried, self.lacks)] if self.tried else []
 
 
-def try_transports(device: torch.device, numel: int) -> TriedTransport:
+def try_transports(device: torch.device) -> TriedTransport:
     """Try gloo and our own sockets between hosts, and return what carries more; gloo unless sockets carry a
     twentieth more, since they take more of a core.
 
-    numel: parameters of the model; small ones, and ranks of one host, are not worth the half second that it takes.
-    Collective in the world; every rank gets the same.
+    It takes up to half a second, and nothing where all ranks are on one host.  Collective in the world; every rank gets
+    the same.
     """
     ways = {"fastest": "gloo", "tcp": "our own sockets"}
     if uses_tls():
         return TriedTransport("fastest")  # which is our own sockets then: gloo encrypts nothing
     gloo = Comm(device, transport="fastest", trains=False)
-    if device.type != "cpu" or not gloo.far_size or numel < WORTH_TRYING_NUMEL:
+    if device.type != "cpu" or not gloo.far_size:
         return TriedTransport("fastest")
     rates = {"fastest": far_rate(gloo, "trying gloo", BRIEFLY)}
     lacks = ""

@@ -9,17 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .. import activations, parallel
+from .. import parallel
 from ..activations.layerwise_accumulation import LayerwiseAccumulation
 from ..activations.recompute import Recompute, RecomputeSettings, configure, release_with
-from ..attention.hugging_face import attend_sparsely, is_of_transformers
-from ..attention.layer import SparseAttention
 from ..base import memory
 from ..base.capabilities import Capabilities, Capability, as_text
 from ..base.device import has_fast_bf16
 from ..base.log import log_first, log_once
 from ..base.mesh import Mesh
-from ..checkpoint.piece import tiles_of
 from ..comm.agreement import AllRanks, agree
 from ..comm.collectives import Comm
 from ..comm.measure import TriedTransport, try_transports
@@ -30,10 +27,11 @@ from ..planner.spec import PlanSettings, S
 from ..precision.policy import Policy
 from ..sharding.ties import refuse_owned, tie_shared
 from ..sharding.wrap import check_room, open_tiers, wrap_model
+from .changes import changes_of_piece, changes_of_whole, refuse_changes_on, refuse_whole_states
 from .determinism import Determinism
 from .engine import Parts
 from .optimizer import Client, OptimizerParts, optimizer_parts
-from .pieces import cut_along_axes, cut_large_layers, refuse_auto_on, refuse_tiles_on, refuse_whole_states
+from .pieces import cut_along_axes, refuse_auto_on
 from .planning import plan_run
 from .preemption import Preemption
 from .saving import Saver
@@ -76,34 +74,30 @@ def assemble(
     """
     way = TriedTransport(config.transport)
     if config.transport == "measured":
-        way = try_transports(mesh.device, sum(param.numel() for param in model.parameters()))
+        way = try_transports(mesh.device)
     world = Comm(mesh.device, transport=way.name)
     world.far_rate = way.rate
     agree(world, [f"{mesh}"], "the mesh", "It says which ranks meet where.", "state the same mesh on every rank.")
     with AllRanks(world, "looking at the model's parameters"):
-        refuse_tiles_on(config, mesh)
+        refuse_changes_on(config, mesh)
         refuse_auto_on(config, mesh)
         refuse_owned(model, "tp" if mesh.tp > 1 else None)
         tie_shared(model)
     comm = world.lay_out(mesh)
-    recomputing = recompute_settings_of(config)
-    if recomputing != RecomputeSettings():
-        with AllRanks(comm, "recomputation of layers"):
-            activations.route_checkpoints(model)
-            if recomputing.policy is not None:
-                activations.recompute_layers(model)
-    sparse = sparse_attention_of(config, mesh)
-    if sparse is not None:
-        with AllRanks(comm, "sparse attention"):
-            _attend_by(sparse, model)
+    recomputing, sparse = recompute_settings_of(config), sparse_attention_of(config, mesh)
+    for change in changes_of_whole(recomputing, sparse):
+        with AllRanks(comm, change.what):
+            change.make(model)
     pieces = cut_along_axes(config, model, mesh, comm, example, sequence)
-    cut_large_layers(config, model, comm)
+    for change in changes_of_piece(config):
+        with AllRanks(comm, change.what):
+            change.make(model)
     stages, settings = pieces.stages, plan_settings_of(config, leaf_modules)
     if stages is not None:
         settings = replace(settings, reduces_once=True, row_parts=stages.settings.parts or 1)
     with AllRanks(comm, "reading the model and its optimizer"):
         shape, chosen = look_at(config, settings, model, client, params, is_part=stages is not None)
-        refuse_whole_states(chosen, tiles_of(model))
+        refuse_whole_states(chosen, shape.wholes)
     step_settings = step_settings_of(config, chosen.granularity, mesh.device)
     plan = pieces.plans.added_to(plan_run(config, settings, shape, chosen, comm, mesh))
     capabilities = comm.capabilities() + way.capabilities() + number_formats(plan.settings.policy, mesh.device)
@@ -164,17 +158,6 @@ def assemble(
     if parts.capabilities.fallbacks:
         log_first("\n  ".join(["this run makes do with slower ways:", *parts.capabilities.fallbacks]))
     return parts
-
-
-def _attend_by(sparse: SparseAttention, model: nn.Module) -> None:
-    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention` itself."""
-    if is_of_transformers(model):
-        attend_sparsely(model, sparse)
-        return
-    log_once(
-        f"sparse_attention: the attention of {type(model).__name__} is its own; engine.sparse_attention(query, key, "
-        "value) is the configuration's."
-    )
 
 
 def look_at(

@@ -15,29 +15,24 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .. import activations, parallel, pipeline
-from ..activations.tiles import TileSettings
+from .. import parallel, pipeline
 from ..base.errors import BatchMismatchError, NotBuiltError, UsageError
 from ..base.log import log_once
 from ..base.mesh import Mesh
-from ..checkpoint.piece import remember_names, remember_same_names, state_names, whole_names
+from ..checkpoint.piece import remember_names, remember_same_names, state_names
 from ..comm.agreement import AllRanks
 from ..comm.collectives import Comm, scatter
 from ..planner.layout import SUM_TILE_NUMEL
 from ..planner.pieces import PipelinePlan, TensorPlan
 from ..planner.plan import Plan
 from ..planner.split import set_split
-from ..planner.update import ParamGroupPlan
-from ..sharding.cut_layers import CutChoice, choose_cuts, cut_layers
 from ..sharding.runtime import Runtime
-from .optimizer import OptimizerParts
 from .settings import (
     PipelineSettings,
     pipeline_settings_of,
     policy_of,
     sequence_settings_of,
     tensor_settings_of,
-    tile_settings_of,
 )
 
 if TYPE_CHECKING:  # as in engine.py
@@ -140,95 +135,9 @@ def cut_along_axes(
     if "sp" in comm.along:
         with AllRanks(comm, "sharing sequences"):
             parallel.share_sequences(model, comm.along["sp"], sequence_settings_of(config, sequence), tp=mesh.tp)
-    _tile(config, model, mesh)
     stages = _take_stages(config, model, chain, mesh, comm) if "pp" in comm.along else None
     staged = stages.staged if stages is not None else None
     return Pieces(stages, plans_of(config, mesh, staged, trained, traffic, sample))
-
-
-def _tile(config: Config, model: nn.Module, mesh: Mesh) -> None:
-    """Let what the configuration names be computed a part of the tokens at a time."""
-    tiles = tile_settings_of(config)
-    if tiles != TileSettings() and mesh.pp > 1:
-        raise NotBuiltError(
-            "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not built.",
-            "A stage runs the model's own forward with stand-ins for the blocks of others.",
-            "leave them out, or pp.",
-        )
-    if tiles.mlp is not None:
-        activations.tile_mlps(model, tiles.mlp)
-    if tiles.loss is not None:
-        activations.tile_loss(model, tiles.loss)
-
-
-def cut_large_layers(config: Config, model: nn.Module, comm: Comm) -> None:
-    """Cut the layers above `zero_optimization.tile_above` into tiles, in place; nothing where it is not stated.
-
-    Collective; refusals come before anything is cut.
-    """
-    if config.zero_optimization.tile_above is None:
-        return
-    with AllRanks(comm, "choosing the layers that become tiles"):
-        choice = _choose_tiles(config, model)
-        _refuse_meta(choice)
-    if choice.left:
-        log_once(
-            f"{len(choice.left)} parameters above zero_optimization.tile_above stay whole, among them "
-            f"'{choice.left[0]}': only torch's own Linear and Embedding are cut.",
-            logging.WARNING,
-        )
-    if choice.cuts:
-        names = dict(whole_names(model))
-        remember_names(model, names, cut_layers(choice.cuts))
-
-
-def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
-    """Cut a copy of a model on the meta device, and return an optimizer's parts with the names that it has then."""
-    choice = _choose_tiles(config, model)
-    wholes, tiles = cut_layers(choice.cuts), dict[str, set[str]]()
-    for name in (name for name, _ in model.named_parameters() if name in wholes):
-        tiles.setdefault(wholes[name], set()).add(name)
-
-    def renamed(group: ParamGroupPlan) -> ParamGroupPlan:
-        return replace(group, names=frozenset(each for name in group.names for each in tiles.get(name, {name})))
-
-    found = replace(parts, planned=tuple(map(renamed, parts.planned)))
-    refuse_whole_states(found, wholes)
-    return found
-
-
-def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:
-    """Raise NotBuiltError where an optimizer needs a whole matrix that is cut into tiles.
-
-    tiles: the whole parameter's name by that of each tile's.
-    """
-    assert parts.cls is not None or not parts.planned
-    for group in parts.planned:
-        cut = sorted(group.names & tiles.keys())
-        if group.is_uncut and cut:
-            raise NotBuiltError(
-                f"zero_optimization.tile_above cuts '{tiles[cut[0]]}', and {getattr(parts.cls, '__name__', '')} looks "
-                "at a whole parameter at a time.",
-                "Its update of a tile would be another one.",
-                "leave tile_above out, or train that parameter with an optimizer that works element by element.",
-            )
-
-
-def refuse_tiles_on(config: Config, mesh: Mesh) -> None:
-    """Raise NotBuiltError where layers are to become tiles and something else computes with parts of layers, too."""
-    if config.zero_optimization.tile_above is not None and tile_settings_of(config) != TileSettings():
-        raise NotBuiltError(
-            "zero_optimization.tile_above beside activation_checkpointing.tiled_loss or tiled_mlp.",
-            "These read a layer's weight themselves, or call the layer for a part of the tokens at a time.",
-            "leave out one of them.",
-        )
-    for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
-        if size > 1 and config.zero_optimization.tile_above is not None:
-            raise NotBuiltError(
-                f"zero_optimization.tile_above on a mesh with {axis} = {size}.",
-                "Layers that are split over tp are tiles already, and stages of a pipeline share whole weights.",
-                f"leave out tile_above, or {axis}.",
-            )
 
 
 def refuse_auto_on(config: Config, mesh: Mesh) -> None:
@@ -239,22 +148,6 @@ def refuse_auto_on(config: Config, mesh: Mesh) -> None:
             "Units are a stage's own, and messages between stages and the loss scale are all stages'.",
             'name the precision ("bf16", "fp16"), or leave out pp.',
         )
-
-
-def _choose_tiles(config: Config, model: nn.Module) -> CutChoice:
-    limit = config.zero_optimization.tile_above
-    assert limit is not None
-    return choose_cuts(model, limit, policy_of(config).weight_dtype)
-
-
-def _refuse_meta(choice: CutChoice) -> None:
-    for cut in choice.cuts:
-        if cut.weight.is_meta:
-            raise NotBuiltError(
-                f"zero_optimization.tile_above would cut '{cut.name}', which has no values yet (meta device).",
-                "Drawn tile by tile its values would be others than those of the whole layer.",
-                "build the model under `with deepseek_zero.zero.Init():`, or load its weights (zero.load_weights).",
-            )
 
 
 def _take_stages(config: Config, model: nn.Module, chain: pipeline.Chain | None, mesh: Mesh, comm: Comm) -> Stages:

@@ -32,11 +32,12 @@ from ..planner.auto_wrap_policy import read_model
 from ..planner.plan import Machine, Plan, plan_shape
 from ..sharding.ties import tie_shared
 from .assemble import assemble, look_at
+from .changes import plan_large_layers, refuse_changes_on
 from .data import ShardedLoader
 from .engine import Engine
 from .mesh_statements import MeshStatement, choose_mesh, statements_of
 from .optimizer import Client
-from .pieces import PiecePlans, no_example, on_meta, plan_large_layers, plan_pieces, refuse_auto_on, refuse_tiles_on
+from .pieces import PiecePlans, no_example, on_meta, plan_pieces, refuse_auto_on
 from .planning import stated_budgets, update_of, with_order_of_sums, with_useful_copies
 from .settings import pipeline_settings_of, placement_settings_of, plan_settings_of
 
@@ -259,7 +260,7 @@ def plan(
     raw = load(source, origin=origin)
     axes = choose_mesh(statements_of(raw, mesh, launched=False), world)
     chosen = resolve(raw, facts_of(request, axes, has_bf16=True))
-    refuse_tiles_on(chosen, axes)
+    refuse_changes_on(chosen, axes)
     refuse_auto_on(chosen, axes)
     settings, placement = plan_settings_of(chosen, tuple(leaf_modules)), placement_settings_of(chosen)
     tie_shared(model)

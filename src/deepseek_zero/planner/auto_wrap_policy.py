@@ -16,6 +16,7 @@ from torch import nn
 from ..base.device import without_torch_function
 from ..base.errors import UsageError
 from .layout import Shape
+from .rows import rows_of
 from .spec import PlanSettings
 from .split import Split, is_copy, split_of
 
@@ -27,7 +28,8 @@ LARGE_NUMEL = 1_000_000  # a lone block of this many elements is a unit though n
 @dataclass(frozen=True)
 class ParamShape:
     """One parameter as a plan needs it.  full_precision: it stays fp32 under a 16-bit policy.  split: how it lies along
-    "tp", where the model is split; `shape` is of this rank's part.  is_copy: an earlier stage has it too.
+    "tp", where the model is split; `shape` is of this rank's part.  is_copy: an earlier stage has it too.  whole: of a
+    tile of rows, the name of the whole parameter; "" where it is whole.
     """
 
     shape: Shape
@@ -36,6 +38,7 @@ class ParamShape:
     full_precision: bool = False
     split: Split | None = None
     is_copy: bool = False
+    whole: str = ""
 
     @property
     def numel(self) -> int:
@@ -59,6 +62,12 @@ class ModelShape:
 
     units: tuple[UnitShape, ...]
     buffer_bytes: int = 0
+
+    @property
+    def wholes(self) -> dict[str, str]:
+        """Return the name of the whole parameter by that of each of its tiles, where layers are cut (rows.py)."""
+        params = (each for unit in self.units for each in unit.params.items())
+        return {name: param.whole for name, param in params if param.whole}
 
 
 def read_model(model: nn.Module, settings: PlanSettings) -> ModelShape:
@@ -104,7 +113,13 @@ def _param_shapes(model: nn.Module, settings: PlanSettings) -> dict[str, ParamSh
     with without_torch_function():
         return {
             name: ParamShape(
-                tuple(param.shape), param.dtype, param.requires_grad, name in whole, split_of(param), is_copy(param)
+                tuple(param.shape),
+                param.dtype,
+                param.requires_grad,
+                name in whole,
+                split_of(param),
+                is_copy(param),
+                rows.name if (rows := rows_of(param)) is not None else "",
             )
             for name, param in model.named_parameters()
         }

@@ -152,6 +152,8 @@ class FlatBuffer:
     @property
     def numel(self) -> int:
         """Return how many elements this rank holds."""
+        if self.spec.rests_as is None:
+            return self.memory.numel()
         return self.spec.numel(self.layout.padded_numel, self.layout.ranks)
 
     @property

@@ -59,7 +59,7 @@ def test_elsewhere_the_settings_stay_and_nothing_is_said(caplog: pytest.LogCaptu
 def test_what_is_not_coded_though_it_was_asked_for_is_said(
     stage: int, ranks: int, min_numel: int, words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel)
+    compression = Compression(Blocks(8, 256), Blocks(4, 128), min_numel=min_numel)
     settings = PlanSettings(stage, persistence_numel=0, compression=compression)
     with caplog.at_level("INFO", logger="deepseek_zero"):
         say_uncoded(plan_model(nn.Linear(8, 8), settings, Mesh(dp_shard=ranks)))

@@ -1,0 +1,162 @@
+"""What a configuration changes of a model in place, before it is planned: a row for each change, in their order."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .. import activations
+from ..activations.recompute import RecomputeSettings
+from ..activations.tiles import TileSettings
+from ..attention.hugging_face import attend_sparsely, is_of_transformers
+from ..attention.layer import SparseAttention
+from ..base.errors import NotBuiltError
+from ..base.log import log_once
+from ..base.mesh import Mesh
+from ..checkpoint.piece import remember_names, whole_names
+from ..planner.update import ParamGroupPlan
+from ..sharding.cut_layers import CutChoice, choose_cuts, cut_layers
+from .optimizer import OptimizerParts
+from .settings import policy_of, tile_settings_of
+
+if TYPE_CHECKING:  # as in engine.py
+    from ..config import Config
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change of a model.  what: named to ranks that wait, where it fails on one.  make: does it, in place; Local.
+
+    A change refuses a model before it has touched it.
+    """
+
+    what: str
+    make: Callable[[nn.Module], None]
+
+
+def changes_of_whole(recomputing: RecomputeSettings, sparse: SparseAttention | None) -> list[Change]:
+    """Return the changes that a whole model needs, before axes cut it."""
+    found = []
+    if recomputing != RecomputeSettings():
+        found.append(Change("checkpoints of layers", activations.route_checkpoints))
+        if recomputing.policy is not None:
+            found.append(Change("recomputation of layers", activations.recompute_layers))
+    if sparse is not None:
+        found.append(Change("sparse attention", partial(_attend, sparse=sparse)))
+    return found
+
+
+def changes_of_piece(config: Config) -> list[Change]:
+    """Return the changes of what axes have left of a model."""
+    tiles, limit = tile_settings_of(config), config.zero_optimization.tile_above
+    found = []
+    if tiles.mlp is not None:
+        found.append(Change("tiles of feed-forward layers", partial(activations.tile_mlps, rows=tiles.mlp)))
+    if tiles.loss is not None:
+        found.append(Change("tiles of the loss", partial(activations.tile_loss, rows=tiles.loss)))
+    if limit is not None:
+        found.append(Change("layers that become tiles", partial(_cut_large_layers, config=config)))
+    return found
+
+
+def _attend(model: nn.Module, sparse: SparseAttention) -> None:
+    """Let a model of transformers attend by a layout; another one calls `engine.sparse_attention` itself."""
+    if is_of_transformers(model):
+        attend_sparsely(model, sparse)
+        return
+    log_once(
+        f"sparse_attention: the attention of {type(model).__name__} is its own; engine.sparse_attention(query, key, "
+        "value) is the configuration's."
+    )
+
+
+def _cut_large_layers(model: nn.Module, config: Config) -> None:
+    """Cut the layers above `zero_optimization.tile_above` into tiles."""
+    choice = _choose_tiles(config, model)
+    _refuse_meta(choice)
+    if choice.left:
+        log_once(
+            f"{len(choice.left)} parameters above zero_optimization.tile_above stay whole, among them "
+            f"'{choice.left[0]}': only torch's own Linear and Embedding are cut.",
+            logging.WARNING,
+        )
+    if choice.cuts:
+        names = dict(whole_names(model))
+        remember_names(model, names, cut_layers(choice.cuts))
+
+
+def plan_large_layers(config: Config, model: nn.Module, parts: OptimizerParts) -> OptimizerParts:
+    """Cut a copy of a model on the meta device, and return an optimizer's parts with the names that it has then."""
+    choice = _choose_tiles(config, model)
+    wholes, tiles = cut_layers(choice.cuts), dict[str, set[str]]()
+    for name in (name for name, _ in model.named_parameters() if name in wholes):
+        tiles.setdefault(wholes[name], set()).add(name)
+
+    def renamed(group: ParamGroupPlan) -> ParamGroupPlan:
+        return replace(group, names=frozenset(each for name in group.names for each in tiles.get(name, {name})))
+
+    found = replace(parts, planned=tuple(map(renamed, parts.planned)))
+    refuse_whole_states(found, wholes)
+    return found
+
+
+def refuse_whole_states(parts: OptimizerParts, tiles: Mapping[str, str]) -> None:
+    """Raise NotBuiltError where an optimizer needs a whole matrix that is cut into tiles.
+
+    tiles: the whole parameter's name by that of each tile's.
+    """
+    assert parts.cls is not None or not parts.planned
+    for group in parts.planned:
+        cut = sorted(group.names & tiles.keys())
+        if group.is_uncut and cut:
+            raise NotBuiltError(
+                f"zero_optimization.tile_above cuts '{tiles[cut[0]]}', and {getattr(parts.cls, '__name__', '')} looks "
+                "at a whole parameter at a time.",
+                "Its update of a tile would be another one.",
+                "leave tile_above out, or train that parameter with an optimizer that works element by element.",
+            )
+
+
+def refuse_changes_on(config: Config, mesh: Mesh) -> None:
+    """Raise NotBuiltError where two changes would be made of one layer, or a change beside an axis that cuts it."""
+    tiles = tile_settings_of(config)
+    if tiles != TileSettings() and mesh.pp > 1:
+        raise NotBuiltError(
+            "activation_checkpointing.tiled_loss and tiled_mlp on a mesh with stages (pp) are not built.",
+            "A stage runs the model's own forward with stand-ins for the blocks of others.",
+            "leave them out, or pp.",
+        )
+    if config.zero_optimization.tile_above is not None and tiles != TileSettings():
+        raise NotBuiltError(
+            "zero_optimization.tile_above beside activation_checkpointing.tiled_loss or tiled_mlp.",
+            "These read a layer's weight themselves, or call the layer for a part of the tokens at a time.",
+            "leave out one of them.",
+        )
+    for axis, size in (("tp", mesh.tp), ("pp", mesh.pp)):
+        if size > 1 and config.zero_optimization.tile_above is not None:
+            raise NotBuiltError(
+                f"zero_optimization.tile_above on a mesh with {axis} = {size}.",
+                "Layers that are split over tp are tiles already, and stages of a pipeline share whole weights.",
+                f"leave out tile_above, or {axis}.",
+            )
+
+
+def _choose_tiles(config: Config, model: nn.Module) -> CutChoice:
+    limit = config.zero_optimization.tile_above
+    assert limit is not None
+    return choose_cuts(model, limit, policy_of(config).weight_dtype)
+
+
+def _refuse_meta(choice: CutChoice) -> None:
+    for cut in choice.cuts:
+        if cut.weight.is_meta:
+            raise NotBuiltError(
+                f"zero_optimization.tile_above would cut '{cut.name}', which has no values yet (meta device).",
+                "Drawn tile by tile its values would be others than those of the whole layer.",
+                "build the model under `with deepseek_zero.zero.Init():`, or load its weights (zero.load_weights).",
+            )
