@@ -23,7 +23,9 @@ class Monitor:
         self.monitor_config = config
         given = {name: getattr(config, name) for name in self.settings_class.__dataclass_fields__}
         vars(self).update(given)
-        self.writer = self.writer_class(self.settings_class(**given)) if config.enabled and is_rank_zero() else None
+        self.writer: Any = (
+            self.writer_class(self.settings_class(**given)) if config.enabled and is_rank_zero() else None
+        )
 
     def write_events(self, event_list: Sequence[Event]) -> None:
         """Record (tag, value, samples) on rank 0."""
