@@ -6,8 +6,8 @@
 
 Each trial is a process of its own in a memory control group: the model at stage 3, a step on a short sequence (so that
 the optimizer has its moments) and one on the sequence in question.  A sequence is too long where the kernel ends the
-process.  Each way first tries the longest one allowed; where that is too long, lengths grow by half until one is, and
-then the gap is halved until it is an eighth.  `--at 8192` tells instead what each way holds at that length, without a
+process.  Two short trials say what a token costs, and so how long a sequence should be; from there lengths change by an
+eighth.  `--at 8192` tells instead what each way holds at that length, without a
 limit.  `--window` adds a last row: the section `sparse_attention`.  Leaves a table and a picture.
 """
 
@@ -120,21 +120,29 @@ def tried(tokens: int, section: dict[str, Any], limit: int) -> Trial | None:
 
 
 def longest(section: dict[str, Any], limit: int, start: int, most: int) -> Trial:
-    """Return the longest sequence that trains, which is longer than none or as long as `start`."""
-    if (found := tried(most, section, limit)) is not None:
-        return found
-    best, high, length = Trial(), most, start
-    while length < high:
+    """Return the longest sequence that trains, to an eighth, or `most`.  start: tokens of the first trial."""
+    first = tried(start, section, limit)
+    if first is None:
+        return longest(section, limit, start // 2, most)
+    second = tried(min(rounded(start * 3 / 2), most), section, limit)
+    if second is None:
+        return first
+    slope = (second.resident - first.resident) / (second.tokens - first.tokens)
+    length = min(rounded(second.tokens + (limit - second.resident) / max(slope, 1.0)), most)
+    best, high = second, most + 1
+    while best.tokens < length < high:
         found = tried(length, section, limit)
         if found is None:
             high = length
-            break
-        best, length = found, -(-length * 3 // 2 // GRAIN) * GRAIN
-    while high - best.tokens > max(best.tokens // FINEST, GRAIN):
-        middle = (best.tokens + high) // 2 // GRAIN * GRAIN
-        found = tried(middle, section, limit)
-        best, high = (best, middle) if found is None else (found, high)
+            length = rounded(length * (1 - 1 / FINEST))
+        else:
+            best = found
+            length = min(rounded(length * (1 + 1 / FINEST)), most)
     return best
+
+
+def rounded(tokens: float) -> int:
+    return int(tokens) // GRAIN * GRAIN
 
 
 def main() -> None:

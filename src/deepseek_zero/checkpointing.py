@@ -5,7 +5,10 @@ from __future__ import annotations
 from .compat.deepspeed.activation_checkpointing import (
     checkpoint,
     configure,
+    get_cuda_rng_tracker,
     is_configured,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
     non_reentrant_checkpoint,
     partition_activations_in_checkpoint,
     reset,
@@ -14,7 +17,10 @@ from .compat.deepspeed.activation_checkpointing import (
 __all__ = [
     "checkpoint",
     "configure",
+    "get_cuda_rng_tracker",
     "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",

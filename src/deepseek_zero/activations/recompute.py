@@ -151,10 +151,42 @@ def _memory_for(settings: RecomputeSettings) -> Memory:
     return HostMemory(pinned=default_device().type == "cuda" and settings.tier is Tier.HOST)
 
 
+class Preserved(Protocol):
+    """Something that a recomputation must find as forward did: streams of random numbers, say."""
+
+    def get_states(self) -> Any: ...
+
+    def set_states(self, states: Any) -> None: ...
+
+
+class _Replayed:
+    """A function that finds what is preserved as its first call did, whenever it is called again."""
+
+    def __init__(self, function: Callable[..., Any], preserved: list[Preserved]) -> None:
+        self.function, self.preserved = function, preserved
+        self.states: list[Any] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        now = [each.get_states() for each in self.preserved]
+        if self.states is None:
+            self.states = now
+            return self.function(*args, **kwargs)
+        self._set(self.states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            self._set(now)
+
+    def _set(self, states: list[Any]) -> None:
+        for each, state in zip(self.preserved, states, strict=True):
+            each.set_states(state)
+
+
 class _Process:
     """See [Note: one configuration per process]."""
 
     recompute: ClassVar[Recompute | None] = None
+    preserved: ClassVar[list[Preserved]] = []
 
 
 def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
@@ -167,6 +199,12 @@ def configure(settings: RecomputeSettings, tp: Comm | None = None) -> Recompute:
     if old is not None:
         old.close()
     return new
+
+
+def preserve(states: Preserved) -> None:
+    """Let recomputations of this process find these states as their forwards did, from now on."""
+    if not any(each is states for each in _Process.preserved):
+        _Process.preserved.append(states)
 
 
 def current() -> Recompute | None:
@@ -199,6 +237,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool | N
     kwargs: the function's, and torch.utils.checkpoint's own (preserve_rng_state, context_fn, ...).  use_reentrant: for
     callers that pass it to torch's; recomputation is never reentrant here.
     """
+    if _Process.preserved and torch.is_grad_enabled():
+        function = _Replayed(function, list(_Process.preserved))
     recompute = _Process.recompute
     if recompute is None or torch.compiler.is_compiling():
         if recompute is not None and recompute.operators:

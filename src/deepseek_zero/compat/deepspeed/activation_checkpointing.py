@@ -17,11 +17,20 @@ from ...config import Config
 from ...config.load import load
 from ...engine.settings import recompute_settings_of
 from ...tiers.tier import Tier
+from .random_streams import (
+    get_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    model_parallel_reconfigure_tp_seed,
+    tell_of,
+)
 
 __all__ = [
     "checkpoint",
     "configure",
+    "get_cuda_rng_tracker",
     "is_configured",
+    "model_parallel_cuda_manual_seed",
+    "model_parallel_reconfigure_tp_seed",
     "non_reentrant_checkpoint",
     "partition_activations_in_checkpoint",
     "reset",
@@ -43,14 +52,16 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
     """Say where `checkpoint` keeps its inputs, for the whole process.
 
     deepspeed_config: a dict, a path or JSON text, whose `activation_checkpointing` section is read; without it, what
-    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: accepted;
-    an engine's mesh says which ranks are tensor-parallel.
+    was configured before stays.  words: DeepSpeed's (WORDS); each changes one thing, None leaves it.  mpu_: says
+    where this rank is along "tp", for `model_parallel_cuda_manual_seed`; inputs are cut along an engine's own mesh.
     """
     unknown = [name for name in words if name not in WORDS]
     if unknown:
         raise UsageError(
             f"checkpointing.configure has no argument {', '.join(unknown)}.", fix=f"use {', '.join(WORDS)}."
         )
+    if mpu_ is not None:
+        tell_of(mpu_)
     before = recompute.current()
     settings = _changed(_settings(deepspeed_config), words)
     tp = before.tp if before is not None and settings.partitioned else None

@@ -33,7 +33,6 @@ ENGINE = "DeepSpeedEngine"  # the rows of an engine's attributes
 PAGE = "docs/reference/deepspeed-names.md"
 
 PIPELINE = "engines over pipelines are a later part"
-TENSOR = "tensor parallelism is a later part"
 SEQUENCE = "of sequence parallelism this is a later part"
 TILES = "one kernel does both products and the softmax (`deepseek_zero.attention`)"
 MOE = "DeepSpeed's own expert layers are not planned; a model's own experts train sharded"
@@ -88,10 +87,7 @@ MISSING: dict[str, Rows] = {
         (N, UNIVERSAL, "ds_to_universal universal_checkpoint enable_universal_checkpoint DeepSpeedCheckpoint"),
         (N, UNIVERSAL, "ZeROCheckpoint get_model_3d_descriptor SubparamShape merge_state"),
     ),
-    "deepspeed.checkpointing": (
-        (L, TENSOR, "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"),
-        (N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),
-    ),
+    "deepspeed.checkpointing": ((N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),),
     "deepspeed.comm": (
         (N, "ranks are found in the variables that every launcher sets", "mpi_discovery"),
         (N, "torch.distributed's backends serve", "init_deepspeed_backend set_backend"),

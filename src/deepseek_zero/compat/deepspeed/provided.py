@@ -44,7 +44,8 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.checkpointing": {
         "deepseek_zero.checkpointing": (
-            "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset"
+            "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset "
+            "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
     },
     "deepspeed.comm": {
@@ -203,7 +204,8 @@ PROVIDED: dict[str, dict[str, str]] = {
     },
     "deepspeed.runtime.activation_checkpointing.checkpointing": {
         "deepseek_zero.checkpointing": (
-            "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset"
+            "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset "
+            "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
     },
     "deepspeed.runtime.activation_checkpointing.config": {

@@ -1,0 +1,131 @@
+"""DeepSpeed's named streams of random numbers, of `deepspeed.checkpointing`: for layers that a program splits itself.
+
+A stream is a state of the device's default generator. `fork` draws from it, and puts the default one back. What a
+checkpoint computes again draws from every stream what it drew before. Layers that this library splits need none of it
+(parallel/streams.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...activations import recompute
+from ...base.device import default_device
+from ...base.errors import UsageError
+from . import groups
+
+MODEL_PARALLEL = "model-parallel-rng"
+OFFSET = 2718  # of the seed of that stream, to which the rank along tp is added
+
+
+class RandomStreams:
+    """Streams by name, each with a seed of its own."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, Tensor] = {}
+        self._seeds = set[int]()
+
+    def reset(self) -> None:
+        """Forget every stream."""
+        self._states, self._seeds = {}, set()
+
+    def get_states(self) -> dict[str, Tensor]:
+        """Return the state of each stream."""
+        return dict(self._states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self._states = dict(states)
+
+    def add(self, name: str, seed: int) -> None:
+        """Begin a stream.  UsageError for a name or a seed that another stream has."""
+        if seed in self._seeds or name in self._states:
+            taken = f"the name '{name}'" if name in self._states else f"the seed {seed}"
+            raise UsageError(
+                f"another stream has {taken}.", "Two streams would draw alike.", "take another, or reset()."
+            )
+        before = _state()
+        _seed(seed)
+        self._states[name] = _state()
+        self._seeds.add(seed)
+        _set_state(before)
+        recompute.preserve(self)
+
+    @contextmanager
+    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+        """Open a block that draws from a stream.  UsageError where there is none of this name."""
+        if name not in self._states:
+            raise UsageError(
+                f"there is no stream '{name}'.",
+                "It is made from a seed.",
+                "call model_parallel_cuda_manual_seed(seed), or add(name, seed).",
+            )
+        before = _state()
+        _set_state(self._states[name])
+        try:
+            yield
+        finally:
+            self._states[name] = _state()
+            _set_state(before)
+
+
+class _Process:
+    """The streams of this process, and the mpu that `checkpointing.configure` was given."""
+
+    streams: ClassVar[RandomStreams] = RandomStreams()
+    mpu: ClassVar[Any] = None
+
+
+def tell_of(mpu: Any) -> None:
+    """Have an mpu say where this rank is along "tp"; without one the engine's mesh does."""
+    _Process.mpu = mpu
+
+
+def _tensor_rank() -> int:
+    for name in ("get_tensor_model_parallel_rank", "get_model_parallel_rank"):
+        if hasattr(_Process.mpu, name):
+            return int(getattr(_Process.mpu, name)())
+    return groups.get_tensor_model_parallel_rank()
+
+
+def get_cuda_rng_tracker() -> RandomStreams:
+    """Return the streams of this process."""
+    return _Process.streams
+
+
+def model_parallel_cuda_manual_seed(seed: int) -> None:
+    """Seed the default stream, alike on every rank, and the one of split layers, by this rank's place along "tp"."""
+    _Process.streams.reset()
+    _seed(seed)
+    _Process.streams.add(MODEL_PARALLEL, seed + OFFSET + _tensor_rank())
+
+
+def model_parallel_reconfigure_tp_seed(seed: int) -> None:
+    """Seed the stream of split layers again."""
+    with _Process.streams.fork():
+        _seed(seed + OFFSET + _tensor_rank())
+
+
+def _device() -> Any:
+    return torch.get_device_module(default_device())
+
+
+def _seed(seed: int) -> None:
+    """Seed the device's generator."""
+    if default_device().type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        _device().manual_seed(seed)
+
+
+def _state() -> Tensor:
+    found: Tensor = torch.get_rng_state() if default_device().type == "cpu" else _device().get_rng_state()
+    return found
+
+
+def _set_state(state: Tensor) -> None:
+    (torch.set_rng_state if default_device().type == "cpu" else _device().set_rng_state)(state)
