@@ -8,7 +8,8 @@ Each trial is a process of its own in a memory control group: the model at stage
 the optimizer has its moments) and one on the sequence in question.  A sequence is too long where the kernel ends the
 process.  Two short trials say what a token costs, and so how long a sequence should be; from there lengths change by an
 eighth.  `--at 8192` tells instead what each way holds at that length, without a
-limit.  `--window` adds a last row: the section `sparse_attention`.  Leaves a table and a picture.
+limit.  `--window` adds a last row: the section `sparse_attention`.  Leaves a table, a picture
+and a journal of its trials; run again, it goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -94,50 +95,63 @@ class Trial:
     seconds: float = 0.0
 
 
-def tried(tokens: int, section: dict[str, Any], limit: int) -> Trial | None:
-    """Return what a sequence took; None where it is too long."""
-    memory = Memory(limit)
-    command = [sys.executable, "-m", "benchmarks.long_sequences", "--trial", str(tokens), json.dumps(section)]
-    child = subprocess.run(
-        command,
-        preexec_fn=memory.enter,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    memory.end()
-    if child.returncode not in (0, -9):
-        raise SystemExit(f"a trial of {tokens} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}")
-    lines = [line for line in child.stdout.splitlines() if line.startswith("{")]
-    found = None
-    if child.returncode == 0:
-        told = json.loads(lines[-1])
-        found = Trial(tokens, told["resident"], told["seconds"])
-    print(f"  {tokens}: {found or 'too long'}", flush=True)
-    return found
+class Trials:
+    """The trials of one way, and those of a run before: a journal says of each what it took; null: too long."""
+
+    def __init__(self, way: str, section: dict[str, Any], limit: int, journal: Path | None) -> None:
+        self.way, self.section, self.limit, self.journal = way, section, limit, journal
+
+    def of(self, tokens: int) -> Trial | None:
+        """Return what a sequence took; None where it is too long."""
+        known = json.loads(self.journal.read_text()) if self.journal is not None and self.journal.exists() else {}
+        key = f"{self.way}, {tokens} tokens"
+        if key not in known:
+            known[key] = self._run(tokens)
+            if self.journal is not None:
+                self.journal.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+        print(f"  {tokens}: {known[key] or 'too long'}", flush=True)
+        return None if known[key] is None else Trial(tokens, **known[key])
+
+    def _run(self, tokens: int) -> dict[str, float] | None:
+        memory = Memory(self.limit)
+        command = [sys.executable, "-m", "benchmarks.long_sequences", "--trial", str(tokens), json.dumps(self.section)]
+        child = subprocess.run(
+            command,
+            preexec_fn=memory.enter,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        memory.end()
+        if child.returncode not in (0, -9):
+            raise SystemExit(f"a trial of {tokens} tokens ended with {child.returncode}:\n{child.stderr[-4000:]}")
+        told = [json.loads(line) for line in child.stdout.splitlines() if line.startswith("{")]
+        return {name: told[-1][name] for name in ("resident", "seconds")} if child.returncode == 0 else None
 
 
-def longest(section: dict[str, Any], limit: int, start: int, most: int) -> Trial:
+def longest(trials: Trials, start: int, most: int) -> Trial:
     """Return the longest sequence that trains, to an eighth, or `most`.  start: tokens of the first trial."""
-    first = tried(start, section, limit)
+    first = trials.of(min(start, most))
     if first is None:
-        return longest(section, limit, start // 2, most)
-    second = tried(min(rounded(start * 3 / 2), most), section, limit)
-    if second is None:
+        return longest(trials, start // 2, most)
+    if first.tokens == most:
         return first
-    slope = (second.resident - first.resident) / (second.tokens - first.tokens)
-    length = min(rounded(second.tokens + (limit - second.resident) / max(slope, 1.0)), most)
-    best, high = second, most + 1
-    while best.tokens < length < high:
-        found = tried(length, section, limit)
-        if found is None:
-            high = length
-            length = rounded(length * (1 - 1 / FINEST))
-        else:
-            best = found
-            length = min(rounded(length * (1 + 1 / FINEST)), most)
+    best, high = first, most + 1
+    length = min(rounded(start * 3 / 2), most)
+    second = trials.of(length)
+    if second is None:
+        high = length
+    elif length < most:
+        best, slope = second, (second.resident - first.resident) / (second.tokens - first.tokens)
+        length = min(rounded(length + (trials.limit - second.resident) / max(slope, 1.0)), most)
+    while best.tokens < most and high - best.tokens > max(best.tokens // FINEST, GRAIN):
+        if length >= high or length <= best.tokens:
+            length = rounded((best.tokens + high) / 2)
+        found = trials.of(length)
+        best, high = (best, length) if found is None else (found, high)
+        length = min(rounded(length * (1 + 1 / FINEST)), most)
     return best
 
 
@@ -161,14 +175,15 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             for name, section in ways(folder, asked.window).items():
                 print(name, flush=True)
-                tried(asked.at, section, 0)
+                Trials(name, section, 0, None).of(asked.at)
         return
     limit, start = int(asked.limit_gib * GIB), FIRST
     rows: list[tuple[str, Trial]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, section in ways(folder, asked.window).items():
             print(name, flush=True)
-            rows.append((name, longest(section, limit, start, asked.longest)))
+            trials = Trials(name, section, limit, asked.out.with_suffix(".json"))
+            rows.append((name, longest(trials, start, asked.longest)))
             start = max(rows[-1][1].tokens, GRAIN)
     first = rows[0][1].tokens
     lines = [
