@@ -252,6 +252,25 @@ def test_a_client_that_counted_another_world_is_told(monkeypatch: pytest.MonkeyP
             torch.distributed.destroy_process_group()
 
 
+@pytest.mark.usefixtures("as_deepspeed")
+@pytest.mark.parametrize(
+    ("said", "clips"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, 1.0),
+        ({"optimizer": {"type": "AdamW"}, "gradient_clipping": 0.0}, 0.0),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 2}}}, 0.0),
+    ],
+)
+def test_behind_the_name_gradients_are_clipped_by_its_default(said: dict[str, Any], clips: float) -> None:
+    importlib.import_module("deepspeed")
+    try:
+        engine = dz.initialize(model=nn.Linear(3, 2), config={"train_batch_size": 4, **said})[0]
+        assert engine.gradient_clipping() == clips
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+
 @pytest.mark.parametrize("door", ["initialize", "ZeroOptimizer"])
 def test_a_grad_scaler_beside_us_is_told_who_scales(door: str) -> None:
     model = nn.Linear(3, 2)

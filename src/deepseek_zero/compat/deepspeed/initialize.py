@@ -89,7 +89,9 @@ def initialize(
     raw = load(source, origin=origin, unknown="warn" if unchanged else "error")
     listen_as_stated(raw)
     if unchanged:
-        if "gradient_clipping" not in raw.autos:
+        # OneBitAdam's ranks have no sum of gradients whose norm could be clipped.
+        exchanges = str(lookup(raw.values, "optimizer.type", "")).lower() == "onebitadam"
+        if "gradient_clipping" not in raw.autos and not exchanges:
             raw = replace(raw, values={"gradient_clipping": DEFAULT_CLIPPING, **raw.values})
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     elif dist_init_required is not False:
