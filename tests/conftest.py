@@ -53,20 +53,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.add_cleanup(lambda: [pool.close() for pool in config.stash[POOLS].values()])
 
 
-SEVERAL_PROCESSES = ("tests/ranks/", "tests/clients/", "tests/gpu/", "tests/unit/test_hosts.py")
+MAKES_HOSTS = (
+    "unit/test_hosts",
+    *(f"ranks/test_{name}" for name in "hosts lost_hosts sockets_between_hosts stragglers worlds".split()),
+)
 
 
 @pytest.hookimpl(optionalhook=True)  # of xdist's
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Say what two workers do at one time (scripts/test): one of them runs every test of several processes, which
-    would fill the machine twice, and the other what remains, file by file.
+    """Let two workers take the tests file by file (scripts/test); those that make hosts of namespaces, which limit and
+    cut links, follow each other in one of them.
     """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = nodeid.split("::", 1)[0]
-            return "several processes" if file.startswith(SEVERAL_PROCESSES) else file
+            return "hosts" if file.removeprefix("tests/").removesuffix(".py") in MAKES_HOSTS else file
 
     return Scheduling(config, log)
 

@@ -85,7 +85,7 @@ def parse(text: str, source: str, lenient: bool = False) -> Document:
 def _hjson(text: str, keep_last: Any) -> dict[str, Any] | None:
     try:
         found = import_module("hjson").loads(text, object_pairs_hook=keep_last)
-    except (ValueError, ImportError):  # its own error is a ValueError
+    except (ValueError, LookupError, RecursionError, ImportError):  # it reads beyond the end of "{/*"
         return None
     return found if isinstance(found, dict) else None
 
