@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
@@ -74,10 +75,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return Scheduling(config, log)
 
 
+HEARD = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 @pytest.fixture(autouse=True)
 def _seed() -> Iterator[None]:
     seed_everything()
+    handlers = [(number, signal.getsignal(number)) for number in HEARD]
     yield
+    for number, handler in handlers:  # an engine that saved when asked to end ignores what asked it
+        signal.signal(number, handler)
     if dist.is_initialized():  # the tests' own process is nobody's rank
         dist.destroy_process_group()
         pytest.fail("the test left a process group behind")

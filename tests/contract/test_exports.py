@@ -42,6 +42,10 @@ def test_the_import_prints_nothing() -> None:
 
 def test_the_import_adds_little_to_that_of_torch() -> None:
     # CPU seconds: with warm files they are the wall seconds of an idle machine, and other work does not show in them.
-    code = "import time, torch; start = time.process_time(); import deepseek_zero; print(time.process_time() - start)"
+    # A collection walks torch's objects, whenever it comes: none of ours.
+    code = (
+        "import gc, time, torch; gc.disable(); start = time.process_time(); import deepseek_zero; "
+        "print(time.process_time() - start)"
+    )
     seconds = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
     assert statistics.median(seconds) < MOST_IMPORT_SECONDS, seconds

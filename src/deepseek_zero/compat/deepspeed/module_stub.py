@@ -160,6 +160,8 @@ class _Modules(MetaPathFinder, InspectLoader):
 
 
 def find_below() -> None:
-    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them last, once for all."""
+    """Let `import deepspeed.x` find the modules of the drop-in.  Python asks them first, once for all: folders that an
+    older version left behind, with nothing in them but compiled files, are packages to Python's own finders.
+    """
     if not any(isinstance(finder, _Modules) for finder in sys.meta_path):
-        sys.meta_path.append(_Modules())
+        sys.meta_path.insert(0, _Modules())
