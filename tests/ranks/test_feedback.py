@@ -34,7 +34,7 @@ KEPT: dict[str, tuple[str, float, int | None]] = {  # as what errors are kept, b
 }
 
 
-def start(run: Run, codes: str, kept: str, model: nn.Module | None = None, **keys: Any) -> Any:
+def start(run: Run, codes: str, kept: str, model: nn.Module | None = None, inside_bits: int = 16, **keys: Any) -> Any:
     """The engine of a run whose gradients are coded, with errors kept.  keys: of the configuration."""
     weights, gradients = CODES[codes]
     assert gradients is not None
@@ -43,7 +43,12 @@ def start(run: Run, codes: str, kept: str, model: nn.Module | None = None, **key
     zero = config["zero_optimization"]
     zero["compression"] = {
         "weights": {"bits": weights.bits, "block": weights.block} if weights is not None else {},
-        "gradients": {"bits": gradients.bits, "block": gradients.block, "error_feedback": how},
+        "gradients": {
+            "bits": gradients.bits,
+            "block": gradients.block,
+            "error_feedback": how,
+            "inside_bits": inside_bits,
+        },
         "min_numel": 0,
     }
     if reset is not None:
@@ -94,7 +99,9 @@ class FeedingBack(Rounding):
 
 @dataclass
 class HostsFeedingBack(FeedingBack):
-    """The reference whose hosts add up exact summands, and send each other their sums as codes."""
+    """The reference whose hosts add up summands, exact or through `inside`, and send each other their sums as codes."""
+
+    inside: Blocks | None = None
 
     def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
         runs = [self.plain_batch(of_rank[0]) for of_rank in batches]  # of one micro-batch each
@@ -111,7 +118,7 @@ class HostsFeedingBack(FeedingBack):
         self.adds_first, before = True, self.adds_first  # nothing is coded on the way
         found = Rounding.micro_batch(self, batch)
         self.adds_first = before
-        return found
+        return found if self.inside is None else (found[0], self.rounded(self.inside, found[1]))
 
 
 def reference_of(engine: Any, run: Run, codes: str, kept: str, ranks: int) -> FeedingBack:
@@ -179,15 +186,25 @@ def test_training_has_the_bits_of_one_process_that_keeps_every_ranks_errors(
 
 @pytest.mark.ranks(4, timeout=25)
 @pytest.mark.parametrize(
-    ("stage", "dtype", "kept", "bucket"),
-    [(1, "bf16", "int8", 4096), (2, "fp32", "loco", 4096), (3, "bf16", "bf16", ALL)],
+    ("stage", "dtype", "kept", "bucket", "inside"),
+    [
+        (1, "bf16", "int8", 4096, None),
+        (2, "fp32", "loco", 4096, None),
+        (3, "bf16", "bf16", ALL, None),
+        (2, "bf16", "bf16", 4096, Blocks(8, 256)),
+        (1, "fp32", "loco", ALL, Blocks(8, 256)),
+    ],
 )
 def test_where_sums_are_formed_by_host_errors_are_those_of_the_hosts_sums(
-    stage: int, dtype: str, kept: str, bucket: int
+    stage: int, dtype: str, kept: str, bucket: int, inside: Blocks | None
 ) -> None:
+    """inside: codes of summands inside a host, of which nothing is kept."""
     run = Run(stage, dtype, 1, 0, 0.3, "adamw", transport="gloo", bucket=bucket, ranks_per_host=2)
-    engine = start(run, "int4 gradients", kept)
-    assert_follows(engine, run, reference_of(engine, run, "int4 gradients", kept, 4), range(STEPS))
+    engine = start(run, "int4 gradients", kept, inside_bits=16 if inside is None else inside.bits)
+    reference = reference_of(engine, run, "int4 gradients", kept, 4)
+    assert isinstance(reference, HostsFeedingBack)
+    reference.inside = inside
+    assert_follows(engine, run, reference, range(STEPS))
     coded = [group.layout.padded_numel for group in engine.runtime.groups if group.planned.key.is_coded]
     bytes_each = 2 if kept != "int8" else 1 + 4 / 256
     assert engine.memory_report().measured["errors"] == sum(coded) / 2 * bytes_each

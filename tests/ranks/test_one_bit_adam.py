@@ -28,12 +28,14 @@ from tests.training import DTYPES, Run, train_step
 FREEZE, STEPS = 3, 6
 PARAMS = {"lr": 0.01, "weight_decay": 0.1, "freeze_step": FREEZE}
 BETA1, BETA2 = 0.9, 0.999
+FP16 = {"enabled": True, "initial_scale_power": 7, "loss_scale_window": 2, "hysteresis": 1}  # doubles every other step
 
 
 def start(run: Run, seed: int = 7, name: str = "OneBitAdam", **zero: Any) -> Any:
     """The engine of a run with the optimizer of that name.  zero: keys of zero_optimization."""
     config = run.config()
     config["zero_optimization"] |= zero
+    config["fp16"] = FP16 if run.dtype == "fp16" else {"enabled": False}
     params = dict(PARAMS) if name == "OneBitAdam" else {key: PARAMS[key] for key in ("lr", "weight_decay")}
     config["optimizer"] = {"type": name, "params": params}
     return deepseek_zero.initialize(model=seeded(seed=seed), config=config)[0]
@@ -47,12 +49,27 @@ def signs_of(values: Tensor, count: int) -> Tensor:
 
 @dataclass
 class OneBit(Reference):
-    """The reference that from `freeze` steps on exchanges signs of momenta.  layouts: of the flat buffers."""
+    """The reference that from `freeze` steps on exchanges signs of momenta.  layouts: of the flat buffers.  scale: that
+    losses are multiplied by, a power of two.
+    """
 
     layouts: Sequence[Any] = ()
+    scale: float = 1.0
     steps: int = 0
     momenta: list[Tensor] = field(default_factory=list)
     left: dict[tuple[int, int], Tensor] = field(default_factory=dict)  # by buffer and rank; of owners by -1 - rank
+
+    def micro_batch(self, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+        for weight in self.weights:
+            weight.grad = None
+        loss = self.model(batch.tokens, batch.targets)
+        factor = self.scale / self.accumulation
+        (loss if factor == 1.0 else loss.float() * factor).backward()
+        return loss.detach(), [grad for weight in self.weights if (grad := weight.grad) is not None]
+
+    def gradients(self, batches: Sequence[Sequence[Batch]]) -> tuple[list[list[Tensor]], list[Tensor]]:
+        losses, reduced = super().gradients(batches)
+        return losses, [grad.float() / self.scale for grad in reduced]
 
     def step(self, batches: Sequence[Sequence[Batch]], norm: float | None = None) -> tuple[list[list[Tensor]], float]:
         self.steps += 1
@@ -79,7 +96,7 @@ class OneBit(Reference):
         for number, layout in enumerate(self.layouts):
             sent = []
             for rank in range(self.ranks):
-                new = self.flat(layout, grads[rank]) * (1 - BETA1)
+                new = self.flat(layout, grads[rank]) * ((1 - BETA1) / self.scale)
                 before = self.left.get((number, rank), torch.zeros_like(new))
                 own = before + self.momenta[number] * BETA1 + new
                 rests: dict[int, Tensor] = {}
@@ -131,6 +148,8 @@ CASES = [
     (1, "bf16", 1, 2, "gloo"),
     (1, "fp32", 2, 4, "fastest"),
     (1, "bf16", 1, 3, "fastest"),
+    (0, "fp16", 2, 2, "fastest"),
+    (1, "fp16", 1, 3, "gloo"),
 ]
 
 
@@ -149,13 +168,14 @@ def test_training_has_adams_bits_and_then_those_of_one_process_that_exchanges_si
         ranks,
         accumulation,
         True,
-        DTYPES[dtype],
+        DTYPES.get(dtype, torch.float16),
         lambda params: torch.optim.AdamW(params, lr=0.01, weight_decay=0.1, foreach=False, fused=False),
         layouts=[group.layout for group in groups],
     )
     meter = engine.runtime.comm.meter
     for step in range(STEPS):
         meter.reset()
+        reference.scale = engine.optimizer.loss_scale
         losses = train_step(engine, run, step)
         everyone = [[batch_of(step, micro, rank) for micro in range(accumulation)] for rank in range(ranks)]
         expected, _ = reference.step(everyone, engine.get_global_grad_norm())
@@ -186,7 +206,7 @@ def test_the_warm_up_is_that_of_adamw_with_its_own_kernels() -> None:
 @pytest.mark.ranks(2, timeout=25)
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp_path: Path) -> None:
-    run = Run(stage, "bf16")
+    run = Run(stage, "fp16" if stage else "bf16")
     engine = start(run)
     losses = []
     for step in range(STEPS):
@@ -214,17 +234,18 @@ def test_a_run_goes_on_bit_by_bit_from_either_side_of_the_freeze(stage: int, tmp
 
 
 @pytest.mark.ranks(2, timeout=25)
-def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind() -> None:
-    run = Run(1, "bf16")
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_step_that_is_not_finite_is_skipped_and_leaves_nothing_behind(dtype: str) -> None:
+    run = Run(1, dtype)
     engine = start(run)
     for step in range(FREEZE + 2):
         train_step(engine, run, step)
-    before = masters_of(engine)
+    before, scale = masters_of(engine), engine.optimizer.loss_scale
     batch = batch_of(9, 0, dist.get_rank())
     loss = engine(batch.tokens, batch.targets)
     engine.backward(loss * (float("inf") if dist.get_rank() == 1 else 1.0))
     engine.step()
-    assert engine.skipped_steps == 1
+    assert engine.skipped_steps == 1 and engine.optimizer.loss_scale == scale / (2 if dtype == "fp16" else 1)
     assert_same_bits(masters_of(engine), before, "masters of a skipped step")
     for group in engine.runtime.groups:
         assert not group.momentum.worker.any() and not group.momentum.server.any()

@@ -75,6 +75,11 @@ def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: 
     asked, shard = settings.compression, comm.shard
     if not asked.left_open:
         return settings
+    if settings.stage in (1, 2) and asked.weights is None:
+        log_once(
+            f"compression.auto: at stage {settings.stage} it does not choose the bits of weights, which are sent as "
+            "they are: which masters a run has hangs on them.  compression.weights.bits states them."
+        )
     table = comm.whole.all_gather_rows(torch.tensor([shard.far_size]), "who has ranks on other hosts")
     if not int(table.min()):
         log_once("compression.auto: the ranks that share slices are on one host, so nothing is coded by choice.")

@@ -222,6 +222,16 @@ class ShardedOptimizer(ScalesItself, Optimizer):
         """Return the factor that losses are multiplied by now."""
         return self.scaler.scale if self.scaler is not None else 1.0
 
+    @property
+    def grad_scale(self) -> float:
+        """Return the factor that what is held as gradients is multiplied by: the loss scale; 1.0 of momenta."""
+        return 1.0 if self.scaler is None or self._holds_momenta else self.scaler.scale
+
+    @property
+    def _holds_momenta(self) -> bool:
+        """Return whether what is held as gradients are momenta (OneBitAdam), which are exchanged without a scale."""
+        return any(group.momentum is not None for group in self.runtime.trained_groups)
+
     def shards(self) -> list[MasterShard]:
         """Return every shard this rank updates."""
         return [shard for shards in self.shards_by_group for shard in shards]
@@ -237,7 +247,8 @@ class ShardedOptimizer(ScalesItself, Optimizer):
             ParamGroupPlan(each, frozenset(names), uncut)
             for each, names, uncut in zip(options, self.names_by_group, self.uncut, strict=True)
         ]
-        scales, undoes = self.scaler is not None or self.settings.max_norm > 0, self.speculative is not None
+        scales = self.settings.max_norm > 0 or (self.scaler is not None and not self._holds_momenta)
+        undoes = self.speculative is not None
         settings = update_settings_of(self.settings, optimizer, chosen, scales_grads=scales, undoes=undoes)
         ranges = [[shard.planned for shard in shards] for shards in self.shards_by_group]
         units = [unit.planned for unit in self.runtime.units]
@@ -442,7 +453,7 @@ class ShardedOptimizer(ScalesItself, Optimizer):
                     each.wait()
             if any(group.gradient.absent for group in groups):
                 self.cut_apart(lambda cover: cover.is_absent)
-            scale = self.loss_scale
+            scale = self.grad_scale
             self.overflow = not verdict.is_finite and (self.scaler is not None or self.settings.check_finite)
             skip = self.overflow or is_idle
             factor = clip_factor(verdict.norm / scale, self.settings.max_norm) / scale
@@ -793,7 +804,6 @@ def refuse_beside_exchange(runtime: Runtime, settings: StepSettings, groups: Seq
     rows = [group.plan for group in runtime.trained_groups]
     found = {
         f"stage {plan.stage}": plan.stage > 1,
-        "fp16": plan.policy.compute is torch.float16,
         "gradient_clipping": settings.max_norm > 0,
         "codes of gradients (zero_quantized_gradients, compression.auto)": plan.compression.codes_gradients,
         "communication_data_type": plan.policy.reduce is not None,

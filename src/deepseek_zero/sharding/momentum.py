@@ -63,19 +63,22 @@ class Momentum:
         """Return all that is held."""
         return [*self.states().values(), self._coming]
 
-    def exchange(self, partial_grad: FlatBuffer, into: Tensor, what: str) -> Pending:
+    def exchange(self, partial_grad: FlatBuffer, into: Tensor, what: str, loss_scale: float) -> Pending:
         """Start to exchange momenta: `into` is the new one of all ranks, of this rank's slice or of all elements.
 
-        partial_grad: this rank's own gradient, whole.  into: fp32, maybe a view of it.  Collective within "reduce".
+        partial_grad: this rank's own gradient, whole, multiplied by loss_scale; momenta, and what signs leave out of
+        them, are not.  into: fp32, maybe a view of it.  Collective within "reduce".
         """
         comm, pool, length = self.comm_ctx.comm, self.comm_ctx.pool, self._length
         sent = pool.take(comm.size * length, SIGNS.dtype)
         room = None if comm.reads_in_place else pool.take((comm.size - 1) * length, SIGNS.dtype)
         (boxes,) = boxes_in(room, comm, length)
         pieces, scratch = sent.split(length), lend_scratch(pool)
+        weight = (1 - self.beta1) * comm.size / self.comm_ctx.divisor / loss_scale  # of a gradient in the new momentum
         for rank in range(comm.size):
             low, high = self.layout.bounds(rank)
-            self._add_own(self.worker[low:high], self._piece(self.signs, rank), partial_grad.memory[low:high], scratch)
+            old, grad = self._piece(self.signs, rank), partial_grad.memory[low:high]
+            self._add_own(self.worker[low:high], old, grad, weight, scratch)
         self._clear_padding(self.worker, 0)
         for rank, piece in enumerate(pieces):
             low, high = self.layout.bounds(rank)
@@ -114,9 +117,9 @@ class Momentum:
     def _piece(self, message: Tensor, rank: int) -> Tensor:
         return message[rank * self._length : (rank + 1) * self._length]
 
-    def _add_own(self, total: Tensor, old: Tensor, grad: Tensor, scratch: Tensor) -> None:
-        """total += beta1 m + (1 - beta1) g, each product rounded before it is added."""
-        tile, weight = scratch.numel() // 2, (1 - self.beta1) * self.comm_ctx.comm.size / self.comm_ctx.divisor
+    def _add_own(self, total: Tensor, old: Tensor, grad: Tensor, weight: float, scratch: Tensor) -> None:
+        """total += beta1 m + weight g, each product rounded before it is added."""
+        tile = scratch.numel() // 2
         for low in range(0, total.numel(), tile):
             high = min(low + tile, total.numel())
             kept, new = scratch[: high - low], scratch[tile : tile + high - low]

@@ -896,7 +896,7 @@ class Gradient:
         own, waits = self._own(partial), group.comm_ctx.replicas is not None
         if group.momentum is not None:
             group.guard.before_write()
-            pending = group.momentum.exchange(partial, own, what)
+            pending = group.momentum.exchange(partial, own, what, group.optimizer().loss_scale)
             self._enter(GradState.REDUCING)
             self._reduction = pending.then(self._summed)
             return self._reduction

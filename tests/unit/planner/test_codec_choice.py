@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deepseek_zero.base.mesh import Mesh
+from deepseek_zero.config import Config
+from deepseek_zero.engine import planning
 from deepseek_zero.planner.codec_choice import CodecRate, Open, choose_codes, gather_traffic, reduce_traffic
-from deepseek_zero.planner.spec import Compression
+from deepseek_zero.planner.spec import Compression, PlanSettings
 from deepseek_zero.precision.codecs import Blocks
 
 INT8, INT4 = Blocks(8, 256), Blocks(4, 128)
@@ -55,3 +60,17 @@ def test_what_is_stated_stays_and_the_numbers_are_said() -> None:
     assert replace(found, why="") == replace(asked, gradients=INT4)
     assert "a rank sends 11.9 MiB/s to other hosts" in found.why and "weights" not in found.why
     assert "gradients int4/128 (ns an element: as they are 80.00, int8/256 41.93, int4/128 23.07)" in found.why
+
+
+@pytest.mark.parametrize(("stage", "weights", "is_said"), [(2, None, True), (2, INT8, False), (3, None, False)])
+def test_that_weights_are_not_chosen_for_at_stages_1_and_2_is_said(
+    stage: int, weights: Blocks | None, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(planning, "log_once", said.append)
+    alone: Any = SimpleNamespace(
+        shard=SimpleNamespace(far_size=0), whole=SimpleNamespace(all_gather_rows=lambda row, what: row[None])
+    )
+    settings = PlanSettings(stage, compression=Compression(weights=weights, left_open=("gradients",)))
+    planning.with_chosen_codes(Config(), settings, alone, Mesh())
+    assert any("compression.weights.bits states them" in line for line in said) == is_said
