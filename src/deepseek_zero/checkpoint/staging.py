@@ -132,3 +132,16 @@ def staged_output(out: Path) -> Iterator[StagedOutput]:
         yield output
     finally:
         output.discard()  # nothing, once it is in place
+
+
+@contextmanager
+def in_turn(out: Path) -> Iterator[None]:
+    """Let processes of this host that make the same output run the block one behind the other."""
+    files.make_folders(out.parent)
+    descriptor = os.open(out.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -238,6 +238,17 @@ def off_default_example(model: type[Section], path: str) -> Any:
     return row.example
 
 
+def kind_of(model: type[Section], path: str) -> Any:
+    """Return the type of a key's values, as its field declares it."""
+    *sections, last = path.split(".")
+    for name in sections:
+        inner = subsection(model.model_fields[name])
+        if inner is None:
+            raise KeyError(path)
+        model = inner
+    return model.model_fields[last].annotation
+
+
 def off_default_config(model: type[Section], path: str) -> dict[str, Any]:
     """Return a configuration that moves `path` off its default and sets what it needs beside it."""
     row = next(row for row in rows(model) if row.path == path)

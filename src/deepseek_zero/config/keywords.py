@@ -551,6 +551,8 @@ class PipelineKeywords(TypedDict, total=False):
     """Seed every layer on its own."""
     activation_checkpoint_interval: float | Auto | None
     """So many layers of a PipelineModule at a time are recomputed in backward; 0: as its argument says."""
+    use_reentrant: bool | Auto | None
+    """Recompute layers reentrantly."""
     pipe_partitioned: bool | Auto | None
     """Send activations partitioned over tensor-parallel ranks."""
     grad_partitioned: bool | Auto | None

@@ -791,7 +791,9 @@ class Checkpoint(Section):
         needs={"checkpoint.keep_last": 3},
     )
     save_on_signal: SaveOnSignal = section(SaveOnSignal, "Saving when somebody asks the job to end.")
-    load_universal: bool = later(False, "Load from DeepSpeed's universal format.", Milestone.CHECKPOINTS, example=True)
+    load_universal: bool = accepted(
+        False, "Load from DeepSpeed's universal format.", "every checkpoint loads at any number of ranks"
+    )
     use_node_local_storage: bool = later(
         False, "Every node writes to a disk of its own.", Milestone.CHECKPOINTS, example=True
     )
@@ -1111,6 +1113,9 @@ class Pipeline(Section):
         example=1,
         ge=0,
         needs=_STAGES,
+    )
+    use_reentrant: bool | None = accepted(
+        None, "Recompute layers reentrantly.", "recomputation is never reentrant, and gives the same bits"
     )
     pipe_partitioned: bool = accepted(
         True, "Send activations partitioned over tensor-parallel ranks.", "the same bits travel either way"

@@ -157,7 +157,7 @@ class Observer:
         self._record: StepRecord | None = None
         self._unread: list[Tensor] = []  # losses of the last step, which its record lacks
         self._losses: list[Tensor] = []
-        self._profiled = False
+        self.profile: ForwardCost | None = None  # of the forward that flops_profiler asks for, once it has run
         self._began = time.perf_counter()
         self._sent = self._tokens = 0
         self.micro_tokens: int | None = None  # of the last micro-batch
@@ -189,12 +189,12 @@ class Observer:
     def profiled(self, engine: Engine) -> AbstractContextManager[Any]:
         """Count the operations of one forward on rank 0: the first one after as many steps as flops_profiler says."""
         wanted = self.settings.flops
-        due = wanted is not None and not self._profiled and engine.global_steps >= wanted.step and is_rank_zero()
+        due = wanted is not None and self.profile is None and engine.global_steps >= wanted.step and is_rank_zero()
         return self._profile(engine, wanted) if due and wanted is not None else nullcontext()
 
     @contextmanager
     def _profile(self, engine: Engine, wanted: FlopsSettings) -> Iterator[None]:
-        self._profiled, cost = True, ForwardCost(engine.module)
+        self.profile = cost = ForwardCost(engine.module)
         cost.start()
         try:
             yield

@@ -8,7 +8,7 @@ Groups say which they are with `use_muon`; `Muon.parameter_groups(model)` makes 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -102,7 +102,10 @@ class Muon(Optimizer):
 
     @staticmethod
     def divide_groups(model: nn.Module, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Each group without `use_muon` divided into its hidden matrices and the rest; its other settings stay."""
+        """Each group without `use_muon` divided into its hidden matrices and the rest; its other settings stay.
+
+        A parameter that has an attribute `use_muon` says itself which it is.
+        """
         tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag)}
         outer = tables | {id(parameter) for name, parameter in model.named_parameters() if _is_outer(name)}
         divided: list[dict[str, Any]] = []
@@ -111,7 +114,7 @@ class Muon(Optimizer):
                 divided.append(dict(group))
                 continue
             for kind in (True, False):
-                members = [m for m in group["params"] if (_tensor(m).ndim >= 2 and id(_tensor(m)) not in outer) is kind]
+                members = [m for m in group["params"] if _is_hidden(_tensor(m), outer) is kind]
                 if members:
                     divided.append({**group, "params": members, "use_muon": kind})
         return divided
@@ -249,6 +252,12 @@ def _newton_schulz_gram(x: Tensor, steps: int) -> Tensor:
 
 def _as_matrices(update: Tensor) -> Tensor:
     return update.reshape(update.shape[0], -1) if update.ndim > 3 else update
+
+
+def _is_hidden(tensor: Tensor, outer: Collection[int]) -> bool:
+    """Return what the tensor says of itself, else whether it is a matrix and none of those in `outer`, by id."""
+    said = getattr(tensor, "use_muon", None)
+    return tensor.ndim >= 2 and (id(tensor) not in outer if said is None else bool(said))
 
 
 def _is_outer(name: str) -> bool:

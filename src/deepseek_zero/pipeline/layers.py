@@ -209,8 +209,8 @@ class LayerStages(nn.Module):
         for start in range(0, count, interval):
             end = min(start + interval, count)
             part = partial(self._run_unpacked, start, end, self.micro_offset + 1)
-            given = x if isinstance(x, tuple) else (x,)
-            x = self.activation_checkpoint_func(part, *given) if self._recomputes(start, end) else part(*given)
+            given, recomputed = x if isinstance(x, tuple) else (x,), self.recomputes(self.forward_funcs[start:end])
+            x = self.activation_checkpoint_func(part, *given) if recomputed else part(*given)
         return x
 
     def _run_unpacked(self, start: int, end: int, offset: int, *inputs: Any) -> Any:
@@ -224,8 +224,8 @@ class LayerStages(nn.Module):
             x = layer(x)
         return x
 
-    def _recomputes(self, start: int, end: int) -> bool:
-        layers = self.forward_funcs[start:end]
+    def recomputes(self, layers: Sequence[Callable[..., Any]]) -> bool:
+        """Return whether layers that run behind each other may be recomputed in backward."""
         if self.checkpointable_layers is not None:
             return all(type(layer).__name__ in self.checkpointable_layers for layer in layers)
         return any(isinstance(layer, nn.Module) and any(True for _ in layer.parameters()) for layer in layers)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import pytest
 
-from deepseek_zero.config import Config
-from deepseek_zero.config.fields import Status, off_default_config, rows
+from deepseek_zero.config import Config, Facts, resolve
+from deepseek_zero.config.fields import Status, kind_of, off_default_config, rows
 from deepseek_zero.config.load import load
+from deepseek_zero.config.raw_config import put
 
 # Keys that DeepSpeed 0.19.8 has taken out and refuses itself, and those that are this library's own.
 REFUSED_THERE = {"amp", "elasticity", "sparse_attention", "compression_training", "nebula", "eigenvalue"}
@@ -123,16 +126,49 @@ def test_a_clients_configuration_is_taken(client: str) -> None:
     load(CLIENTS[client], unknown="warn")
 
 
-def test_no_key_of_the_grammar_is_refused_behind_the_name() -> None:
-    refused = {}
+FACTS = Facts(
+    client_optimizer={"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    total_steps=100,
+    hidden_size=16,
+    loader_micro_batch=1,
+)
+ONE_RANK = {"data_parallel_size", "dp_degree"}  # they state how many there are
+
+
+def values_of(kind: Any, example: Any) -> Iterator[Any]:
+    """Yield legal values of a key by its type, as JSON has them and as DeepSpeed reads them: 1 or "true" for true."""
+    if get_origin(kind) is Literal:
+        yield from get_args(kind)
+    elif get_origin(kind) in (Union, UnionType):
+        for option in get_args(kind):
+            yield from values_of(option, example)
+    elif kind is bool:
+        yield from (True, False, 1, 0, "true", "False")
+    elif kind is NoneType:
+        yield None
+    elif kind in (int, float) and isinstance(example, (int, float)):
+        yield from (example, float(example), str(example))
+
+
+def test_no_legal_value_of_a_key_is_refused_behind_the_name() -> None:
+    refused, tried = {}, 0
     for row in rows(Config):
         if (row.status is Status.LATER and not row.instead) or row.path.split(".")[0] in REFUSED_THERE or row.requires:
             continue  # refused by name, with its reason, on the configuration page
-        try:
-            load(off_default_config(Config, row.path), unknown="warn")
-        except Exception as error:
-            refused[row.path] = str(error)
-    assert not refused
+        every = [row.default, row.example, *values_of(kind_of(Config, row.path), row.example)]
+        for value in [1] if row.path in ONE_RANK else every:
+            config, (section, _, key) = off_default_config(Config, row.path), row.path.rpartition(".")
+            put(config, row.path, value)
+            if key == "device" and value == "nvme":
+                put(config, f"{section}.nvme_path", "a folder")
+            if key == "nvme_path" and value is None:
+                put(config, f"{section}.device", "cpu")
+            tried += 1
+            try:
+                resolve(load(config, unknown="warn"), FACTS)
+            except Exception as error:
+                refused[row.path, repr(value)] = str(error)
+    assert not refused and tried > 1000
 
 
 def test_what_deepspeed_reads_leniently_is_read_so() -> None:

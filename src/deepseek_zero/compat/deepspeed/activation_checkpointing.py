@@ -5,6 +5,7 @@ activations/recompute.py does it; `deepseek_zero.checkpointing` re-exports these
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from ...config import Config
 from ...config.load import load
 from ...engine.settings import recompute_settings_of
 from ...tiers.tier import Tier
+from .dropin import is_dropin_imported
 from .random_streams import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
@@ -45,7 +47,29 @@ WORDS = (
     "profile",
 )
 
-non_reentrant_checkpoint = checkpoint
+# DeepSpeed keeps these as variables of its module, which programs read.
+VARIABLES: dict[str, Callable[[RecomputeSettings], Any]] = {
+    "PARTITION_ACTIVATIONS": lambda settings: settings.partitioned,
+    "CONTIGUOUS_CHECKPOINTING": lambda settings: settings.tier is Tier.DEVICE,
+    "CPU_CHECKPOINT": lambda settings: settings.tier is Tier.HOST,
+    "PROFILE_TIME": lambda settings: settings.profile,
+    "SYNCHRONIZE": lambda settings: False,
+    "num_layers": lambda settings: settings.checkpoints,
+    "mpu": lambda settings: None,
+    "deepspeed_checkpointing_enabled": lambda settings: is_configured(),
+    "_cpu_offload_engine": lambda settings: None,  # inputs are parked by the arena of an engine
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in VARIABLES:
+        return VARIABLES[name](_settings(None))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Do what `checkpoint` does, which is never reentrant; a `PipelineModule` tells the two apart."""
+    return checkpoint(function, *args)
 
 
 def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> None:
@@ -62,6 +86,13 @@ def configure(mpu_: Any = None, deepspeed_config: Any = None, **words: Any) -> N
         )
     if mpu_ is not None:
         tell_of(mpu_)
+    contiguous = words.get("contiguous_checkpointing") and words.get("num_checkpoints") is None
+    if contiguous and deepspeed_config is None and is_dropin_imported():
+        raise UsageError(
+            "Must specify the number of layers with contiguous memory checkpointing",
+            "DeepSpeed allocates for so many.",
+            "pass num_checkpoints=the number of layers, or leave contiguous_checkpointing out.",
+        )
     before = recompute.current()
     settings = _changed(_settings(deepspeed_config), words)
     tp = before.tp if before is not None and settings.partitioned else None

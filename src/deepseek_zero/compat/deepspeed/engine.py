@@ -21,6 +21,7 @@ from ...base.given import path_of, refuse
 from ...base.log import log_once
 from ...checkpoint.contents import SaveSettings
 from ...checkpoint.export import ExportSettings, consolidated, export_file
+from ...checkpoint.format import LATEST, LATEST_UNIVERSAL
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES
 from ...comm.context import local_rank
 from ...engine import exporting, saving
@@ -31,6 +32,7 @@ from . import groups
 from .checkpoint import DEEPSPEED
 from .dropin import is_dropin_imported
 from .missing import ENGINE, engine_name_missing, missing_names
+from .profiling import FlopsProfiler
 
 __all__ = ["DeepSpeedEngine"]
 
@@ -64,6 +66,13 @@ def _scale_arguments(engine: Engine) -> dict[str, Any] | None:
         "delayed_shift": fp16.hysteresis,
         "consecutive_hysteresis": fp16.consecutive_hysteresis,
     }
+
+
+def _flops_profiler(engine: Engine) -> Any:
+    """Return a view of the forward that was profiled; None where the configuration asks for none."""
+    asked = engine.config.flops_profiler
+    found = FlopsProfiler(engine.module, engine, asked.recompute_fwd_factor, engine.observer.profile)
+    return found if asked.enabled else None
 
 
 GETTERS: dict[str, Callable[[Engine], Any]] = {
@@ -178,6 +187,7 @@ ATTRIBUTES: dict[str, Callable[[Engine], Any]] = {
     "data_parallel_group": lambda e: groups.group_of(*groups.DATA, over=e.mesh),
     "seq_parallel_group": lambda e: groups.group_of(*groups.SEQUENCE, over=e.mesh),
     "mpu": lambda e: e.client_mpu,
+    "flops_profiler": _flops_profiler,
     "monitor": lambda e: e.observer.monitor,
     "timers": lambda e: e.observer.timers,
     "basic_optimizer": lambda e: e.optimizer.inner if e.optimizer is not None else None,
@@ -324,6 +334,8 @@ class DeepSpeedEngine(Engine):
         _refuse_load_fn("load_checkpoint", custom_load_fn)
         folder = path_of("load_checkpoint", "load_dir", load_dir)
         restore = saving.Restore(load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        if tag is None and not (folder / LATEST).exists() and (converted := folder / LATEST_UNIVERSAL).exists():
+            tag = converted.read_text(encoding="utf-8").strip()
         return saving.load_checkpoint(self, folder, tag, restore)
 
     def finish_saving(self) -> None:

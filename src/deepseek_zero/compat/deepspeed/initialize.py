@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Adam, AdamW
 
-from ...base.errors import UsageError
+from ...base.errors import NotBuiltError, UsageError
 from ...base.given import refuse, whole_number
 from ...config import choose_source
 from ...config.load import load
@@ -37,7 +37,8 @@ from .comm import init_distributed, join
 from .dropin import is_dropin_imported
 from .engine import DeepSpeedEngine
 from .mpu import accelerate_statements, mesh_param_statement, mpu_statement
-from .optimizer import NamedOptimizer
+from .muon import mark_parameters
+from .optimizer import class_of
 from .parameters import ParameterOffload, show_ds_names
 
 if TYPE_CHECKING:
@@ -99,6 +100,7 @@ def initialize(
     if unchanged:
         refuse_miscount()
         refuse_unmanaged(raw, model)
+        refuse_other_sums(raw)
     statements = [*accelerate_statements()] if unchanged else []
     if (asked := tensor_parallel_statement(model, raw, mpu is not None)) is not None:
         statements.append(asked)
@@ -107,6 +109,7 @@ def initialize(
     listed: Any = model if hasattr(model, "mesh_statement") else None  # a PipelineModule
     if listed is not None:
         statements.append(listed.mesh_statement())
+        listed.take_configured(lookup(raw.values, "pipeline") or {})
     engine_class = DeepSpeedEngine if listed is None else listed.engine_class
     if mesh_param is not None:
         statements.append(mesh_param_statement(mesh_param))
@@ -125,13 +128,15 @@ def initialize(
     )
     if unchanged:
         end_engine_of(model)
+        if str(lookup(raw.values, "optimizer.type", "")).lower() == "muon":
+            mark_parameters(model)
     request.leaf_modules = leaf_module_names(model)
     leaves = lookup(raw.values, "zero_optimization.leaf_module") or {}
     mark_configured(model, *(leaves.get(name, ()) for name in ("classes", "names", "name_suffixes")))
     engine = start(raw, request, engine_class)
     assert isinstance(engine, DeepSpeedEngine)
     if engine.optimizer is not None:
-        engine.optimizer.__class__ = NamedOptimizer
+        engine.optimizer.__class__ = class_of(engine.optimizer)
         if isinstance(engine.optimizer.inner, Adam):
             vars(engine.optimizer.inner)["adam_w_mode"] = isinstance(engine.optimizer.inner, AdamW)
     if engine.runtime.settings.stage == 3:
@@ -180,6 +185,20 @@ def refuse_unmanaged(raw: RawConfig, model: nn.Module) -> None:
     else:
         return
     raise UsageError(what, fix="leave one of the two keys out.")
+
+
+def refuse_other_sums(raw: RawConfig) -> None:
+    """Raise NotBuiltError where DeepSpeed does: at stage 0 it sums gradients in the dtype of the weights alone."""
+    asked = lookup(raw.values, "data_types.grad_accum_dtype")
+    if asked is None or lookup(raw.values, "zero_optimization.stage", 0) != 0:
+        return
+    computes = next((dtype for dtype in ("fp16", "bf16") if lookup(raw.values, f"{dtype}.enabled") is True), "fp32")
+    if asked in ("fp16", "bf16", "fp32") and asked != computes:
+        raise NotBuiltError(
+            f"unsupported mix of model_dtype={computes} and grad_accum_dtype={asked} at stage 0.",
+            "DeepSpeed refuses it, too.",
+            "leave data_types.grad_accum_dtype out, or use stage 1.",
+        )
 
 
 def refuse_miscount() -> None:

@@ -84,8 +84,7 @@ MISSING: dict[str, Rows] = {
     ),
     "deepspeed.accelerator": ((N, "CUDA GPUs and CPUs are what is served", "cuda_accelerator cpu_accelerator"),),
     "deepspeed.checkpoint": (
-        (N, UNIVERSAL, "ds_to_universal universal_checkpoint enable_universal_checkpoint DeepSpeedCheckpoint"),
-        (N, UNIVERSAL, "ZeROCheckpoint get_model_3d_descriptor SubparamShape merge_state"),
+        (N, UNIVERSAL, "universal_checkpoint enable_universal_checkpoint SubparamShape merge_state"),
     ),
     "deepspeed.checkpointing": ((N, "torch's own checkpoint does the work", "CheckpointFunction set_num_layers"),),
     "deepspeed.comm": (
@@ -133,7 +132,6 @@ MISSING: dict[str, Rows] = {
         (N, "the key zero_optimization.mics_shard_size serves, and zero.Init builds", "mics MiCS_Init"),
         (N, GATHERS, "DeepSpeedZeRoOffload DeepSpeedTensorOverride parameter_offload"),
         (N, "a layer that returns its bias beside its output is not tiled", "TiledLinearReturnBias"),
-        (N, "Muon is an optimizer by name (`optimizer.type`)", "muon"),
         (N, TIERS, "offload_states"),
     ),
     "deepspeed.runtime.zero.partition_parameters": (

@@ -7,11 +7,15 @@ by a tier (OPS).  A builder's `load()` would hand out a C++ module, and says why
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from ...base.errors import NotBuiltError
+from torch.optim import AdamW
+
+from ...base.errors import NotBuiltError, UsageError
 from ...optim.registry import resolve_optimizer
 from ...optim.sharded import ShardedOptimizer
+from . import cpu_adam
 
 
 class _Made(type):
@@ -19,46 +23,77 @@ class _Made(type):
 
     rule: str
     lr: float
+    order: str  # DeepSpeed's arguments behind the parameters, as they may be passed by place
 
     def __call__(cls, *params: Any, **options: Any) -> Any:
         given = params[0] if params else options.pop("model_params", options.pop("params", None))
-        return resolve_optimizer(cls.rule, {"lr": params[1] if len(params) > 1 else cls.lr, **options}).build(given)
+        named = dict(zip(cls.order.split(), params[1:], strict=False))
+        return cls.made(given, {"lr": cls.lr, **named, **options})
+
+    def made(cls, params: Any, options: dict[str, Any]) -> Any:
+        """Return the optimizer of these parameters, or groups of them."""
+        return resolve_optimizer(cls.rule, options).build(params)
 
     def __instancecheck__(cls, instance: object) -> bool:
         found = instance.inner if isinstance(instance, ShardedOptimizer) else instance
         return any(kind.__name__.removesuffix("W") == cls.rule for kind in type(found).__mro__)
 
 
-class DeepSpeedCPUAdam(metaclass=_Made):
+class _MadeOnCpu(_Made):
+    """The class of DeepSpeedCPUAdam, whose optimizers have more methods than torch's."""
+
+    def made(cls, params: Any, options: dict[str, Any]) -> Any:
+        if options.pop("amsgrad", False):
+            raise UsageError("DeepSpeedCPUAdam does not support the AMSGrad variant.", fix="use torch.optim.AdamW.")
+        own: dict[str, Any] = {
+            name: options.pop(name) for name in ("fp32_optimizer_states", "bias_correction") if name in options
+        }
+        spec = resolve_optimizer(cls.rule, options)
+        made = replace(spec, cls=cpu_adam.AdamW if issubclass(spec.cls, AdamW) else cpu_adam.Adam).build(params)
+        vars(made).update(own)
+        return made
+
+
+class DeepSpeedCPUAdam(metaclass=_MadeOnCpu):
     """Makes an Adam or, unless `adamw_mode` is false, AdamW, without decay unless asked for."""
 
     rule, lr = "Adam", 1e-3
+    order = "lr bias_correction betas eps weight_decay amsgrad adamw_mode fp32_optimizer_states"
 
 
-class FusedAdam(DeepSpeedCPUAdam):
+class FusedAdam(metaclass=_Made):
     """Makes an Adam or, unless `adam_w_mode` is false, AdamW, without decay unless asked for."""
+
+    rule, lr = "Adam", 1e-3
+    order = "lr bias_correction betas eps adam_w_mode weight_decay amsgrad set_grad_none"
 
 
 class DeepSpeedCPUAdagrad(metaclass=_Made):
     """Makes an Adagrad."""
 
     rule, lr = "Adagrad", 1e-2
+    order = "lr eps weight_decay amsgrad fp32_optimizer_states"
 
 
 class DeepSpeedCPULion(metaclass=_Made):
     """Makes a Lion."""
 
     rule, lr = "Lion", 1e-3
+    order = "lr betas weight_decay fp32_optimizer_states"
 
 
-class FusedLion(DeepSpeedCPULion):
+class FusedLion(metaclass=_Made):
     """Makes a Lion."""
+
+    rule, lr = "Lion", 1e-4
+    order = "lr betas weight_decay set_grad_none"
 
 
 class FusedLamb(metaclass=_Made):
     """Makes a LAMB."""
 
     rule, lr = "Lamb", 1e-3
+    order = "lr bias_correction betas eps eps_inside_sqrt weight_decay max_grad_norm max_coeff min_coeff amsgrad"
 
 
 # Builder: (DeepSpeed's name of the op, what serves here or "")

@@ -6,6 +6,7 @@ added.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,6 +135,27 @@ class NamedOptimizer(ShardedOptimizer):
         return [torch.cat([torch.zeros(0), *(part.reshape(-1) for part in each)]) for each in parts]
 
     single_partition_of_fp32_groups = fp32_partitioned_groups_flat = fp32_groups_flat
+
+
+def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
+    """Return the class under DeepSpeed's names.  Where DeepSpeed has no optimizer of its own, at stage 0 in fp32, it is
+    also a class of the optimizer's that computes, and equal to that.
+    """
+    settings, inner = optimizer.runtime.settings, type(optimizer.inner)
+    is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
+    return _plain_class(inner) if is_plain else NamedOptimizer
+
+
+@cache
+def _plain_class(inner: Any) -> type[NamedOptimizer]:
+    def is_inner(self: NamedOptimizer, other: object) -> bool:
+        return other is self or other is self.inner
+
+    words = {"__eq__": is_inner, "__hash__": object.__hash__, "__module__": __name__}
+    try:
+        return type(NamedOptimizer.__name__, (NamedOptimizer, inner), words)
+    except TypeError:  # a class with a metaclass or a layout of its own
+        return NamedOptimizer
 
 
 class _Kind(type):

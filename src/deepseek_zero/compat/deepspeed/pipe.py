@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from ...base.device import default_device
 from ...base.errors import UsageError
+from ...base.given import whole_number
 from ...base.mesh import Mesh
 from ...engine.mesh_statements import MeshStatement
 from ...pipeline.layers import LayerSpec, LayerStages, TiedLayerSpec
@@ -104,6 +105,34 @@ class PipelineModule(LayerStages):
         self.global_rank, self.world_size = grid.global_rank, world_size
         self.stage_id, self.dynamic_shape = grid.stage_id, dynamic_shape
         self.to(default_device())
+
+    # -- recomputation
+
+    def set_checkpoint_interval(self, interval: int) -> None:
+        """Recompute so many layers at a time in backward from the next forward on; 0: none."""
+        self.activation_checkpoint_interval = whole_number("set_checkpoint_interval", "interval", interval, 0)
+
+    def take_configured(self, pipeline: Mapping[str, Any]) -> None:
+        """Recompute as the section `pipeline` of a configuration says, where it says it."""
+        if isinstance(interval := pipeline.get("activation_checkpoint_interval"), int) and interval > 0:
+            self.activation_checkpoint_interval = interval
+        if pipeline.get("use_reentrant") is False:
+            self.activation_checkpoint_func = activation_checkpointing.non_reentrant_checkpoint
+
+    @property
+    def is_checkpointable_results(self) -> list[bool]:
+        """Of each run of layers that would be recomputed at once, whether it is."""
+        count, interval = len(self.forward_funcs), self.activation_checkpoint_interval
+        starts = range(0, count, interval) if interval else ()
+        return [self.recomputes(self.forward_funcs[start : start + interval]) for start in starts]
+
+    def _precompute_checkpointable_values(self) -> None:
+        """Do nothing: `is_checkpointable_results` is computed where it is read."""
+
+    def _is_checkpointable(self, funcs: Sequence[Callable[..., Any]]) -> bool:
+        return self.recomputes(funcs)
+
+    # -- who stands where
 
     def mesh_statement(self) -> MeshStatement:
         """What the topology says: stages, tensor-parallel ranks where it has that axis, who is where."""

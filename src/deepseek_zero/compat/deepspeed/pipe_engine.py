@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...base.errors import DeepSeekZeroError
 from ...engine.engine import Engine
+from . import activation_checkpointing
 from .engine import DeepSpeedEngine
 from .pipe_topology import PipelineParallelGrid
 
@@ -90,6 +91,12 @@ class PipelineEngine(DeepSpeedEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Call a function on each batch; it returns (inputs, labels)."""
         self._batch_fn = fn
+
+    def _reentrant_activation_checkpointing(self) -> bool:
+        """Return whether layers are recomputed by the function that is reentrant in DeepSpeed; here none is."""
+        layers = self._layers
+        is_named = layers.activation_checkpoint_func is not activation_checkpointing.non_reentrant_checkpoint
+        return layers.activation_checkpoint_interval > 0 and is_named
 
     def reset_activation_shape(self) -> None:
         """Forget the shapes of what travels between stages: the next batch has others.  On every rank."""

@@ -29,10 +29,17 @@ class FlopsProfiler:
     recompute_fwd_factor: forwards that backward repeats (1 with activation checkpointing), for the printed step.
     """
 
-    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        ds_engine: Any = None,
+        recompute_fwd_factor: float = 0.0,
+        counted: ForwardCost | None = None,
+    ) -> None:
+        """counted: forwards that were watched already."""
         self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
         self.started = False
-        self._cost = ForwardCost(model)
+        self._cost = counted or ForwardCost(model)
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
         """Watch the model from now on.  ignore_list: accepted; modules cost nothing where they compute nothing."""
@@ -69,6 +76,21 @@ class FlopsProfiler:
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the number of the model's elements, as if whole."""
         return params_to_string(self._total.params) if as_string else self._total.params
+
+    @property
+    def flops(self) -> int:
+        """The floating-point operations, 0 where nothing was watched."""
+        return self._cost.rows[""].flops if "" in self._cost.rows else 0
+
+    @property
+    def macs(self) -> int:
+        """Half of the operations."""
+        return self.flops // 2
+
+    @property
+    def params(self) -> int:
+        """The number of the model's elements."""
+        return sum(param.numel() for param in self.model.parameters())
 
     @property
     def _total(self) -> ModuleCost:

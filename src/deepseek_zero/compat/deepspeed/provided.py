@@ -27,7 +27,17 @@ PROVIDED: dict[str, dict[str, str]] = {
             "get_accelerator is_current_accelerator_supported set_accelerator"
         ),
     },
+    "deepspeed.checkpoint.deepspeed_checkpoint": {
+        "deepseek_zero.compat.deepspeed.checkpoint.folder": "DeepSpeedCheckpoint",
+    },
+    "deepspeed.checkpoint.ds_to_universal": {
+        "deepseek_zero.compat.deepspeed.checkpoint.universal": "main parse_arguments",
+    },
+    "deepspeed.checkpoint.zero_checkpoint": {
+        "deepseek_zero.compat.deepspeed.checkpoint.folder": "ZeROCheckpoint",
+    },
     "deepspeed.checkpoint.reshape_3d_utils": {
+        "deepseek_zero.compat.deepspeed.checkpoint.folder": "get_model_3d_descriptor",
         "deepseek_zero.compat.deepspeed.checkpoint_shapes": "model_3d_desc",
     },
     "deepspeed.checkpoint.reshape_meg_2d": {
@@ -46,6 +56,10 @@ PROVIDED: dict[str, dict[str, str]] = {
         "deepseek_zero.checkpointing": (
             "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset "
             "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
+        ),
+        "deepseek_zero.compat.deepspeed.activation_checkpointing": (
+            "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME SYNCHRONIZE num_layers mpu "
+            "deepspeed_checkpointing_enabled _cpu_offload_engine"
         ),
     },
     "deepspeed.comm": {
@@ -207,6 +221,10 @@ PROVIDED: dict[str, dict[str, str]] = {
             "checkpoint configure is_configured non_reentrant_checkpoint partition_activations_in_checkpoint reset "
             "get_cuda_rng_tracker model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed"
         ),
+        "deepseek_zero.compat.deepspeed.activation_checkpointing": (
+            "PARTITION_ACTIVATIONS CONTIGUOUS_CHECKPOINTING CPU_CHECKPOINT PROFILE_TIME SYNCHRONIZE num_layers mpu "
+            "deepspeed_checkpointing_enabled _cpu_offload_engine"
+        ),
     },
     "deepspeed.runtime.activation_checkpointing.config": {
         "deepseek_zero.compat.deepspeed.config_classes": "DeepSpeedActivationCheckpointingConfig",
@@ -329,6 +347,15 @@ PROVIDED: dict[str, dict[str, str]] = {
     "deepspeed.runtime.zero.linear": {
         "deepseek_zero.compat.deepspeed.linear": (
             "LinearFunctionForZeroStage3 LinearModuleForZeroStage3 zero3_linear_wrap"
+        ),
+    },
+    "deepspeed.runtime.zero.muon.muon_optimizer": {
+        "deepseek_zero.compat.deepspeed.muon": "MuonWithAuxAdam",
+    },
+    "deepspeed.runtime.zero.muon.original_muon": {
+        "deepseek_zero.compat.deepspeed.muon": (
+            "adam_update Muon muon_update MuonWithAuxAdam NS_METHODS SingleDeviceMuon SingleDeviceMuonWithAuxAdam "
+            "zeropower_via_gram_newtonschulz zeropower_via_newtonschulz5"
         ),
     },
     "deepspeed.runtime.zero.offload_config": {

@@ -26,7 +26,7 @@ from ...checkpoint.format import MANIFEST
 from ...checkpoint.hf_folder import MAX_SHARD_BYTES, plan_shards, shard_names
 from ...checkpoint.read import LazyTensor, open_checkpoint, tensors_of
 from ...checkpoint.safetensors_file import dtype_of
-from ...checkpoint.staging import StagedOutput
+from ...checkpoint.staging import StagedOutput, in_turn
 from .checkpoint.reader import MODEL, MODEL_OF_RANK
 
 M = TypeVar("M", bound=nn.Module)
@@ -82,10 +82,11 @@ def convert_zero_checkpoint_to_state_dict(
     if settings:
         raise TypeError(f"unexpected arguments: {', '.join(settings)}")
     most, source, out = _bytes_of(size), Path(checkpoint_dir), Path(output_dir)
-    if safe:
-        convert_to_safetensors(source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip)
-    else:
-        _write_torch_shards(_lazy_state(source, tag, dtype, skip), out, most)
+    with in_turn(out):  # every rank of a program may convert into one folder, as in DeepSpeed
+        if safe:
+            convert_to_safetensors(source, out, dtype, tag=tag, max_shard_bytes=most, exclude_frozen=skip)
+        else:
+            _write_torch_shards(_lazy_state(source, tag, dtype, skip), out, most)
 
 
 def get_model_state_file(checkpoint_dir: str | Path, zero_stage: int) -> str:

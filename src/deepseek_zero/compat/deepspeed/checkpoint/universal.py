@@ -1,0 +1,47 @@
+"""DeepSpeed's `ds_to_universal`: a checkpoint under another name, for any number of ranks.
+
+Every checkpoint loads at any number of ranks here, DeepSpeed's own included, so what is written is a copy, and
+`latest_universal` names it.  Programs that convert before they load at another size go on to work; DeepSpeed itself
+cannot load the copy at another size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from ....base.errors import CheckpointError
+from ....checkpoint import files
+from ....checkpoint.format import LATEST_UNIVERSAL
+from ....checkpoint.read import open_checkpoint
+from ....checkpoint.staging import staged_output
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Read DeepSpeed's arguments."""
+    parser = argparse.ArgumentParser(description="Copy a checkpoint for any number of ranks.")
+    parser.add_argument("--input_folder", required=True, help="the folder of one checkpoint")
+    parser.add_argument("--output_folder", required=True, help="the folder to write")
+    for name in ("--num_extract_workers", "--num_merge_workers"):
+        parser.add_argument(name, type=int, default=1, help="accepted; files are copied one by one")
+    for name in ("--keep_temp_folder", "--no_strict", "--inject_missing_state"):
+        parser.add_argument(name, action="store_true", help="accepted; nothing is taken apart")
+    return parser.parse_args()
+
+
+def main(args: Any = None) -> None:
+    """Copy the checkpoint `args.input_folder` to `args.output_folder`.  CheckpointError where it is none.  Local."""
+    given = args if args is not None else parse_arguments()
+    source, out = Path(given.input_folder), Path(given.output_folder)
+    with ExitStack() as stack:
+        open_checkpoint(source, None, stack)  # or an error that says what is wrong
+    if out.exists():
+        raise CheckpointError(f"'{out}' exists already.", fix="name another output_folder, or remove that one.")
+    with staged_output(out) as draft:
+        for path in sorted(source.iterdir()):
+            shutil.copyfile(path, draft.path / path.name)
+        draft.publish_folder()
+    files.replace_text(out.parent / LATEST_UNIVERSAL, out.name)

@@ -1,0 +1,131 @@
+"""DeepSpeed's Adam on a CPU: torch's Adam and AdamW, with moments in fp32, and with steps of one piece and back.
+
+`ops.DeepSpeedCPUAdam` makes them.  Where moments are corrected and have their parameter's dtype, torch's kernel steps.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, optim
+
+from ...base.errors import UsageError
+
+
+class _CpuSteps(optim.Optimizer):
+    """What an Adam of DeepSpeed's on a CPU can do beside torch's."""
+
+    granularity: ClassVar[Literal["element"]] = "element"
+    fp32_optimizer_states = True  # else moments have their parameter's dtype
+    bias_correction = True
+
+    @property
+    def adam_w_mode(self) -> bool:
+        """Whether decay is decoupled."""
+        return isinstance(self, optim.AdamW)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update every parameter that has a gradient; return what the closure returns."""
+        params = [(group, param) for group in self.param_groups for param in group["params"]]
+        if self.bias_correction and all(self._dtype(param) == param.dtype for _, param in params):
+            return inspect.unwrap(optim.Adam.step)(self, closure)  # without the decorators that import torch's compiler
+        loss = _loss(closure)
+        for group, param in params:
+            if param.grad is not None:
+                self._update(group, param, self.state[param])
+        return loss
+
+    @torch.no_grad()
+    def step_subgroup(self, subgroup_id: int, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters that the groups hold now, with the moments kept under a number: `state[subgroup_id]`.
+
+        A program puts one piece of its weights after the other into one group, and the number says which it is.
+        """
+        loss = _loss(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._update(group, param, self.state[subgroup_id])  # type: ignore[index]
+        return loss
+
+    @torch.no_grad()
+    def rollback_subgroup(self, sub_group_id: int, closure: Callable[[], float] | None = None) -> Any:
+        """Undo the last `step_subgroup` of a piece, whose gradient must be the same still: to the last bits, which
+        rounding has lost.  UsageError, a RuntimeError, where no step of it is left.
+        """
+        loss = _loss(closure)
+        state: dict[str, Any] = self.state.get(sub_group_id, {})  # type: ignore[call-overload]
+        if not state:
+            raise UsageError(
+                f"Cannot rollback optimizer state for sub_group_id {sub_group_id} as it has not been initialized.",
+                fix="call step_subgroup first.",
+            )
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self._undo(group, param, state, sub_group_id)
+        return loss
+
+    def _dtype(self, param: Tensor) -> torch.dtype:
+        return torch.float32 if self.fp32_optimizer_states else param.dtype
+
+    def _update(self, group: dict[str, Any], param: Tensor, state: dict[str, Any]) -> None:
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(param, dtype=self._dtype(param), memory_format=torch.preserve_format)
+        state["step"] += 1
+        weight, (beta1, beta2) = param.float(), group["betas"]
+        grad = self._direction(group, param, weight)
+        state["exp_avg"].lerp_(grad.to(state["exp_avg"].dtype), 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).add_((grad * grad).to(state["exp_avg_sq"].dtype), alpha=1 - beta2)
+        if self.adam_w_mode:
+            weight = weight * (1 - group["lr"] * group["weight_decay"])
+        param.copy_(weight - self._change(group, state))
+
+    def _undo(self, group: dict[str, Any], param: Tensor, state: dict[str, Any], number: int) -> None:
+        if state["step"] <= 0:
+            raise UsageError(f"Cannot rollback sub_group_id {number}: step count is 0", fix="call step_subgroup first.")
+        beta1, beta2 = group["betas"]
+        weight = param.float() + self._change(group, state)
+        if self.adam_w_mode:
+            weight = weight / (1 - group["lr"] * group["weight_decay"])
+        grad = self._direction(group, param, weight)
+        state["exp_avg"].sub_(grad.to(state["exp_avg"].dtype), alpha=1 - beta1).div_(beta1)
+        squares = (grad * grad).to(state["exp_avg_sq"].dtype)
+        state["exp_avg_sq"].sub_(squares, alpha=1 - beta2).div_(beta2).clamp_(min=0)
+        state["step"] -= 1
+        param.copy_(weight)
+
+    def _direction(self, group: dict[str, Any], param: Tensor, weight: Tensor) -> Tensor:
+        """Return the gradient in fp32, with the decay of a plain Adam."""
+        assert param.grad is not None
+        decay = 0.0 if self.adam_w_mode else group["weight_decay"]
+        return param.grad.float() + decay * weight if decay else param.grad.float()
+
+    def _change(self, group: dict[str, Any], state: dict[str, Any]) -> Tensor:
+        """Return what a step with these moments takes off the weight, in fp32."""
+        (beta1, beta2), steps = group["betas"], float(state["step"])
+        first, second = (1 - beta1**steps, 1 - beta2**steps) if self.bias_correction else (1.0, 1.0)
+        root = (state["exp_avg_sq"].float() / second).sqrt_().add_(group["eps"])
+        change: Tensor = (state["exp_avg"].float() / root).mul_(group["lr"] / first)
+        return change
+
+
+class Adam(_CpuSteps, optim.Adam):
+    """Adam, whose decay is part of the gradient."""
+
+
+class AdamW(_CpuSteps, optim.AdamW):
+    """AdamW, whose decay is its own."""
+
+
+def _loss(closure: Callable[[], float] | None) -> float | None:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
