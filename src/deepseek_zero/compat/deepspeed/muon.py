@@ -5,6 +5,8 @@ optim/muon.py has the iteration and the optimizer; every class of DeepSpeed's st
 
 from __future__ import annotations
 
+from math import sqrt
+
 import torch
 from torch import Tensor, nn
 
@@ -75,7 +77,7 @@ def muon_update(
             )
         matrices = matrices.reshape(num_heads, -1, matrices.shape[-1])
     rows, columns = matrices.shape[-2:]
-    direction = orthogonalize(matrices, ns_method, ns_steps) * max(1.0, rows / columns) ** 0.5
+    direction = orthogonalize(matrices, ns_method, ns_steps) * sqrt(max(1.0, rows / columns))
     shape = update.shape if update.ndim <= 3 else (len(update), update[0].numel())
     return direction.reshape(shape).to(grad.dtype)
 

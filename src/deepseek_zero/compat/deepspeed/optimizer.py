@@ -141,7 +141,8 @@ def class_of(optimizer: ShardedOptimizer) -> type[NamedOptimizer]:
     """Return the class under DeepSpeed's names.  Where DeepSpeed has no optimizer of its own, at stage 0 in fp32, it is
     also a class of the optimizer's that computes, and equal to that.
     """
-    settings, inner = optimizer.runtime.settings, type(optimizer.inner)
+    settings = optimizer.runtime.settings
+    inner: Any = type(optimizer.inner)
     is_plain = settings.stage == 0 and settings.policy.compute in (None, torch.float32)
     return _plain_class(inner) if is_plain else NamedOptimizer
 
