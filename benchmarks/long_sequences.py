@@ -2,14 +2,16 @@
 
     python -m benchmarks.long_sequences                            # half an hour; root, a memory control group
     python -m benchmarks.long_sequences --limit-gib 1 --longest 4096 --out /tmp/long.md
-    python -m benchmarks.long_sequences --window '{"mode": "localslidingwindow", "num_sliding_window_blocks": 33}'
+    python -m benchmarks.long_sequences --window null                                   # without the last row
 
 Each trial is a process of its own in a memory control group: the model at stage 3, a step on a short sequence (so that
 the optimizer has its moments) and one on the sequence in question.  A sequence is too long where the kernel ends the
-process.  Two short trials say what a token costs, and so how long a sequence should be; from there lengths change by an
-eighth.  `--at 8192` tells instead what each way holds at that length, without a
-limit.  `--window` adds a last row: the section `sparse_attention`.  Leaves a table, a picture
-and a journal of its trials; run again, it goes on where it stopped.
+process.  Each way is tried at plain's longest sequence first, so that there is one length at which all are compared,
+and then at one that is longer: these two say what a token costs, and so how long a sequence should be; from there
+lengths change by an eighth.  The time of dense attention grows with the square of the length, so its rows end at
+`--longest`; what their memory would hold by the cost of a token stands beside it.  The last row has the section
+`sparse_attention` that `--window` says.  `--at 8192` tells instead what each way holds at that length, without a
+limit.  Leaves a table, a picture and a journal of its trials; run again, it goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ RESULTS = Path(__file__).parent / "results" / "long_sequences.md"
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = {"vocab_size": 32768, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 1 << 20}
+WINDOW = {"mode": "localslidingwindow", "block": 128, "num_sliding_window_blocks": 9, "attention": "unidirectional"}
 TILE = 512  # tokens
 SHORT = 64
 FIRST = 2048
@@ -100,17 +103,31 @@ class Trials:
 
     def __init__(self, way: str, section: dict[str, Any], limit: int, journal: Path | None) -> None:
         self.way, self.section, self.limit, self.journal = way, section, limit, journal
+        self.known: dict[str, Any] = json.loads(journal.read_text()) if journal is not None and journal.exists() else {}
+        self.trained: dict[int, Trial] = {}
 
     def of(self, tokens: int) -> Trial | None:
         """Return what a sequence took; None where it is too long."""
-        known = json.loads(self.journal.read_text()) if self.journal is not None and self.journal.exists() else {}
-        key = f"{self.way}, {tokens} tokens"
-        if key not in known:
-            known[key] = self._run(tokens)
+        key = f"{self.way}, {tokens} tokens in {self.limit / GIB:g} GiB"
+        if key not in self.known:
+            self.known[key] = self._run(tokens)
             if self.journal is not None:
-                self.journal.write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
-        print(f"  {tokens}: {known[key] or 'too long'}", flush=True)
-        return None if known[key] is None else Trial(tokens, **known[key])
+                self.journal.write_text(json.dumps(self.known, indent=2) + "\n", encoding="utf-8")
+        print(f"  {tokens}: {self.known[key] or 'too long'}", flush=True)
+        if self.known[key] is None:
+            return None
+        return self.trained.setdefault(tokens, Trial(tokens, **self.known[key]))
+
+    def room(self) -> int:
+        """Return the tokens that would fill the limit, by what the two longest sequences held that trained; of a single
+        one its tokens.
+        """
+        lengths = sorted(self.trained)
+        if len(lengths) == 1:
+            return lengths[0]
+        shorter, longer = (self.trained[each] for each in lengths[-2:])
+        slope = (longer.resident - shorter.resident) / (longer.tokens - shorter.tokens)
+        return rounded(longer.tokens + (self.limit - longer.resident) / max(slope, 1.0))
 
     def _run(self, tokens: int) -> dict[str, float] | None:
         memory = Memory(self.limit)
@@ -131,27 +148,23 @@ class Trials:
         return {name: told[-1][name] for name in ("resident", "seconds")} if child.returncode == 0 else None
 
 
-def longest(trials: Trials, start: int, most: int) -> Trial:
-    """Return the longest sequence that trains, to an eighth, or `most`.  start: tokens of the first trial."""
+def longest(trials: Trials, start: int, then: int, most: int) -> Trial:
+    """Return the longest sequence that trains, to an eighth, or `most`.  start, then: of the first two trials."""
     first = trials.of(min(start, most))
     if first is None:
-        return longest(trials, start // 2, most)
-    if first.tokens == most:
-        return first
+        return longest(trials, rounded(start / 2), start, most)
     best, high = first, most + 1
-    length = min(rounded(start * 3 / 2), most)
-    second = trials.of(length)
-    if second is None:
-        high = length
-    elif length < most:
-        best, slope = second, (second.resident - first.resident) / (second.tokens - first.tokens)
-        length = min(rounded(length + (trials.limit - second.resident) / max(slope, 1.0)), most)
-    while best.tokens < most and high - best.tokens > max(best.tokens // FINEST, GRAIN):
-        if length >= high or length <= best.tokens:
-            length = rounded((best.tokens + high) / 2)
+    length = min(max(then, rounded(start * 3 / 2)), most)
+    while best.tokens < most and high - best.tokens > best.tokens // FINEST + GRAIN:
         found = trials.of(length)
-        best, high = (best, length) if found is None else (found, high)
-        length = min(rounded(length * (1 + 1 / FINEST)), most)
+        if found is None:
+            high = length
+        else:
+            best = found
+        if high > most:  # nothing was too long yet
+            length = min(max(trials.room(), best.tokens + best.tokens // FINEST + GRAIN), most)
+        else:  # from a length that memory foretold there is little to go back, from another one half
+            length = rounded(max((best.tokens + high) / 2, high * FINEST / (FINEST + 1)))
     return best
 
 
@@ -162,9 +175,12 @@ def rounded(tokens: float) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--limit-gib", type=float, default=3.0, help="of the control group")
-    parser.add_argument("--longest", type=int, default=20480, help="no longer sequence is tried")
+    parser.add_argument("--longest", type=int, default=20480, help="no longer sequence is tried with dense attention")
+    parser.add_argument("--longest-window", type=int, default=98304, help="nor with the window")
     parser.add_argument("--at", type=int, help="tokens of the only sequence that is tried, without a limit")
-    parser.add_argument("--window", type=json.loads, help="the section sparse_attention of a last row, as JSON")
+    parser.add_argument(
+        "--window", type=json.loads, default=WINDOW, help="the section sparse_attention of the last row, as JSON"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--trial", nargs=2, metavar=("TOKENS", "SECTION"), help=argparse.SUPPRESS)
     asked = parser.parse_args()
@@ -177,34 +193,62 @@ def main() -> None:
                 print(name, flush=True)
                 Trials(name, section, 0, None).of(asked.at)
         return
-    limit, start = int(asked.limit_gib * GIB), FIRST
-    rows: list[tuple[str, Trial]] = []
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, section in ways(folder, asked.window).items():
             print(name, flush=True)
-            trials = Trials(name, section, limit, asked.out.with_suffix(".json"))
-            rows.append((name, longest(trials, start, asked.longest)))
-            start = max(rows[-1][1].tokens, GRAIN)
-    first = rows[0][1].tokens
+            most = asked.longest_window if "sparse_attention" in section else asked.longest
+            trials = Trials(name, section, int(asked.limit_gib * GIB), asked.out.with_suffix(".json"))
+            start, then = (rows[0].best.tokens, rows[-1].best.tokens) if rows else (FIRST, 0)
+            best = longest(trials, start, then, most)
+            rows.append(Row(name, best, trials.trained[min(trials.trained)] if rows else best, trials.room(), most))
+    first = rows[0].best
     lines = [
         "# The longest sequence in a fixed memory",
         "",
-        f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one thread.",
+        f"`python -m benchmarks.long_sequences`, {date.today()}, {described(machine())}, one thread, load "
+        f"{os.getloadavg()[0]:.0f} at the end.",
         f"A Llama of {MODEL}, fp32, one sequence, AdamW, stage 3 on one rank, in a control group of "
-        f"{asked.limit_gib:g} GiB. Dense attention but where a row says otherwise; no sequence above {asked.longest} "
-        "was tried.",
+        f"{asked.limit_gib:g} GiB. Dense attention but in the row of a window, which is {json.dumps(asked.window)}.",
+        f"No sequence above {asked.longest} tokens was tried with dense attention, whose time grows with the square of "
+        f'the length, nor above {asked.longest_window} with the window; "by memory" is where the cost of a token '
+        "would fill the group.",
         "",
-        "| each with what is above it | tokens | over plain | most resident MiB | processor seconds of the step |",
-        "|---|---|---|---|---|",
+        f"| each with what is above it | MiB at {first.tokens} tokens | tokens | over plain | by memory | "
+        "MiB at most | processor seconds of the step |",
+        "|---|---|---|---|---|---|---|",
         *(
-            f"| {name} | {each.tokens} | {each.tokens / first:.1f} | {each.resident >> 20} | {each.seconds:.0f} |"
-            for name, each in rows
+            f"| {each.name} | {each.short.resident >> 20} | {each.tokens} | {each.best.tokens / first.tokens:.1f} | "
+            f"{each.room} | {each.best.resident >> 20} | {each.best.seconds:.0f} |"
+            for each in rows
         ),
     ]
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
-    panel = Panel("longest sequence over plain's", [(name, each.tokens / first) for name, each in rows], 4.0)
-    draw_panels(f"A small Llama in {asked.limit_gib:g} GiB", [panel], asked.out.with_suffix(".png"))
+    bars = [(each.label, each.best.tokens / first.tokens) for each in rows]
+    panels = [Panel("longest sequence over plain's", bars, 4.0)]
+    draw_panels(f"A small Llama in {asked.limit_gib:g} GiB", panels, asked.out.with_suffix(".png"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was found of one way.  best: the longest; short: as long as plain's longest; room: tokens by memory; most:
+    the tokens above which nothing was tried.
+    """
+
+    name: str
+    best: Trial
+    short: Trial
+    room: int
+    most: int
+
+    @property
+    def tokens(self) -> str:
+        return f"{self.best.tokens}{', no longer one was tried' if self.best.tokens == self.most else ''}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}{', at least' if self.best.tokens == self.most else ''}"
 
 
 if __name__ == "__main__":
