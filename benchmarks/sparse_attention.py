@@ -42,13 +42,18 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass
 class Case:
-    """A pattern and the part of its bound that it should reach."""
+    """A pattern and the part of its bound that it should reach.  faster: and how many times dense attention's speed."""
 
     name: str
     pattern: Pattern
     goal: float
     is_causal: bool = True
     dtype: torch.dtype = torch.float32
+    faster: float | None = None
+
+    @property
+    def goals(self) -> str:
+        return f"{self.goal}" + (f", {self.faster:g} times" if self.faster is not None else "")
 
     def dense(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
@@ -64,21 +69,25 @@ class Case:
         return pairs / length**2 * (2 if self.is_causal else 1)
 
 
-def scattered(length: int, block: int, density: float) -> Pattern:
-    """Return random blocks of that density, and every block's own."""
+def scattered(length: int, block: int, others: int) -> Pattern:
+    """Return a pattern in which each block sees itself and so many others, drawn by chance."""
     blocks = length // block
-    seen = torch.rand(1, blocks, blocks, generator=torch.Generator().manual_seed(0)) < density
-    return Pattern(Listed(block=block, seen=seen | torch.eye(blocks, dtype=torch.bool)))
+    drawn = torch.rand(blocks, blocks, generator=torch.Generator().manual_seed(0)).fill_diagonal_(2.0)
+    seen = torch.zeros(1, blocks, blocks, dtype=torch.bool)
+    seen[0].scatter_(1, drawn.topk(others + 1).indices, True)
+    return Pattern(Listed(block=block, seen=seen))
 
 
 def cases(length: int) -> list[Case]:
+    """Return the cases; at 16384 tokens their densities are those of the goals in times: .077 and .062."""
     sliding = Pattern.of(LocalSlidingWindow(block=64, num_sliding_window_blocks=9))
-    spread = BSLongformer(block=128, num_sliding_window_blocks=9, attention="unidirectional")
-    both, few = Pattern.of(spread), scattered(length, 256, 0.06)
+    spread = BSLongformer(block=128, num_sliding_window_blocks=5, attention="unidirectional")
+    both, few = Pattern.of(spread), scattered(length, 256, 3)
+    eight, twelve = (8.0, 12.0) if length == 16384 else (None, None)
     return [
         Case("window of 64-blocks, causal", sliding, 0.7),
-        Case("window and global of 128-blocks, causal", both, 0.65),
-        Case("scattered 256-blocks", few, 0.65, is_causal=False),
+        Case("window and global of 128-blocks, causal", both, 0.65, faster=eight),
+        Case("scattered 256-blocks", few, 0.65, is_causal=False, faster=twelve),
         Case("window and global of 128-blocks, causal, bf16", both, 0.5, dtype=torch.bfloat16),
         Case("scattered 256-blocks, bf16", few, 0.5, is_causal=False, dtype=torch.bfloat16),
     ]
@@ -171,7 +180,7 @@ def main() -> None:
             density = case.density(length)
             lines.append(
                 f"| {length} | {case.name} | {density:.3f} | {slow:.2f} | {fast:.3f} | {gain:.1f} | "
-                f"{gain * density:.2f} | {case.goal} | {peak(case.sparse, given):.0f} |"
+                f"{gain * density:.2f} | {case.goals} | {peak(case.sparse, given):.0f} |"
             )
             print(lines[-1], flush=True)
             bars.setdefault(case.dtype, []).append((f"ours: {case.name}", gain * density))
