@@ -4,19 +4,29 @@ What a token's result needs of no other token (an MLP, the logits and the loss) 
 each tile's input; backward computes one tile again, differentiates it, and goes on to the next: at most one tile's
 activations are there. Each tile is a checkpoint, whose weights autograd sees as used once per tile, so a weight's
 gradient is added up over the tiles first and arrives once, whatever waits for it.
+
+Autograd adds up in the weight's dtype, and in 16 bits a sum of many tiles loses what each of them adds. So a module's
+weights of 16 bits are read through nodes of ours (`fp32_sums`):
+
+    weight -> _Whole -> _Read -> tile 0      _Read adds a tile's gradient to a sum in fp32 and hands on nothing;
+                     -> _Read -> tile 1      _Whole runs when all tiles have, rounds the sum and hands it on
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from .. import parallel
 from ..base.errors import NotBuiltError, UsageError
+from ..sharding.sharded_parameter import ShardedParameter
 
 
 @dataclass(frozen=True)
@@ -50,7 +60,7 @@ def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim:
     """Return function(*tensors), computed tile by tile and joined in dimension `dim`. As `each_tile`.
 
     A token's result has the bits that the function gives it among the tokens of its tile. Gradients of weights are
-    sums over tiles, the last tile first.
+    sums over tiles, the last tile first, in the weights' dtype but for those of `fp32_sums`.
     """
     return torch.cat(each_tile(function, tiles, *tensors, dim=dim), dim)
 
@@ -58,6 +68,111 @@ def in_tiles(function: Callable[..., Tensor], tiles: int, *tensors: Tensor, dim:
 def _again(function: Callable[..., Tensor], part: tuple[Tensor, ...]) -> Tensor:
     found: Tensor = checkpoint(function, *part, use_reentrant=False)
     return found
+
+
+# -- gradients of 16 bits, added up in 32
+
+
+@dataclass
+class _Sum:
+    """The gradients of one weight that tiles have given so far, in fp32."""
+
+    total: Tensor | None = None
+
+
+class _Whole(torch.autograd.Function):
+    """A weight, as all tiles have it."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, over: _Sum) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.over, ctx.dtype = over, weight.dtype
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        assert grad is None, "only tiles read it"
+        found, ctx.over.total = ctx.over.total, None
+        return None if found is None else found.to(ctx.dtype), None
+
+
+class _Read(torch.autograd.Function):
+    """A weight, as one tile reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, over: _Sum) -> Tensor:
+        ctx.over = over
+        return whole.view_as(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        over = ctx.over
+        over.total = grad.float() if over.total is None else over.total.add_(grad)
+        return None, None
+
+
+@dataclass
+class _Weight:
+    """A weight that tiles read.  places: (module, name) of each attribute that it is."""
+
+    param: Tensor
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    whole: Tensor | None = None
+    over: _Sum = field(default_factory=_Sum)
+
+    def put(self, tensor: Tensor) -> None:
+        for module, name in self.places:
+            module._parameters[name] = tensor  # type: ignore[assignment]
+
+
+@contextmanager
+def fp32_sums(
+    module: nn.Module | None, only: Sequence[Tensor] | None = None
+) -> Iterator[Callable[[Callable[..., Tensor]], Callable[..., Tensor]]]:
+    """Open a block in which functions of tiles read a module's weights so that their gradients are added up in fp32.
+
+    Yields what makes such a function of one that reads the module. only: these weights; None: all of them. Weights of
+    32 bits stay as they are, and so do those that are sharded when the block opens, since a unit inside the module
+    gathers them for each tile. A recomputation reads the weights themselves: autograd asks it for values alone. Local.
+    """
+    found: dict[int, _Weight] = {}
+    asks = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    for each in module.modules() if module is not None and asks else ():
+        for name, param in each._parameters.items():
+            if param is not None and _is_summed(param, only):
+                found.setdefault(id(param), _Weight(param)).places.append((each, name))
+    for weight in found.values():
+        weight.whole = _Whole.apply(weight.param, weight.over)  # type: ignore[no-untyped-call]
+
+    def reading(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def read(*tensors: Tensor) -> Tensor:
+            given = [weight for weight in found.values() if weight.whole is not None]
+            for weight in given:
+                weight.put(_Read.apply(weight.whole, weight.over))  # type: ignore[no-untyped-call]
+            try:
+                return function(*tensors)
+            finally:
+                for weight in given:
+                    weight.put(weight.param)
+
+        return read if found else function
+
+    try:
+        yield reading
+    finally:
+        for weight in found.values():
+            weight.whole = None  # a view of a gathered buffer must not outlive the forward
+
+
+def _is_summed(param: Tensor, only: Sequence[Tensor] | None) -> bool:
+    if isinstance(param, ShardedParameter) or not param.requires_grad:
+        return False
+    return param.dtype.itemsize == 2 and (only is None or any(param is each for each in only))
+
+
+# -- models of transformers
 
 
 class TiledMlp(nn.Module):
@@ -72,7 +187,8 @@ class TiledMlp(nn.Module):
         tiles = -(-x.shape[-2] // self.tile_rows)
         if tiles <= 1 or not (self.training and torch.is_grad_enabled()):
             return plain(x)
-        return in_tiles(plain, tiles, x, dim=-2)
+        with fp32_sums(self) as reading:
+            return in_tiles(reading(plain), tiles, x, dim=-2)
 
 
 def tile_mlps(model: nn.Module, rows: int) -> None:

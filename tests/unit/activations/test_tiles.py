@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from deepseek_zero.activations.tiles import each_tile, in_tiles
+from deepseek_zero.activations.tiles import each_tile, fp32_sums, in_tiles
 from deepseek_zero.base.errors import UsageError
 from deepseek_zero.compat.deepspeed.sequence_tiles import (
     SequenceTiledCompute,
@@ -56,6 +56,35 @@ def test_tiles_have_the_bits_of_the_same_blocks_without_recomputation(length: in
     for own, block, plain in zip(found, blocks, whole, strict=True):
         assert torch.equal(own, block)
         torch.testing.assert_close(own, plain, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradients_of_16_bits_are_added_up_in_fp32_and_rounded_once(dtype: torch.dtype) -> None:
+    module, x = seeded(Mlp).to(dtype), tokens(1, 64, WIDTH).to(dtype)
+    arriving, tiles = tokens(1, 64, WIDTH, seed=1).to(dtype), 32
+
+    def in_fp32(own: nn.Module, given: Tensor) -> Tensor:
+        with fp32_sums(own) as reading:
+            return in_tiles(reading(own), tiles, given)
+
+    def summed(compute: Callable[[nn.Module, Tensor], Tensor], times: int) -> list[Tensor]:
+        own = copy.deepcopy(module)
+        found = compute(own, x)
+        for left in reversed(range(times)):
+            found.backward(arriving, retain_graph=left > 0)
+        assert all(type(param) is nn.Parameter for param in own.parameters()), "the module has its weights back"
+        return [param.grad for param in own.parameters() if param.grad is not None]
+
+    totals = [torch.zeros_like(param, dtype=torch.float32) for param in module.parameters()]
+    for part, grad in reversed(list(zip(x.chunk(tiles, 1), arriving.chunk(tiles, 1), strict=True))):
+        given = torch.autograd.grad(module(part), list(module.parameters()), grad)
+        for total, each in zip(totals, given, strict=True):
+            total += each
+    expected = [total.to(dtype) for total in totals]
+    assert all(map(torch.equal, summed(in_fp32, 1), expected))
+    assert all(map(torch.equal, summed(in_fp32, 2), [each * 2 for each in expected])), "once per backward"
+    in_16 = summed(lambda own, given: in_tiles(own, tiles, given), 1)
+    assert not any(map(torch.equal, in_16, expected)), "autograd's own sum is another one"
 
 
 def test_a_weights_gradient_arrives_once() -> None:

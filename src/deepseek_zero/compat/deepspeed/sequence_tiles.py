@@ -1,9 +1,10 @@
 """DeepSpeed's tiled computations of `deepspeed.runtime.sequence_parallel.ulysses_sp`, over activations/tiles.py.
 
 They are called as there, `TiledMLP.apply(...)`, and every gradient arrives once. So nothing waits for a parameter's
-`ds_grad_is_ready`, and `compute_params` are accepted and not needed: whatever weights a function uses get their
-gradients. TiledFusedLogitsLoss computes logits again in backward, where DeepSpeed differentiates inside forward: its
-weights get the factor that the loss is multiplied by afterwards (accumulation, loss scale), which theirs miss there.
+`ds_grad_is_ready`, and `compute_params` are not needed: whatever weights a function uses get their gradients. Those of
+16 bits are added up over tiles in fp32: of TiledMLP the module's, of TiledFusedLogitsLoss the `compute_params`.
+TiledFusedLogitsLoss computes logits again in backward, where DeepSpeed differentiates inside forward: its weights get
+the factor that the loss is multiplied by afterwards (accumulation, loss scale), which theirs miss there.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...activations.tiles import each_tile, in_tiles
+from ...activations.tiles import each_tile, fp32_sums, in_tiles
 
 _REDUCTIONS: Mapping[str | None, Callable[[Tensor], Tensor]] = {
     None: lambda found: found,
@@ -97,9 +98,11 @@ class TiledMLP:
     ) -> Tensor:
         """Return fn(self, x), computed tile by tile and again in backward.
 
-        x: (samples, tokens, width), or (tokens, width).  compute_params: accepted, not needed.
+        x: (samples, tokens, width), or (tokens, width).  compute_params: those whose gradients of 16 bits are added up
+        in fp32; None or none: all of the module's.
         """
-        return in_tiles(partial(fn, self), shards, x, dim=-2)
+        with fp32_sums(_module(self), compute_params or None) as reading:
+            return in_tiles(reading(partial(fn, self)), shards, x, dim=-2)
 
 
 class TiledFusedLogitsLoss:
@@ -120,7 +123,8 @@ class TiledFusedLogitsLoss:
 
         x, y: (samples, tokens, ...); fn gets tiles of (some tokens of all samples in turn, ...).  mask: (samples,
         tokens), cut beside them and passed where it is not None.  output_reduction: "mean" or "sum"; tiles of unequal
-        numbers of valid tokens ask for "sum".  compute_params: accepted, not needed.  ValueError as DeepSpeed raises.
+        numbers of valid tokens ask for "sum".  compute_params: those of the module whose gradients of 16 bits are
+        added up in fp32.  ValueError as DeepSpeed raises.
         """
         if output_reduction not in ("mean", "sum"):
             raise ValueError(f'unknown reduction {output_reduction}: valid values are: "mean"/"sum"')
@@ -135,5 +139,11 @@ class TiledFusedLogitsLoss:
         if mask is not None and mask.shape != x.shape[:2]:
             raise ValueError("mask shape must match x and y batch/seq")
         given = [x, y] if mask is None else [x, y, mask]
-        found = torch.stack(each_tile(partial(fn, self), shards, *(each.flatten(0, 1) for each in given), dim=0))
+        rows = [each.flatten(0, 1) for each in given]
+        with fp32_sums(_module(self), compute_params or ()) as reading:
+            found = torch.stack(each_tile(reading(partial(fn, self)), shards, *rows, dim=0))
         return _REDUCTIONS[output_reduction](found)
+
+
+def _module(given: Any) -> nn.Module | None:
+    return given if isinstance(given, nn.Module) else None
