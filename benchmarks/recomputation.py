@@ -5,13 +5,16 @@
 
 A small Llama without its head's logits, so that its layers are what is measured: forward and backward, processor time,
 everything interleaved, medians of ratios to the run that recomputes nothing.  Peaks are of storages that operators
-make.  Saved is of what `full` saves.  Then one feed-forward layer in 1, 4 and 16 tiles.  Leaves a table and a picture.
+make.  Saved is of what `full` saves.  Then one feed-forward layer in 1, 4 and 16 tiles; what it holds inside is what
+`engine.memory_trace` tells of activations and backward, less what the same tiles of a layer without an inside hold (a
+product with one number: its output, and gradients of whole length).  Leaves a table and a picture.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import deepseek_zero
 from benchmarks.plot import Panel, draw_panels
 from benchmarks.probes import machine
 from benchmarks.tiers import described
@@ -124,6 +128,39 @@ def tiles_of(tokens: int, width: int) -> dict[str, Case]:
     return found
 
 
+class ThroughMLP(nn.Module):
+    """A feed-forward layer that has no inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+
+def held(model: nn.Module, x: Tensor, tiles: int) -> int:
+    """Return the bytes of activations and backward that one layer of an engine holds at most."""
+    tokens = x.shape[1]
+    config = {
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        "steps_per_print": None,
+        "activation_checkpointing": {"tiled_mlp": tokens // tiles} if tiles > 1 else {},
+    }
+    engine, *_ = deepseek_zero.initialize(model=model, config=config)
+    with engine.memory_trace() as trace:
+        engine.backward(engine(x.clone().requires_grad_()).square().mean())
+    engine.destroy()
+    return max(each.get("activations", 0) + each.get("backward", 0) for each in trace.samples)
+
+
+def inside(tokens: int, width: int) -> list[float]:
+    """Return for each number of tiles the bytes inside the layer over those of one tile."""
+    x = torch.randn(1, tokens, width)
+    found = [held(PlainMLP(width), x, tiles) - held(ThroughMLP(), x, tiles) for tiles in TILES]
+    return [each / found[0] for each in found]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
@@ -137,10 +174,12 @@ def main() -> None:
     layers = measured(layers_of(asked.tokens, asked.width, asked.layers), asked.rounds)
     (_, most), (_, least) = layers["nothing"], layers["ours, full"]
     tiles = measured(tiles_of(asked.tokens, 2 * asked.width), asked.rounds)
+    inner = inside(asked.tokens, 2 * asked.width)
     lines = [
         "# What recomputation costs and saves",
         "",
-        f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one thread, fp32.",
+        f"`python -m benchmarks.recomputation`, {date.today()}, {described(machine())}, one thread, fp32, load "
+        f"{os.getloadavg()[0]:.0f}.",
         "",
         f"A Llama of {asked.layers} layers of width {asked.width}, {asked.tokens} tokens, dense attention:",
         "",
@@ -153,9 +192,12 @@ def main() -> None:
         "",
         f"A feed-forward layer of width {2 * asked.width}, {asked.tokens} tokens:",
         "",
-        "| | time over one tile's | peak MiB |",
-        "|---|---|---|",
-        *(f"| {name} | {ratio:.2f} | {peak / 2**20:.0f} |" for name, (ratio, peak) in tiles.items()),
+        "| | time over one tile's | peak MiB | inside, over one tile's | times tiles |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {name} | {ratio:.2f} | {peak / 2**20:.0f} | {share:.3f} | {share * count:.2f} |"
+            for (name, (ratio, peak)), share, count in zip(tiles.items(), inner, TILES, strict=True)
+        ),
     ]
     asked.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
     print("\n".join(lines))
@@ -164,6 +206,11 @@ def main() -> None:
         Panel("layers: peak over nothing's", [(name, peak / most) for name, (_, peak) in layers.items()]),
         Panel(
             "a feed-forward layer: time over one tile's", [(name, ratio) for name, (ratio, _) in tiles.items()], 1.35
+        ),
+        Panel(
+            "a feed-forward layer: bytes inside over one tile's, times tiles",
+            [(name, share * count) for name, share, count in zip(tiles, inner, TILES, strict=True)],
+            1.15,
         ),
     ]
     draw_panels("Recomputation", panels, asked.out.with_suffix(".png"))

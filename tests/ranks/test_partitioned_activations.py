@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import tempfile
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch.distributed as dist
 
 import deepseek_zero
 from deepseek_zero import checkpointing
+from deepseek_zero.activations.partition import Gathering
 from deepseek_zero.base.errors import UsageError
 from tests.unit.parallel.tiny import batch, tiny
 
@@ -23,14 +23,15 @@ def given(seed: int) -> dict[str, torch.Tensor]:
     return {name: value.repeat(1, 4)[:, :LENGTH] for name, value in batch(seed).items()}
 
 
-def engine_of(section: dict[str, Any], stage: int, **mesh: int) -> Any:
+def engine_of(section: dict[str, Any], stage: int, layers: int = LAYERS, **mesh: int) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": ROWS,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "activation_checkpointing": {"policy": "full", **section},
     }
-    return deepseek_zero.initialize(model=copy.deepcopy(tiny("llama")), config=config, mesh=mesh)[0]
+    model = tiny("llama", num_hidden_layers=layers)
+    return deepseek_zero.initialize(model=model, config=config, mesh=mesh)[0]
 
 
 def train(engine: Any, steps: int = 3) -> list[torch.Tensor]:
@@ -57,6 +58,35 @@ def test_shares_are_as_small_as_they_say_and_change_no_bit(place: str) -> None:
     assert parking.peak_bytes == LAYERS * share and parking.used_bytes == 0
     assert unshared == 0
     assert engine.runtime.comm.along["tp"].meter.sent_bytes["activations"] == 3 * LAYERS * share
+    engine.destroy()
+
+
+@pytest.mark.ranks(2)
+def test_all_gathers_but_the_first_travel_while_another_layer_is_recomputed() -> None:
+    """By the order in which gathers begin, layers compute and gathers are waited for: no clock."""
+    many = 6
+    engine, events = engine_of({"partition_activations": True}, 1, many, tp=2), list[tuple[str, Any]]()
+
+    class Noted(Gathering):
+        def __init__(self, *args: Any) -> None:
+            events.append(("begins", self))
+            super().__init__(*args)
+
+        def wait(self) -> torch.Tensor:
+            events.append(("is waited for", self))
+            return super().wait()
+
+    for layer in engine.module.model.layers:
+        layer.self_attn.register_forward_pre_hook(lambda module, args: events.append(("computes", module)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deepseek_zero.activations.partition.Gathering", Noted)
+        train(engine, 1)
+    computes = [place for place, (what, _) in enumerate(events) if what == "computes"]
+    gathers = [each for what, each in events if what == "begins"]
+    spans = [(events.index(("begins", each)), events.index(("is waited for", each))) for each in gathers]
+    hidden = [any(first < place < last for place in computes) for first, last in spans]
+    assert len(computes) == 2 * many and hidden == [False] + [True] * (many - 1)
+    assert sum(hidden) / many >= 0.8
     engine.destroy()
 
 
