@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from ..base.log import log_once
+from ..base.log import log_first
 from .attend import attend
 from .layouts import Layout
 from .plan import Pattern, Shape, whole_mask
@@ -66,7 +66,7 @@ class SparseAttention:
         biases: Sequence[Bias],
         dropout: float,
     ) -> Tensor:
-        log_once(
+        log_first(  # every layer of every step comes here
             f"attention drops weights (p = {dropout}), which its sparse kernel does not: all pairs are computed, with "
             "a mask. For the sparse one set the model's attention dropout to 0.",
             logging.WARNING,

@@ -53,9 +53,9 @@ def install() -> None:
 
 
 @cache
-def log_first(message: str) -> None:
+def log_first(message: str, level: int = logging.INFO) -> None:
     """Log on rank 0, the first time this is said in this process."""
-    log_once(message)
+    log_once(message, level)
 
 
 def log_once(message: str, level: int = logging.INFO) -> None:

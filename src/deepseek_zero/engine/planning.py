@@ -51,6 +51,7 @@ def plan_run(
         settings = with_useful_copies(settings, mesh, in_place=in_place)
     settings = with_order_of_sums(settings, mesh, comm.ranks_per_host)
     settings = with_chosen_codes(config, settings, comm, mesh)
+    say_fixed_codes(config, settings)
     inside, across = mesh.hosts_of(settings.ranks_per_host or 1)
     machine = Machine(
         comm.shard.reads_in_place,
@@ -100,6 +101,16 @@ def with_chosen_codes(config: Config, settings: PlanSettings, comm: Comm, mesh: 
     chosen = choose_codes(asked, link, **states)
     log_once(f"compression.auto: {chosen.why}")
     return replace(settings, compression=chosen)
+
+
+def say_fixed_codes(config: Config, settings: PlanSettings) -> None:
+    """Log that codes do not follow what they lose, where the precision of units follows what gradients show.  Local."""
+    asked = settings.compression
+    if config.precision == "auto" and any((asked.weights, asked.gradients, asked.inside, asked.frozen)):
+        log_once(
+            "precision auto chooses between 16 and 32 bits of units, not between those of codes: the error of a codec "
+            "as a signal is not built, and codes keep what the configuration says."
+        )
 
 
 def measured_rates(codec: Blocks, device: torch.device) -> tuple[float, float]:

@@ -111,3 +111,12 @@ def test_stages_are_refused_by_name() -> None:
     config = {"precision": "auto", "bf16": {"enabled": True}}
     with pytest.raises(NotBuiltError, match="precision auto on a mesh with stages"):
         deepseek_zero.plan(torch.nn.Linear(2, 2), config, ranks=2, mesh={"pp": 2})
+
+
+def test_codes_that_do_not_follow_their_error_are_said_so(caplog: pytest.LogCaptureFixture) -> None:
+    told = "the error of a codec as a signal is not built"
+    for more in ({}, {"zero_quantized_gradients": True}):
+        config = {"precision": "auto", "fp16": {"enabled": True}, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        config |= {"zero_optimization": {"stage": 2, **more}}
+        deepseek_zero.initialize(model=torch.nn.Linear(2, 2), config=config)[0].destroy()
+        assert (told in caplog.text) is bool(more)
