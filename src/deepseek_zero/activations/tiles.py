@@ -122,9 +122,16 @@ class _Weight:
     whole: Tensor | None = None
     over: _Sum = field(default_factory=_Sum)
 
-    def put(self, tensor: Tensor) -> None:
+    def read(self) -> None:
+        """Let modules read the weight through a node: an attribute of the object itself comes before its parameters."""
+        found = _Read.apply(self.whole, self.over)  # type: ignore[no-untyped-call]
         for module, name in self.places:
-            module._parameters[name] = tensor  # type: ignore[assignment]
+            module.__dict__[name] = found
+
+    def give_back(self) -> None:
+        """Let modules read the parameter again."""
+        for module, name in self.places:
+            module.__dict__.pop(name, None)
 
 
 @contextmanager
@@ -140,8 +147,8 @@ def fp32_sums(
     found: dict[int, _Weight] = {}
     asks = module is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     for each in module.modules() if module is not None and asks else ():
-        for name, param in each._parameters.items():
-            if param is not None and _is_summed(param, only):
+        for name, param in each.named_parameters(recurse=False, remove_duplicate=False):
+            if _is_summed(param, only):
                 found.setdefault(id(param), _Weight(param)).places.append((each, name))
     for weight in found.values():
         weight.whole = _Whole.apply(weight.param, weight.over)  # type: ignore[no-untyped-call]
@@ -150,12 +157,12 @@ def fp32_sums(
         def read(*tensors: Tensor) -> Tensor:
             given = [weight for weight in found.values() if weight.whole is not None]
             for weight in given:
-                weight.put(_Read.apply(weight.whole, weight.over))  # type: ignore[no-untyped-call]
+                weight.read()
             try:
                 return function(*tensors)
             finally:
                 for weight in given:
-                    weight.put(weight.param)
+                    weight.give_back()
 
         return read if found else function
 
